@@ -88,7 +88,11 @@ class WindowMerger:
 
     def settle(self, task: WindowTask) -> None:
         """Wait for the blocks of a task."""
-        found = settled(task.under_way)
+        try:
+            found = settled(task.under_way)
+        finally:
+            if self.whole is not None and task.last:
+                self.whole.forget(task.window)
         self.spools[task.plan].put(found.parts)
         self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
     }  # fmt: skip
     loras = [inputs.hole(folder / f"{n}.safetensors", tensors) for n in range(2)]
 
+    @cache
     def plan(adapters: int = 1, **options: Any) -> Plan:
         return plan_merge(make_job(base, [(a, 0.7) for a in loras[:adapters]], folder / "out", **options))
 
@@ -112,6 +114,7 @@ def test_strengths_of_one_base_are_merged_beside_each_other(
     (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs, "defaults": {"device": "cuda"}}))
     results = lora_merge.run_batch(tmp_path / "jobs.yaml")
     assert [r.error for r in results] == [None] * 3
+    assert cuda.counts["up"] == 2, "the adapter and the base, once for all"
     for s in (0.5, 1.0, 2.0):
         lora_merge.merge(files[0], [(files[1], s)], tmp_path / "want", device="cpu", overwrite=True)
         alike(tmp_path / f"{s}.safetensors", tmp_path / "want")

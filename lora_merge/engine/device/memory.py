@@ -31,9 +31,16 @@ def lanes(at: Placement, limit: int) -> int:
     return LANES if at.device.type == "cuda" and limit >= LANES * (WORKSPACE + SMALLEST) else 1
 
 
+def base_share(limit: int) -> int:
+    """Return the bytes that base bytes may take which several plans merge."""
+    return limit // 8
+
+
 def lane_share(at: Placement, limit: int, held: int) -> int:
     """Return the bytes that a lane may use for blocks, where `held` bytes of the limit are taken."""
-    return max(0, (limit - held) // lanes(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0))
+    return max(
+        0, (limit - base_share(limit) - held) // lanes(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0)
+    )
 
 
 def block_bytes(block: Block, at: Placement) -> int:

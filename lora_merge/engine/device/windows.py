@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import Final, NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 from ...algorithms import DoesNotFit
 from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
-from ..devices import precise_at
+from ..devices import device_bytes, precise_at
 from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item
-from ..placement import TORCH_DTYPES, DeviceStream, holds, queues
-from ..windows import Fold
-from .memory import block_bytes
+from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds, queues
+from ..windows import Fold, Window
+from .memory import base_share, block_bytes
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
 from .registered import RegisteredBuffers
 
@@ -54,6 +55,9 @@ class DeviceWindows:
     def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
         """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
         self.blocks, self.pool, self.piece = blocks, pool, piece
+        self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
+        """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
+        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
         self.registered = RegisteredBuffers(wanted=queues(blocks.at[0].device))
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
@@ -120,10 +124,13 @@ class DeviceWindows:
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
         given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
-        there = upload(given, lane, self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane))
+        there = self._uploaded(part, given, low, lane)
         start = part.folds[0].at // ALIGNED * ALIGNED
         size = part.folds[-1].at + part.folds[-1].nbytes - start
-        out = torch.empty(size, dtype=torch.uint8, device=lane.at.device) if apart else there
+        if apart:
+            out = torch.empty(size, dtype=torch.uint8, device=lane.at.device)
+        else:  # other plans need the base's bytes
+            out = there if task.last else there.clone()
         kinds: dict[tuple[bool, str], list[Fold]] = {}
         for f in part.folds:
             kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
@@ -146,6 +153,28 @@ class DeviceWindows:
             download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
         lane.settle()
         return True
+
+    def _uploaded(self, part: Part, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
+        """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
+        tasks."""
+        task, apart = part.task, part.folds[0].apart
+        piece = self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane)
+        if task.first and task.last:
+            return upload(given, lane, piece)
+        key = (id(task.window), apart, low, len(given), lane.at)
+        with self._sharing:
+            if key not in self._shared:
+                there = upload(given, lane, piece)
+                if len(given) + sum(len(held) for _, held in self._shared.values()) > self._room:
+                    return there
+                lane.settle()
+                self._shared[key] = task.window, there
+            return lane.hold(self._shared[key][1])
+
+    def forget(self, window: Window) -> None:
+        """Give up the bytes of a window that all plans have merged."""
+        with self._sharing:
+            self._shared = {key: held for key, held in self._shared.items() if held[0] is not window}
 
     def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
         return 0 if self.registered.has(buffer, lane.at.device) else self.piece
