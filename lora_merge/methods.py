@@ -82,6 +82,12 @@ COMBINATIONS: Final[Mapping[str, Method]] = MappingProxyType(
 """The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combining.py, and a second time,
 for the proof, in proof/combined.py."""
 
+UNDIRECTED: Final = ("slerp", "karcher")
+"""Methods on directions, which say nothing of biases and norms."""
+
+ADDED: Final = "biases and norms have no direction: they are added"
+"""What becomes of those."""
+
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {
         SUM: COMBINATIONS[SUM],

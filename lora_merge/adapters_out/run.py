@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, Final
@@ -16,13 +16,14 @@ from ..adapters.file import AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.reader import Reader
+from ..disk.spool import Heap
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ..engine.devices import place
 from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError
-from ..methods import COMBINATIONS
+from ..methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combining import Combining
 from ..version import __version__
 from .changes import Evaluator
@@ -52,10 +53,12 @@ def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> 
         reader = stack.enter_context(Reader(sources.indexes))
         cache = TensorCache(reader, frozenset(p for i in inputs for p in i.files))
         maker = Maker(job, sources, Evaluator(sources, cache, place("cpu", "F64")), dtype)
-        layers, zeros = maker.layers(progress)
+        heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
+        kept: dict[str, dict[str, Entry]] = {}
+        layers, zeros = maker.layers(progress, lambda name, layer: kept.update({name: waiting(layer, heap)}))
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        entries = list(_entries(sources, layers, dtype))
+        entries = _entries(sources, layers, kept)
         squares = sum(layer.squares for layer in layers.values())
         residual = sqrt(sum(layer.lost for layer in layers.values()) / squares)
         facts = {key: numbers_of(layer) for key, layer in layers.items()}
@@ -168,8 +171,11 @@ class Maker:
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.notes: list[str] = []
 
-    def layers(self, progress: Callable[[int], object]) -> tuple[dict[str, Layer], list[str]]:
-        """Return the layers by label, and the labels of those whose change is zero."""
+    def layers(
+        self, progress: Callable[[int], object], keep: Callable[[str, Layer], object]
+    ) -> tuple[dict[str, Layer], list[str]]:
+        """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
+        change is zero."""
         ranks = self._shared_out() if self.job.rules.together else {}
         found: dict[str, Layer] = {}
         zeros = []
@@ -186,7 +192,8 @@ class Maker:
             if layer.algorithm == FACTORS and not layer.rank:
                 zeros.append(name)
                 continue
-            found[name] = layer
+            keep(name, layer)
+            found[name] = replace(layer, tensors={})
             progress(sum(t.nbytes for t in layer.tensors.values()))
             self.evaluator.forget()
         return found, zeros
@@ -195,8 +202,8 @@ class Maker:
         changes = [c for c in self.evaluator.changes(target) if c.strength]
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
-        if len(target.shape) < 2 and self.job.method in ("slerp", "karcher"):
-            text = f"{self.job.method} has no direction for biases and norms: they are added"
+        if len(target.shape) < 2 and self.job.method in UNDIRECTED:
+            text = f"{self.job.method}: {ADDED}"
             self.notes += [] if text in self.notes else [text]
         return combine(self.job, target, changes, seeds) if changes else None
 
@@ -236,7 +243,15 @@ def _has_kernel(target: Target) -> bool:
     return any(n > 1 for n in target.shape[2:])
 
 
-def _entries(sources: Sources, layers: Mapping[str, Layer], dtype: torch.dtype) -> list[Entry]:
+def waiting(layer: Layer, heap: Heap) -> dict[str, Entry]:
+    """Return the tensors of a layer by their slots; their bytes wait."""
+    made = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
+    return {slot: replace(e, data=heap.put(e.data)) for slot, e in made.items() if isinstance(e.data, memoryview)}
+
+
+def _entries(
+    sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
+) -> list[Entry]:  # fmt: skip
     """Return the tensors of the output in the order of the layers; FitError where two have one name."""
     spelling = Spelling.of(sources.adapters[0])
     found = []
@@ -244,12 +259,12 @@ def _entries(sources: Sources, layers: Mapping[str, Layer], dtype: torch.dtype) 
         layer = layers.get(target.label)
         if layer is None:
             continue
-        tensors = dict(layer.tensors)
+        tensors = dict(kept[target.label])
         odd = layer.alpha is not None and layer.alpha != layer.rank
         if layer.rank and (spelling.alpha or odd):
-            tensors["alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+            tensors["alpha"] = entry("alpha", torch.tensor(layer.alpha, dtype=torch.float32))
         for slot in sorted(tensors):
-            found.append(entry(spelling.key(target.name, target.parameter, slot), tensors[slot]))
+            found.append(replace(tensors[slot], name=spelling.key(target.name, target.parameter, slot)))
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
     return found

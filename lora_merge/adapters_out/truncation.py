@@ -171,12 +171,15 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
     """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels."""
     first, second = left - up, right - down
     if not bool(second.any()):
-        return _gram(first, right)
+        return _gram(first, right) if bool(first.any()) else 0.0
     return _gram(torch.cat((first, up), 1), torch.cat((right, second), 0))
 
 
 def squares_of(left: Tensor, right: Tensor) -> float:
     """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits."""
+    out, cols = left.shape[0], right.shape[1]
+    if left.shape[1] * (out + cols) > out * cols:  # the product itself takes less than the products of pairs
+        return float((left @ right).square().sum())
     found = _gram(left, right)
     whole = float((left.square().sum(0) * right.square().sum(1)).sum())
     if found > 1e-9 * whole or not whole:

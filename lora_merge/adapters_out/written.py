@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile
 from ..disk.publish import replacing
+from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
@@ -68,7 +69,11 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: memoryview | Waiting
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield its bytes in order."""
+        yield from self.data.pieces() if isinstance(self.data, Waiting) else (self.data,)
 
 
 def metadata(
@@ -136,7 +141,7 @@ def write(
         with part.open("r+b") as f:
             f.write(header)
             for e in entries:
-                f.write(e.data)
+                f.writelines(e.pieces())
         prove(part)
     return size
 

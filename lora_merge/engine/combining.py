@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..files.codecs.draws import draws
 from ..method_numbers import SMALLEST, Numbers
-from ..methods import COMBINATIONS, SUM
+from ..methods import COMBINATIONS, SUM, UNDIRECTED
 from .placement import Placement, stage
 
 STEPS: Final = 100
@@ -95,7 +95,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     """
     row = COMBINATIONS[method]
     if row.linear or method == "karcher" or (len(changes) == 1 and not row.keeps):
-        added = vector and method in ("slerp", "karcher")
+        added = vector and method in UNDIRECTED
         weights = coefficients(SUM if added else method, () if added else gram(changes), strengths, n)
         for weight, t in zip(weights, changes, strict=True):
             t.mul_(weight)

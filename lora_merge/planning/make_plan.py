@@ -37,7 +37,7 @@ from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
 from ..matching.resizing import clashes, replace_in_turn, values_as_changes
 from ..matching.tied_heads import check_alone
-from ..methods import METHODS
+from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.strengths import Strengths
 from ..models.tied_weights import tied
@@ -111,6 +111,8 @@ def make_plan(matched: Matched) -> Plan:
     notes = [*quantised.notes, *([f"not copied, because they hold other weights: {listed(left)}"] if left else [])]
     if led := led_outside(base.path, sides):
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
+    if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
+        notes.append(f"{job.method}: {ADDED}")
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))

@@ -270,3 +270,17 @@ def test_a_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path
         assert called(*command, "--base", base, "-o", out).exit_code == 0
         found = load_file(next(out.glob("*.safetensors")) if out.is_dir() else out)
         assert sorted(tuple(t.shape) for t in found.values() if t.ndim == 2) == [(1, 6), (4, 1)]
+
+
+@pytest.mark.parametrize("method", ["sum", "dare_ties"])
+def test_bytes_do_not_depend_on_where_tensors_wait(method: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """In memory, or beyond a share of --max-memory in a temporary file, which is gone at the end."""
+    made = []
+    for limit in ("1GiB", "4KB"):
+        out = tmp_path / "new folder" / f"{limit}.safetensors"
+        options = {"density": 0.5, "seed": 3, "algorithm": "full"} if method != "sum" else {}
+        lora_merge.combine(pair, out, method=method, max_memory=limit, **options)  # type: ignore[arg-type]
+        made.append(out.read_bytes())
+    assert made[0] == made[1]
+    assert sorted(p.name for p in (tmp_path / "new folder").iterdir()) == ["1GiB.safetensors", "4KB.safetensors"]
+    assert not strays(tmp_path / "new folder")

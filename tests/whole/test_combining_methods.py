@@ -137,7 +137,7 @@ ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from([FUSED, *PARTS]), st.sam
 CERTAIN = sorted(m for m in METHODS if not COMBINATIONS[m].draws and m not in ("slerp", "mean"))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     chosen=st.lists(ONE, min_size=2, max_size=3), whole=st.booleans(), method=st.sampled_from(CERTAIN),
     normalise=st.sampled_from(DIVISORS),
@@ -207,3 +207,37 @@ def test_a_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers
     enough = told.value.fix.removeprefix("give --max-memory ")
     assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "o.safetensors", max_memory=enough, **options)
     assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "p.safetensors", max_memory="8MiB")
+
+
+@pytest.mark.parametrize("method", ["dare", "della"])
+def test_draws_are_those_of_the_adapter_and_its_module(
+    method: str, files: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """With a base or without one, in either order, under any name of the file."""
+    base, *adapters = files
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(adapters[0].read_bytes())
+    options: Any = {"method": method, "algorithm": "full", "dtype": "fp32", **numbers(method)}
+    made = [
+        load(Path(lora_merge.combine(some, tmp_path / f"{n}.safetensors", base=given, **options).output))
+        for n, (some, given) in enumerate(
+            ((adapters, base), (adapters, None), (adapters[::-1], base), ([copy, adapters[1]], None))
+        )
+    ]
+    for other in made[1:]:
+        assert made[0].keys() == other.keys()
+        for key, value in made[0].items():
+            torch.testing.assert_close(value, other[key], rtol=1e-6, atol=1e-9)
+    twice = load(Path(lora_merge.combine([copy, adapters[0]], tmp_path / "t.safetensors", **options).output))
+    once = load(Path(lora_merge.combine([copy], tmp_path / "o.safetensors", **options).output))
+    assert any(not torch.allclose(twice[key], 2 * once[key]) for key in once), "the second one draws for itself"
+
+
+def test_biases_that_have_no_direction_are_told(tmp_path: Path) -> None:
+    base = {"a.weight": rand(6, 8, seed=1), "a.bias": rand(6, seed=2)}
+    module = {"a.diff": rand(6, 8, seed=3), "a.diff_b": rand(6, seed=4)}
+    files = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((base, module))]
+    for method, told in (("slerp", True), ("ties", False)):
+        options: Any = {"method": method, **({"t": 0.5} if told else {"density": 0.5})}
+        report = lora_merge.merge(files[0], [files[1], (files[1], 0.5)], tmp_path / f"{method}.safetensors", **options)
+        assert any("they are added" in note for note in report.notes) == told

@@ -54,7 +54,7 @@ def write_folder(
         with (part / WEIGHTS).open("xb") as f:
             f.write(header)
             for e in entries:
-                f.write(e.data)
+                f.writelines(e.pieces())
         (part / CONFIG).write_bytes(text)
         prove(part)
     return size
