@@ -25,6 +25,7 @@ from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
+from ..text import plural
 from .suffixes import SHARED, split, split_row_part
 from .values import differing, zero_outside
 
@@ -240,7 +241,7 @@ def group(index: Index) -> AdapterFile:
         what = foreign(index.tensors) or ((f"a model: {known}", IN_ORDER) if known != UNKNOWN else None)
         raise InputError(
             "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
-            f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
+            f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
             what[1] if what else IN_ORDER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import MergeError, UsageError
-from ..files.yaml_source import Document, Place, parse, read_text
+from ..files.yaml_source import Document, Place
 from ..job import Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
@@ -29,6 +29,7 @@ from ..text import Lines
 from .commands import MERGE, Request
 from .paths import Search
 from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile, advice, nearest, problems
+from .short import read_jobs
 from .templates import NoSuchName, render, render_output
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
@@ -65,9 +66,7 @@ def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = 
     `overwrite` holds for all jobs.
     """
     if isinstance(source, Path):
-        return _Loader(
-            parse(read_text(source, FILE_LIMIT), source.name), source.name, source.absolute().parent, overwrite
-        ).entries()
+        return _Loader(read_jobs(source, FILE_LIMIT), source.name, source.absolute().parent, overwrite).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
         jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
         return tuple(BatchJob(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))

@@ -86,7 +86,8 @@ class _Outputs:
                 clashes.append(f"{e.where} writes inside the output of {around.where}: {e.job.output}")
         if clashes:
             raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes),
-                             "give every job an output of its own")  # fmt: skip
+                             "give every job an output of its own; in a matrix, its names stand for the values: "
+                             "output: out/{lora.stem}-{strength}.safetensors")  # fmt: skip
 
     def maker(self, path: Path) -> BatchJob | None:
         """Return the job whose output an input is, or is inside of."""

@@ -46,6 +46,9 @@ def batch(
     ] = None,
     html: HTML = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per job on stdout.")] = False,
+    init: Annotated[
+        bool, typer.Option("--init", help="Write a first jobs file to change, here or to JOBS.yaml.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="No progress, no lines for jobs that went well.")
@@ -61,8 +64,12 @@ def batch(
 
         echo(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
         return
+    if init:
+        _write_first(jobs or "jobs.yaml")
+        return
     if jobs is None:
-        raise UsageError("no jobs file was given", "lora-merge batch", "lora-merge batch JOBS.yaml")
+        fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
+        raise UsageError("no jobs file was given", "lora-merge batch", fix)
     from ..batch.executors import Workers
     from ..batch.executors import executor as find
     from ..batch.run import make_batch
@@ -87,6 +94,20 @@ def batch(
     ended = _run(made, run, told, as_json=as_json, quiet=quiet)
     pictures.write(lambda: [json.loads(one.to_json()) for one in ended])
     conclude(made, ended, sys.stderr if as_json else sys.stdout)
+
+
+def _write_first(name: str) -> None:
+    """Write a first jobs file; UsageError if there is a file of this name."""
+    from ..batch.short import FIRST
+    from ..paths import expand
+
+    path = expand(name)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(FIRST.format(name=name))
+    except FileExistsError as e:
+        raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml") from e
+    echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 
 def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool) -> list[JobReport]:

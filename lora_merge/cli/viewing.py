@@ -109,7 +109,10 @@ def compare(
     plot: PLOT = None,
     as_json: AS_JSON = False,
 ) -> None:
-    """Say where two models differ and by how much, or how alike the changes of two adapters are."""
+    """Say where two models differ, or how alike adapters are.
+
+    Of models it tells by how much each tensor differs, of adapters how alike their changes are.
+    """
     from ..viewing.compare import compare as look
     from ..viewing.compare import compare_lines
     from .streams import Pictures
@@ -125,7 +128,10 @@ def compare(
 def schema(
     what: Annotated[str, typer.Argument(metavar="report|jobs|…", help="What the schema describes.")] = "report",
 ) -> None:
-    """Print the JSON Schema of what the program prints (report, inspect, compare, error) or reads (jobs)."""
+    """Print the JSON Schema of a report, or of jobs files.
+
+    The program prints reports, inspect, compare and error, and reads jobs.
+    """
     from ..viewing.schemas import KINDS, schema_of
 
     if what not in KINDS:

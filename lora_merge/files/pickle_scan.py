@@ -14,8 +14,10 @@ pickletools.py.
 from __future__ import annotations
 
 import pickle
+import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Final, TypeAlias
@@ -124,8 +126,30 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
             return found.at, sum(found.stored.values())
         operation = OPERATIONS.get(code)
         if operation is None:
+            if name := foreign_call(data, start):
+                raise NotRun(f"GLOBAL {name}")
             raise NotRun(f"byte {found.at} of its pickle is an operation that torch.save does not write")
         operation(found)
+
+
+LOOKED: Final = 1 << 20  # bytes of a pickle that are looked through for names
+HARMLESS: Final = ("torch", "collections", "numpy", "_codecs")
+"""Modules whose functions make the values of state dicts."""
+
+
+def foreign_call(data: Data, start: int) -> str:
+    """Return the first function of another module that a pickle of any protocol names, such as posix.system; "" for
+    none. Nothing is run."""
+    texts = [""] * 2
+    with suppress(ValueError, LookupError, EOFError, OverflowError):
+        for operation, value, _ in pickletools.genops(bytes(data[start : start + LOOKED])):
+            if isinstance(value, str) and operation.name != "GLOBAL":
+                texts = [texts[1], value]
+            if operation.name in ("GLOBAL", "STACK_GLOBAL"):
+                module, _, name = str(value).partition(" ") if value else (texts[0], "", texts[1])
+                if module.partition(".")[0] not in HARMLESS and len(f"{module}.{name}") < 100:
+                    return f"{module}.{name}"
+    return ""
 
 
 def _push(kind: str, width: int, *, lengths: int = 0) -> Callable[[_Scan], None]:

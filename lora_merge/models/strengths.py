@@ -53,7 +53,8 @@ class Strengths:
             near = get_close_matches(written[:NEAR], likely, 2, 0.0) if written != part else []
             known = listed(near or sorted(set(components.values())), 6)
             raise UsageError("the base has no such part", f"--strength-for {part}",
-                             f"correct it; {'similar names are' if near else 'the base has'} {known}")  # fmt: skip
+                             f"correct it; {'similar names are' if near else 'the base has'} {known}; "
+                             "lora-merge parts BASE lists its parts and blocks")  # fmt: skip
 
     def _weighted(self, part: str, base: Blocks) -> Mapping[str, float]:
         """Return block → factor for a part that names blocks; UsageError if the base lacks such a block."""

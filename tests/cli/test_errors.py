@@ -12,6 +12,8 @@ import torch
 
 from lora_merge.cli import main as program
 
+from ..matching.test_wrong_pairs import hollow
+from ..models.test_architectures import header
 from ..support import Tensors, kohya, rand, save, sd1
 
 Run = Callable[..., tuple[int, str]]
@@ -31,8 +33,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(lora, folder / "loras" / f"{name}.safetensors")
     (folder / "text.safetensors").write_text("hello")
     (folder / "kit.yaml").write_text("models:\n- model: base.safetensors\nmerge_method: linear\n")
-    (folder / "short.yaml").write_text("base: base.safetensors\nadapters: [lora.safetensors]\noutput: o.safetensors\n")
-    (folder / "jobs.csv").write_text("base,adapter\n")
+    (folder / "mixed.yaml").write_text(
+        "version: 1\nbase: b.safetensors\nadapters: [lora.safetensors]\noutput: o.safetensors\n"
+    )
+    (folder / "jobs.csv").write_text("base,adapter,output\nbase.safetensors,lora.safetensors,o.safetensors\n")
+    (folder / "twice.yaml").write_text("version: 1\njobs:\n- base: base.safetensors\n  adapters: ['{l}']\n  output: o.safetensors\n"
+                                       "  matrix: {l: [lora.safetensors, ink.safetensors]}\n")  # fmt: skip
+    hollow(header("native/vae-sd"), folder / "vae.safetensors")
+    (folder / "evil.ckpt").write_bytes(
+        b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+    )
     return folder
 
 
@@ -77,8 +87,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "no such option: --dtpye (Possible options: --dtype, --t)", "help merge"),
     ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
-    ("batch short.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
-    ("batch jobs.csv", 2, "in YAML or JSON", "lora-merge schema jobs"),
+    ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
+    ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
+    ("batch twice.yaml", 2, "outputs in the place of another job's", "out/{lora.stem}"),
+    ("batch", 2, "no jobs file was given", "--init writes a first one"),
+    ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name the base"),
+    ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
+    ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
     ("base.safetensors loras", 3, "several checkpoints", "FOLDER/*.safetensors"),
     ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),

@@ -115,3 +115,9 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
     assert offered("base.safetensors", "x", "--dtype", "b") == ["bf16"]
     assert offered("merge", "base.safetensors", "x", "--device", "cu") == ["cuda", "cuda:0"]
     assert offered("merge", "ba") == [], "bash itself offers files then"
+
+
+def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
+    text = run("--help")[1]
+    listed = text.partition("Commands:")[2].partition("Examples")[0]
+    assert "..." not in listed and listed.count("\n") > len(COMMANDS)

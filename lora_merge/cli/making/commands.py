@@ -55,7 +55,10 @@ def resize(
     rank: Annotated[str, typer.Option(metavar="RULE", help="16, energy:0.99, fro:0.9, size:50MiB …")],
     **options: Any,
 ) -> None:
-    """Write an adapter again at another rank: the best one of that rank."""
+    """Write an adapter again at another rank.
+
+    Of all adapters of that rank, the output is the nearest.
+    """
     _carry_out("resize", [adapter], {"rank": rank, **options})
 
 
@@ -85,7 +88,10 @@ def average(
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Default: same, the snapshots' own.")] = None,
     **options: Any,
 ) -> None:
-    """Average snapshots of one training: equal weights, given ones, or an EMA."""
+    """Average snapshots of one training.
+
+    With equal weights, with given ones, or as an exponential moving average.
+    """
     from ...adapters_out.average.weights import average_weights
     from ...adapters_out.rank_rules import SAME
     from ..values import as_number
@@ -104,7 +110,7 @@ def extract(
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="32, energy:0.99, noise … Default: 32.")] = None,
     **options: Any,
 ) -> None:
-    """Write the difference of two checkpoints as an adapter of the first one."""
+    """Write as an adapter by what two checkpoints differ."""
     from ...adapters_out.extract.run import plan, run
     from ...adapters_out.extract.task import make_extraction
 
