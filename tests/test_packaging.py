@@ -68,6 +68,7 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) 
         "lora_merge/algorithms/lora.py",
         "lora_merge/algorithms/wavelets.json",
         "lora_merge/py.typed",
+        "lora_merge/proof/reference/layouts.txt",
         "lora_merge/adapters/model_types.json",
         "lora_merge/models/module_orders.json",
         "lora_merge/models/architectures/sdxl.yaml",
