@@ -26,6 +26,7 @@ FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
 CPU_STACK: Final = 2**20
 DEVICE_BYTES: Final = 5 * 2**30
+SPILLED: Final = 3  # blocks that do not fit, after which all others go to the CPU at once
 NARROW: Final = 16  # rows or columns
 
 
@@ -259,7 +260,14 @@ class DeviceMemory:
     def __init__(self) -> None:
         self.most = sys.maxsize
         """How many numbers may go into one call: half of the numbers that did not fit."""
+        self.spilled = 0
+        """How many blocks did not fit even alone, and were folded on the CPU."""
         self._door, self._left, self._inside = Lock(), Condition(), 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the device has no room for blocks like these: further tries would only take time."""
+        return self.spilled >= SPILLED
 
     @contextmanager
     def shared(self) -> Iterator[None]:

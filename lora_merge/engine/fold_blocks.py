@@ -140,8 +140,9 @@ class BlockMerger:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
+            host = DeviceStream(self.fallback_device) if self.fallback_device and self.room.full else None
             with self.room.shared(), self.host.hold(sum(i.block.room for i in group)):
-                found = self._attempt(group)
+                found = self._attempt(group, host) if host else self._attempt(group)
             if isinstance(found, str) and len(group) == 1:
                 with self.room.alone():
                     self._relieve()  # other lanes have left unused memory
@@ -150,6 +151,7 @@ class BlockMerger:
                 if isinstance(found, str) and self.fallback_device is not None:
                     found = self._attempt(group, DeviceStream(self.fallback_device))
                     note = "a block was folded on the CPU"
+                    self.room.spilled += 1
                 if isinstance(found, str):
                     raise ResourceError("the device is out of memory", f"{name}: {found}", FULL)
                 self.note(note)

@@ -198,7 +198,6 @@ def test_devices_of_other_kinds_get_what_they_have(
     """Neither has streams here; Metal has no fp64 either, and both leave fp8 and decompositions to the host."""
     cuda.lacks = frozenset({*EIGHT, *({torch.float64} if kind == "mps" else ())})
     monkeypatch.setattr("lora_merge.engine.placement.queues", lambda _: False)
-    monkeypatch.setattr("lora_merge.engine.device.windows.queues", lambda _: False)
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 1)

@@ -22,7 +22,7 @@ from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item
-from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds, queues
+from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..windows import Fold, Window
 from .memory import base_share, block_bytes
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
@@ -58,7 +58,7 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
-        self.registered = RegisteredBuffers(wanted=queues(blocks.at[0].device))
+        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
@@ -111,6 +111,8 @@ class DeviceWindows:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
         room = self.blocks.room
+        if room.full:
+            return self.blocks.fold_here(part.items())
         with room.shared() if part.nbytes <= self.blocks.share else room.alone():
             done = self.blocks.turn(partial(self._at_once, part))
         if isinstance(done, str):
@@ -177,7 +179,8 @@ class DeviceWindows:
             self._shared = {key: held for key, held in self._shared.items() if held[0] is not window}
 
     def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
-        return 0 if self.registered.has(buffer, lane.at.device) else self.piece
+        direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
+        return 0 if direct else self.piece
 
     def _merged(
         self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream
