@@ -1,4 +1,4 @@
-"""`load_adapter`: an opened adapter, and ΔW of each of its modules."""
+"""An opened adapter, and ΔW of each of its modules."""
 
 from __future__ import annotations
 
@@ -111,23 +111,3 @@ class LoadedAdapter:
             if isinstance(name, str) and module.name == name:
                 return module
         raise UsageError(f"the adapter has no module {name!r}", str(self.path), "see .modules for the names")
-
-
-def load_adapter(path: str | Path) -> LoadedAdapter:
-    """Open an adapter to read the names of its modules, and to compute the ΔW of each.
-
-    Parameters:
-        path: An adapter file, or a PEFT folder.
-
-    Returns:
-        A `LoadedAdapter`; `merge_state_dict` takes it as an adapter too.
-
-    Raises:
-        InputError: The adapter is missing, damaged or of a kind that is not supported.
-
-    Examples:
-        >>> adapter = lora_merge.load_adapter("style.safetensors")
-        >>> adapter.modules[0]
-        'lora_unet_down_blocks_0_attentions_0_proj_in'
-    """
-    return LoadedAdapter(path)

@@ -1,0 +1,1 @@
+"""Adapters in Python that are added, scaled, measured and saved."""

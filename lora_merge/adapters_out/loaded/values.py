@@ -1,0 +1,179 @@
+"""Adapters as values: `0.5 * a + b`, the rank and the spectrum of each change, and saving them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...disk.reader import Reader
+from ...engine.devices import place
+from ...engine.tensors import TensorCache
+from ...engine.torch_state import undisturbed
+from ...errors import UsageError
+from ...job import factor
+from ...memory.loaded_adapter import LoadedAdapter
+from ..changes import Evaluator
+from ..job import make_adapter_job
+from ..layers import combine as combined
+from ..layers import spectrum
+from ..rank_rules import EXACT, Rule
+from ..sources import Sources, open_sources
+
+if TYPE_CHECKING:
+    from ..report import AdapterReport
+
+Term = tuple[LoadedAdapter, float]
+EVERYTHING = Rule("energy", 1.0)
+
+
+class Changes:
+    """Σ sᵢΔWᵢ of opened adapters: one adapter, or a sum."""
+
+    terms: tuple[Term, ...]
+
+    def __add__(self, other: object) -> AdapterSum:
+        if isinstance(other, int | float) and other == 0:  # where `sum` begins
+            return AdapterSum(self.terms)
+        return AdapterSum((*self.terms, *other.terms)) if isinstance(other, Changes) else NotImplemented
+
+    __radd__ = __add__
+
+    def __mul__(self, strength: float) -> AdapterSum:
+        if not isinstance(strength, int | float):
+            return NotImplemented
+        strength = factor(strength, "the strength of an adapter")
+        return AdapterSum(tuple((adapter, s * strength) for adapter, s in self.terms))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> AdapterSum:
+        return self * -1.0
+
+    def __sub__(self, other: object) -> AdapterSum:
+        return self + -other if isinstance(other, Changes) else NotImplemented
+
+    def spectrum(self, name: str, *, base: str | Path | None = None) -> list[float]:
+        """Return the singular values of the change of one module, the largest first, without rounding errors.
+
+        Parameters:
+            name: As `modules` has it.
+            base: The model that the adapters were trained on, where a formula reads it, or dialects differ.
+        """
+        with torch.no_grad(), undisturbed():
+            return self._spectrum(name, None if base is None else str(base))
+
+    def rank(self, name: str, *, base: str | Path | None = None) -> int:
+        """Return the rank of the change of one module: how many singular values are no rounding errors."""
+        return len(self.spectrum(name, base=base))
+
+    def save(
+        self, path: str | Path, *, format: str = "keep", rank: str | int = EXACT,
+        base: str | Path | None = None, **options: Any,
+    ) -> AdapterReport:  # fmt: skip
+        """Write the changes as one adapter: as `combine` does, or in another dialect as `convert` does.
+
+        Parameters:
+            path: The file or folder to write.
+            format: A dialect of `convert`, which needs `base`; "keep": that of the first adapter.
+            rank: A number or a rule, as for `combine`.
+            base: The model.
+
+        Returns:
+            An `AdapterReport`.
+
+        Raises:
+            MergeError: As for `combine` and `convert`.
+        """
+        from ..api import combine, convert
+
+        given = [(adapter.path, strength) for adapter, strength in self.terms]
+        if format == "keep":
+            return combine(given, path, base=base, rank=rank, **options)
+        if len(given) == 1:
+            return convert(given[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / "sum.safetensors"
+            combine(given, whole, base=base, rank=rank, dtype="fp32", verify=False)
+            return convert(whole, path, to=format, base=base, **options)
+
+    @cached_property
+    def _opened(self) -> dict[str | None, Sources]:
+        return {}
+
+    def _spectrum(self, name: str, base: str | None) -> list[float]:
+        job = make_adapter_job("combine", [(a.path, s) for a, s in self.terms], "sum.safetensors", base, {})
+        if base not in self._opened:
+            self._opened[base] = open_sources(job)
+        sources = self._opened[base]
+        target = next((t for t in sources.targets if name in (t.label, t.name)), None)
+        if target is None:
+            raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
+        with Reader(sources.indexes) as reader:
+            cache = TensorCache(reader, frozenset(f for a in sources.adapters for f in a.index.files))
+            changes = [c for c in Evaluator(sources, cache, place("cpu", "F64")).changes(target) if c.strength]
+            if not changes:
+                return []
+            wanted = combined(job, target, changes, [""] * len(self.terms))
+            return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
+
+
+class OpenAdapter(LoadedAdapter, Changes):
+    """An opened adapter file. It can be scaled and added to others: `0.5 * a + b`."""
+
+    @property
+    def terms(self) -> tuple[Term, ...]:  # type: ignore[override]
+        """The adapter at strength 1."""
+        return ((self, 1.0),)
+
+
+class AdapterSum(Changes):
+    """A sum of adapters with strengths. Nothing is computed before it is asked for."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.terms = tuple(terms)
+
+    def __repr__(self) -> str:
+        return "AdapterSum: " + " + ".join(f"{s:g} * {a.path.name}" for a, s in self.terms)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules that any of the adapters changes, as its file spells them."""
+        return tuple(dict.fromkeys(name for adapter, _ in self.terms for name in adapter.modules))
+
+    def delta(self, name: str, base_weight: Tensor) -> Tensor:
+        """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape."""
+        if name not in self.modules:
+            raise UsageError(f"the adapters have no module {name!r}", "a sum of adapters", "see .modules for the names")
+        found = torch.zeros(base_weight.shape, dtype=torch.float64)
+        for adapter, strength in self.terms:
+            if name in adapter.modules:
+                found += strength * adapter.delta(name, base_weight).double()
+        return found.float()
+
+
+def load_adapter(path: str | Path) -> OpenAdapter:
+    """Open an adapter: the names of its modules, the ΔW, rank and spectrum of each; add, scale and save it.
+
+    Parameters:
+        path: An adapter file, or a PEFT folder.
+
+    Returns:
+        An `OpenAdapter`; `merge_state_dict` takes it as an adapter too, and `0.5 * a + b` is a sum with the same
+        methods.
+
+    Raises:
+        InputError: The adapter is missing, damaged or of a kind that is not supported.
+
+    Examples:
+        >>> adapter = lora_merge.load_adapter("style.safetensors")
+        >>> adapter.modules[0]
+        'lora_unet_down_blocks_0_attentions_0_proj_in'
+        >>> (0.5 * adapter + lora_merge.load_adapter("detail.safetensors")).save("both.safetensors").written
+    """
+    return OpenAdapter(path)

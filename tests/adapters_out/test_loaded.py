@@ -1,0 +1,71 @@
+"""Adapters as values: sums and strengths act on ΔW, whatever the factors are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lora_merge
+from lora_merge.errors import UsageError
+from tests.support import kohya, load, save, sd1
+
+NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+BASE = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("loaded")
+    save(sd1(torch.float32), made / "base.safetensors")
+    save(kohya(sd1()), made / "a.safetensors")
+    save(kohya(sd1(), rank=3, seed=5), made / "b.safetensors")
+    return made
+
+
+def test_a_spectrum_is_that_of_the_change_and_its_length_is_the_rank(folder: Path) -> None:
+    a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
+    weight = load(folder / "base.safetensors")[BASE]
+    for changes, rank in ((a, 4), (b, 3), (0.5 * a - b, 7), (2 * a, 4), (a - a, 0)):
+        known = np.linalg.svd(changes.delta(NAME, weight).double().numpy(), compute_uv=False)
+        assert changes.rank(NAME) == rank
+        assert changes.spectrum(NAME) == pytest.approx(known[:rank], rel=1e-5, abs=1e-9)
+
+
+def test_strengths_and_sums_obey_the_laws_of_numbers(folder: Path) -> None:
+    a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
+    weight = load(folder / "base.safetensors")[BASE]
+    one, other = a.delta(NAME, weight), b.delta(NAME, weight)
+    for changes, known in ((0.5 * a + b, 0.5 * one + other), (2 * (a + b) * 0.25, 0.5 * (one + other)),
+                           (sum([a, b]), one + other), (-(a - b), other - one)):  # fmt: skip
+        assert torch.allclose(changes.delta(NAME, weight), known, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("to", ["keep", "diffusers"])
+def test_a_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Path, to: str) -> None:
+    a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
+    report = (0.5 * a + b).save(tmp_path / "c.safetensors", format=to, base=folder / "base.safetensors")
+    assert {layer["rank"] for layer in report.layers.values()} == {7}
+    base = load_file(folder / "base.safetensors")
+    pairs = [(folder / "a.safetensors", 0.5), (folder / "b.safetensors", 1.0)]
+    known = lora_merge.merge_state_dict(base, pairs, compute_dtype="fp64")
+    made = lora_merge.merge_state_dict(base, [tmp_path / "c.safetensors"], compute_dtype="fp64")
+    for name, value in known.items():
+        assert torch.allclose(made[name], value, rtol=0, atol=1e-4), name
+    a.save(tmp_path / "one.safetensors", rank=2)
+    assert lora_merge.load_adapter(tmp_path / "one.safetensors").rank(NAME) == 2
+
+
+def test_what_is_no_strength_or_no_module_is_refused(folder: Path) -> None:
+    a = lora_merge.load_adapter(folder / "a.safetensors")
+    with pytest.raises(UsageError, match="no module"):
+        a.rank("nose")
+    with pytest.raises(UsageError):
+        float("nan") * a
+    with pytest.raises(TypeError):
+        a + 1
+    with pytest.raises(TypeError):
+        a * "2"  # type: ignore[operator]
