@@ -16,8 +16,8 @@ from ...engine.devices import place
 from ...engine.tensors import TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import UsageError
-from ...job import factor
 from ...memory.loaded_adapter import LoadedAdapter
+from ...options import factor
 from ..changes import Evaluator
 from ..job import make_adapter_job
 from ..layers import combine as combined
