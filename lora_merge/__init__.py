@@ -17,13 +17,13 @@ if not (Path(__file__).parent / "algorithms").is_dir():
 
 if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
-    from .adapters_out.loaded.values import AdapterSum, load_adapter
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
+    from .memory.adapter_values import AdapterSum, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
@@ -43,8 +43,8 @@ _HOMES = {
     "merge_state_dict": "memory.state_dict",
     "merge_into": "memory.merge_into",
     "MergedModel": "memory.merge_into",
-    "load_adapter": "adapters_out.loaded.values",
-    "AdapterSum": "adapters_out.loaded.values",
+    "load_adapter": "memory.adapter_values",
+    "AdapterSum": "memory.adapter_values",
     "LoadedAdapter": "memory.loaded_adapter",
     "Adapter": "job",
     "Job": "job",

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...disk.reader import Reader
-from ...engine.devices import place
-from ...engine.tensors import TensorCache
-from ...engine.torch_state import undisturbed
-from ...errors import UsageError
-from ...memory.loaded_adapter import LoadedAdapter
-from ...options import factor
-from ..changes import Evaluator
-from ..job import make_adapter_job
-from ..layers import combine as combined
-from ..layers import spectrum
-from ..rank_rules import EXACT, Rule
-from ..sources import Sources, open_sources
+from ..adapters_out.changes import Evaluator
+from ..adapters_out.job import make_adapter_job
+from ..adapters_out.layers import combine as combined
+from ..adapters_out.layers import spectrum
+from ..adapters_out.rank_rules import EXACT, Rule
+from ..adapters_out.sources import Sources, open_sources
+from ..disk.reader import Reader
+from ..engine.devices import place
+from ..engine.tensors import TensorCache
+from ..engine.torch_state import undisturbed
+from ..errors import UsageError
+from ..options import factor
+from .loaded_adapter import LoadedAdapter
 
 if TYPE_CHECKING:
-    from ..report import AdapterReport
+    from ..adapters_out.report import AdapterReport
 
 Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
@@ -90,7 +90,7 @@ class Changes:
         Raises:
             MergeError: As for `combine` and `convert`.
         """
-        from ..api import combine, convert
+        from ..adapters_out.api import combine, convert
 
         given = [(adapter.path, strength) for adapter, strength in self.terms]
         if format == "keep":

@@ -1,1 +1,0 @@
-"""Adapters in Python that are added, scaled, measured and saved."""
