@@ -12,11 +12,20 @@ if TYPE_CHECKING:
     import torch
 
 
-class VerifyOptions(TypedDict, total=False):
-    """The options of `verify`, for outputs without a recipe."""
+class Reading(TypedDict, total=False):
+    """The options of every function that reads adapters."""
 
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
     unmatched: Unmatched
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    map: str | Path | None
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+class VerifyOptions(Reading, total=False):
+    """The options of `verify`, for outputs without a recipe."""
+
     on_overflow: OnOverflow
     rounding: Rounding
     seed: int
@@ -30,14 +39,10 @@ class VerifyOptions(TypedDict, total=False):
     normalise: Literal["count", "weight", "none"]
     agree: int | None
     scale: float
-    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
-    map: str | Path | None
-    title: str | None
-    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
 
 
-class MergeOptions(VerifyOptions, total=False):
-    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+class Writing(Reading, total=False):
+    """The options of every function that writes a file."""
 
     dtype: str | torch.dtype
     compute_dtype: str | torch.dtype
@@ -47,6 +52,11 @@ class MergeOptions(VerifyOptions, total=False):
     max_memory: int | str
     max_vram: int | str | None
     verify: bool
+
+
+class MergeOptions(VerifyOptions, Writing, total=False):
+    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+
     no_metadata: bool
     card: bool | None
 
@@ -57,24 +67,10 @@ class PythonOptions(MergeOptions, total=False):
     strengths: Sequence[float] | None
 
 
-class AdapterReading(TypedDict, total=False):
+class AdapterReading(Writing, total=False):
     """The options of `merge` that functions which write adapters have too."""
 
-    dtype: str | torch.dtype
-    compute_dtype: str | torch.dtype
-    device: str | torch.device
-    strength: Sequence[float] | None
     strengths: Sequence[float] | None
-    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
-    unmatched: Unmatched
-    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
-    map: str | Path | None
-    overwrite: bool
-    max_memory: int | str
-    max_vram: int | str | None
-    verify: bool
-    title: str | None
-    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class AdapterOptions(AdapterReading, total=False):
