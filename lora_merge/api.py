@@ -74,7 +74,7 @@ def merge(
         map: A table of names (YAML) for a model that is not known.
         overwrite: Whether an existing output is replaced. Default: False.
         max_memory: Limit of the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
-        max_vram: The same for the memory of a GPU. Default: 5 GiB, the most that a batched call needs.
+        max_vram: The same for the memory of a GPU. Default: 5 GiB.
         verify: Whether the written file is read again and verified. Default: True.
         title: The title in the metadata of the output, `modelspec.title`. Default: the base's.
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.

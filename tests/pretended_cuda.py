@@ -69,22 +69,32 @@ class Event:
         self.stream.synchronize()
 
 
+class Result:
+    """What CUDA's functions return: an enumeration of torch's, which has a number and no truth value of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
+
+
 class Runtime:
     """CUDA's functions for memory of the host."""
 
     @staticmethod
-    def cudaHostRegister(address: int, size: int, _flags: int) -> int:
+    def cudaHostRegister(address: int, size: int, _flags: int) -> Result:
         if gpu().refuses_memory:
-            return 2
+            return Result(2)
         assert address not in gpu().registered, "712: it is registered already"
         gpu().registered[address] = size
         gpu().counts["registered"] += 1
-        return 0
+        return Result(0)
 
     @staticmethod
-    def cudaHostUnregister(address: int) -> int:
+    def cudaHostUnregister(address: int) -> Result:
         del gpu().registered[address]
-        return 0
+        return Result(0)
 
 
 class Pending(NamedTuple):

@@ -114,7 +114,8 @@ class PatchTensors:
             tensor = self.fetch(info).reshape(shape)
             return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
 
-        held = self.held.get(info, lane) if self.held is not None and at == lane.at else None
+        ours = self.held is not None and at == lane.at and at.device.type != "cpu"
+        held = self.held.get(info, lane) if self.held is not None and ours else None
         if held is not None:
             whole = held.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()

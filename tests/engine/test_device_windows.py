@@ -15,6 +15,7 @@ import lora_merge
 from lora_merge.cli.text import conclude
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.device import choice
+from lora_merge.engine.device.adapters import AdaptersOnDevice
 from lora_merge.engine.placement import _stream
 from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
@@ -220,3 +221,21 @@ def test_devices_of_other_kinds_get_what_they_have(
         torch.testing.assert_close(ours[name].double(), tensor.double(), rtol=0.13 if tensor.dtype in EIGHT else 2e-3, atol=2e-3)  # fmt: skip
         assert (ours[name].double() != tensor.double()).double().mean() < 0.05 or tensor.dtype == torch.float64
     assert cuda.counts["up and waited for"] and not cuda.counts["registered"] and not cuda.races
+
+
+def test_adapters_that_do_not_fit_a_device_are_uploaded_for_each_window(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is full is told; one with a small bound is not even tried."""
+    lora_merge.merge(*files, tmp_path / "want", device="cpu")
+    lora_merge.merge(*files, tmp_path / "got", device="cuda", max_vram="4KiB")
+    alike(tmp_path / "got", tmp_path / "want")
+
+    def full(*_: object) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(AdaptersOnDevice, "_upload", full)
+    report = lora_merge.merge(*files, tmp_path / "again", device="cuda")
+    alike(tmp_path / "again", tmp_path / "want")
+    assert report.notes == ("cuda:0 was short of memory: smaller batches were used",)
+    assert not cuda.races

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...algorithms import ALGORITHMS
 from ...disk.files import Source, StoredTensor
 from ...disk.reader import Reader
+from ...errors import device_full
 from ...planning.plan import Plan
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from .placement import cast_all, extremes, fit, upload
@@ -38,19 +39,23 @@ class AdaptersOnDevice:
         if lane.at not in self._made:
             with self._lock:
                 if lane.at not in self._made:
-                    made = self._upload(lane)
-                    lane.settle()
-                    self._made[lane.at] = made
+                    self._made[lane.at] = self._made_at(lane)
         return self._made[lane.at].get(_key(info))
 
     def size(self, at: Placement) -> int:
         """Return the bytes that they take at a placement."""
         return min(self._most, at.dtype.itemsize * sum(prod(i.shape) for i in self._infos))
 
-    def clear(self) -> None:
-        """Give the memory back, and hold nothing from now on."""
-        with self._lock:
-            self._made = {at: {} for at in self._made}
+    def _made_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
+        """Return what `_upload` does, when it is there; where the device has no room, nothing is held from now on."""
+        try:
+            made = self._upload(lane)
+        except RuntimeError as e:
+            if device_full(e):
+                self._made[lane.at] = {}
+            raise
+        lane.settle()
+        return made
 
     def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return all tensors at the lane's placement. A piece with a number that is not finite is left out: whoever

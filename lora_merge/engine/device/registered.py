@@ -36,7 +36,8 @@ class RegisteredBuffers:
                 self._drop(id(buffer))
             if not self._wanted or not len(memory):
                 return False
-            if _cudart().cudaHostRegister(address(memory), len(memory), PORTABLE):
+            error = _cudart().cudaHostRegister(address(memory), len(memory), PORTABLE)
+            if int(error):  # an enumeration, which is true for every value
                 self._wanted = False
                 _clear_error(device)
                 return False
