@@ -30,6 +30,9 @@ PART: Final = 2**20
 SAMPLE: Final = 2**14
 """How many of the numbers tell about where the n-th largest one lies."""
 
+OPPOSITE: Final = 1e-12
+"""Directions whose sum has a smaller square cancel each other: the search for their mean begins at the first one."""
+
 PARALLEL: Final = 0.9995
 """The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
 
@@ -126,7 +129,7 @@ def total(changes: Sequence[Tensor]) -> Tensor:
 def gram(changes: Sequence[Tensor]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩."""
     flat = [t.flatten() for t in changes]
-    return [[float(a @ b) for b in flat] for a in flat]
+    return [[float((a @ b).item()) for b in flat] for a in flat]
 
 
 def thin(how: str, change: Tensor, n: Numbers, seed: str) -> None:
@@ -155,7 +158,7 @@ def largest(change: Tensor, count: int) -> Tensor:
     size = change.abs()
     least = nth(size.view(-1), size.numel() - count)
     kept = size >= least
-    surplus = int(kept.sum()) - count
+    surplus = int(kept.sum().item()) - count
     if surplus:
         equal = (size == least).view(-1).nonzero().view(-1)
         kept.view(-1)[equal[len(equal) - surplus :]] = False
@@ -173,7 +176,7 @@ def nth(values: Tensor, place: int) -> Tensor:
         sample = values[:: count // SAMPLE].sort().values
         near, margin = place * len(sample) // count, len(sample) // 64
         low, high = sample[max(0, near - margin)], sample[min(len(sample) - 1, near + margin)]
-        below = int((values < low).sum())
+        below = int((values < low).sum().item())
         inside = values[(values >= low) & (values <= high)]
         if below <= place < below + len(inside):
             return inside.kthvalue(place - below + 1).values
@@ -227,7 +230,7 @@ def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) ->
     cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(there, scale, strict=True)]
                             for i, p in zip(there, scale, strict=True)], dtype=torch.float64)  # fmt: skip
     at = torch.ones(len(there), dtype=torch.float64)
-    if float(at @ cosines @ at) < 1e-24:
+    if float(at @ cosines @ at) < OPPOSITE:
         at = torch.eye(len(there), dtype=torch.float64)[0]
     for _ in range(STEPS):
         at /= (at @ cosines @ at).clamp_min(0).sqrt()

@@ -205,7 +205,7 @@ def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
         return [0.0] * len(norms)
     at = there.copy()
     length = math.sqrt(max(float(at @ cosines @ at), 0.0))
-    at = at / length if length > 1e-12 else np.eye(len(norms))[int(np.argmax(there))]
+    at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(there))]
     for _ in range(STEPS):
         seen = (cosines @ at).clip(-1, 1)
         angles = np.arccos(seen)

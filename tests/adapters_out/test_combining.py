@@ -148,3 +148,11 @@ def test_the_nth_number_is_that_of_the_sorted_numbers(kind: str) -> None:
     right = values.sort().values
     for place in (0, 1, 1000, len(values) // 2, len(values) - 1):
         assert float(nth(values, place)) == float(right[place])
+
+
+def test_opposite_directions_have_the_first_one_as_their_mean() -> None:
+    """To rounding they cancel, and nothing is divided by what is left."""
+    (one,) = changes(1)
+    for factor in (-1.0, -0.3, -1 / 3):
+        mean = run("karcher", [one, one * factor], [1.0, 1.0])
+        torch.testing.assert_close(mean, one * (1 - factor) / 2)

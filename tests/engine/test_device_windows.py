@@ -105,6 +105,21 @@ def test_a_window_goes_up_and_down_once(
         assert cuda.counts["down and waited for"] == 0
 
 
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "karcher"])
+def test_a_method_chooses_the_same_entries_on_every_device(
+    method: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    """Changes are computed in fp64, and draws depend on their place alone, so that the bytes are the same."""
+    options: Any = {"method": method, "verify": False}
+    options |= {} if method == "karcher" else {"density": 0.5, "seed": 1, "epsilon": 0.1 if method == "della" else None}
+    for name in ("cpu", "cuda"):
+        lora_merge.merge(files[0], [(files[1], 1.0), (files[1], -0.3)], tmp_path / name, device=name, **options)
+    want, got = load(tmp_path / "cpu"), load(tmp_path / "cuda")
+    for key, value in want.items():
+        assert torch.equal(got[key].view(torch.uint8), value.view(torch.uint8)), key
+    assert not cuda.races
+
+
 def test_strengths_of_one_base_are_merged_beside_each_other(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
 ) -> None:
