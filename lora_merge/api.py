@@ -159,6 +159,9 @@ def unmerge(
         search: More folders, which are searched three levels deep.
         progress: As for `merge`, like all options.
 
+    Returns:
+        A `Report`, as that of `merge`.
+
     Raises:
         FitError: The change by an adapter depends on the base, as those of DoRA, or replaced weights.
         MergeError: As `merge`.
