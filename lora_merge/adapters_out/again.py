@@ -21,9 +21,9 @@ from .extract.run import run as run_extraction
 from .extract.task import OWN as OF_EXTRACT
 from .extract.task import make_extraction
 from .job import OWN, make_adapter_job
-from .peft.folder import CONTENTS
 from .report import AdapterReport
 from .run import run
+from .written import CONTENTS
 
 
 class Command(NamedTuple):

@@ -30,13 +30,13 @@ from .dialects import DIALECTS, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import numbers_of
 from .peft.complete import completed
-from .peft.folder import CONTENTS, config, write_folder
+from .peft.folder import config
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .run import coverage, entry
 from .sources import GIVE_BASE, Sources, open_sources
-from .written import Entry, metadata, unique, write
+from .written import CONTENTS, Content, Entry, metadata, unique, write
 
 BUDGET: Final = 2**27
 """Numbers of ΔW that are formed for a proof; weights are taken evenly over the file."""
@@ -120,25 +120,17 @@ def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) ->
         squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
         residual = sqrt(lost / squares) if squares else 0.0
         told = metadata(job, [a.index for a in sources.adapters], [*facts.values()], residual)
-        proofs: list[Mapping[str, Any]] = []
-
-        def proven(part: Path) -> None:
-            if job.inputs.verify:
-                proofs.append(prove(task, sources, converter.evaluator, part, max(_residuals(facts))))
-            reader.check_unchanged(files)
-
-        if task.to.folder:
-            own = config(made, sources.adapters[0].index.config)
-            written = write_folder(job, files, own, (entries, told), proven)
-        else:
-            written = write(job, files, entries, told, proven)
+        own = config(made, sources.adapters[0].index.config) if task.to.folder else None
+        worst = max(float(f["residual"]) for f in facts.values())
+        written, proof = write(job, reader, files, Content(entries, told, own),
+                               lambda part: prove(task, sources, converter.evaluator, part, worst))  # fmt: skip
     notes = [*dict.fromkeys(sources.notes)]
     if zeros:
         notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
     dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
     return AdapterReport(str(job.output), task.to.name, dtypes, coverage(job, sources), facts, residual,
                          1 - residual**2, written, time.monotonic() - started, tuple(notes),
-                         proofs[0] if proofs else None, __version__)  # fmt: skip
+                         proof, __version__)  # fmt: skip
 
 
 def plan(task: Conversion) -> AdapterReport:
@@ -192,10 +184,6 @@ def _made(
             progress(sum(t.nbytes for t in made.tensors.values()))
         converter.evaluator.forget()
     return found, zeros
-
-
-def _residuals(facts: Mapping[str, Mapping[str, Any]]) -> list[float]:
-    return [float(f["residual"]) for f in facts.values()]
 
 
 def prefix_name(to: Dialect, made: Made) -> str:

@@ -34,7 +34,7 @@ from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
 from .truncation import STORED_IN_16
-from .written import Entry, Spelling, metadata, unique, write
+from .written import Content, Entry, Spelling, metadata, unique, write
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -63,14 +63,8 @@ def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> 
         residual = sqrt(sum(layer.lost for layer in layers.values()) / squares)
         facts = {key: numbers_of(layer) for key, layer in layers.items()}
         told = metadata(job, inputs, [*facts.values()], residual)
-        proofs: list[Mapping[str, Any]] = []
-
-        def proven(part: Any) -> None:
-            if job.inputs.verify:
-                proofs.append(prove(Claims(job, sources, facts, sum(e.data.nbytes for e in entries)), reader, part))
-            reader.check_unchanged(files)
-
-        written = write(job, files, entries, told, proven)
+        claims = Claims(job, sources, facts, sum(e.data.nbytes for e in entries))
+        written, proof = write(job, reader, files, Content(entries, told), lambda part: prove(claims, reader, part))
     notes = [*dict.fromkeys(sources.notes), *maker.notes]
     if zeros:
         notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
@@ -79,7 +73,7 @@ def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> 
         notes.append(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
     return AdapterReport(
         str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), facts, residual, 1 - residual**2, written,
-        time.monotonic() - started, tuple(notes), proofs[0] if proofs else None, __version__,
+        time.monotonic() - started, tuple(notes), proof, __version__,
     )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..adapters.file import AdapterFile
 from ..disk.publish import replacing
+from ..disk.reader import Reader
 from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
@@ -18,6 +19,9 @@ from ..files.headers import layout
 from ..planning.recipe import KEY, sha256
 from ..version import __version__
 from .job import AdapterJob
+
+Proof: TypeAlias = Mapping[str, Any]
+"""What a proof has shown, for the report."""
 
 PAIRS: Final = (
     (".lora_down.weight", ".lora_up.weight"),
@@ -130,20 +134,44 @@ def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
     return {"name": index.path.name, "folder": whole, "files": files}
 
 
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONTENTS: Final = (CONFIG, WEIGHTS)
+"""The files of a PEFT folder."""
+
+
+class Content(NamedTuple):
+    """What is written."""
+
+    entries: Sequence[Entry]
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any] | None = None  # the configuration of a PEFT folder; None: a file is written
+
+
 def write(
-    job: AdapterJob, inputs: Sequence[Path], entries: Sequence[Entry], told: Mapping[str, str], prove: Any
-) -> int:
-    """Write the file under a temporary name, call `prove` with its path, and give it its name. Returns its bytes."""
+    job: AdapterJob, reader: Reader, inputs: Sequence[Path], content: Content, prove: Callable[[Path], Proof]
+) -> tuple[int, Proof | None]:
+    """Write the file or folder under a temporary name, prove it, and give it its name; return its bytes and the proof.
+
+    `prove` gets the temporary path, if the job asks for a proof. The inputs must be as they were when they were opened.
+    """
+    entries, told, own = content
+    text = b"" if own is None else json.dumps(own, indent=2, sort_keys=True).encode()
     header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
-    size = len(header) + sum(e.data.nbytes for e in entries)
-    with replacing(job.output, inputs, overwrite=job.inputs.overwrite) as part:
+    size = len(header) + sum(e.data.nbytes for e in entries) + len(text)
+    folder = own is not None
+    with replacing(
+        job.output, inputs, overwrite=job.inputs.overwrite, folder=folder, contents=CONTENTS if folder else ()
+    ) as part:
         require_space(part, size)
-        with part.open("r+b") as f:
+        with (part / WEIGHTS if folder else part).open("wb") as f:
             f.write(header)
             for e in entries:
                 f.writelines(e.pieces())
-        prove(part)
-    return size
+        if folder:
+            (part / CONFIG).write_bytes(text)
+        proof = prove(part) if job.inputs.verify else None
+        reader.check_unchanged(inputs)
+    return size, proof
 
 
 def unique(entries: Sequence[Entry]) -> Iterator[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod, sqrt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,11 @@ from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Storage, Wanted, numbers_of, shared_out
 from ..peft.complete import completed
-from ..peft.folder import CONTENTS, config, write_folder
+from ..peft.folder import config
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..written import metadata, write
+from ..written import CONTENTS, Content, metadata, write
 from .making import Extractor, Side, difference
 from .pairs import Chosen, Pair, Pairs, paired
 from .proving import prove
@@ -115,20 +114,11 @@ def run(task: Extraction, progress: Callable[[int], object] = lambda _: None) ->
         squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
         residual = sqrt(lost / squares)
         told = metadata(job, [found.tuned], [*facts.values()], residual)
-        proofs: list[Mapping[str, Any]] = []
-
-        def proven(part: Path) -> None:
-            if job.inputs.verify:
-                proofs.append(prove(task, found.pairs, sides, part, made))
-            reader.check_unchanged(files)
-
-        if found.to.folder:
-            written = write_folder(job, files, config(whole, {}), (entries, told), proven)
-        else:
-            written = write(job, files, entries, told, proven)
+        content = Content(entries, told, config(whole, {}) if found.to.folder else None)
+        written, proof = write(job, reader, files, content, lambda part: prove(task, found.pairs, sides, part, made))
     return AdapterReport(str(job.output), found.to.name, _called(found.dtype), _coverage(found, len(made)), facts,
                          residual, 1 - residual**2, written, time.monotonic() - started, (*found.pairs.notes, *notes),
-                         proofs[0] if proofs else None, __version__)  # fmt: skip
+                         proof, __version__)  # fmt: skip
 
 
 def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:

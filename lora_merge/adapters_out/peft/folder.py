@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-from ...disk.publish import replacing
-from ...disk.writer import require_space
-from ...files.headers import layout
-from ..job import AdapterJob
-from ..written import Entry
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..converting import Made
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-CONTENTS: Final = (CONFIG, WEIGHTS)
 
 
 def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,23 +27,3 @@ def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
         "init_lora_weights": True,
         **({"lora_bias": True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip
-
-
-def write_folder(
-    job: AdapterJob, inputs: Sequence[Path], own: Mapping[str, Any],
-    content: tuple[Sequence[Entry], Mapping[str, str]], prove: Callable[[Path], None],
-) -> int:  # fmt: skip
-    """Write the folder under a temporary name, call `prove` with its path, and name it. Returns its bytes."""
-    entries, told = content
-    text = json.dumps(own, indent=2, sort_keys=True).encode()
-    header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
-    size = len(header) + sum(e.data.nbytes for e in entries) + len(text)
-    with replacing(job.output, inputs, overwrite=job.inputs.overwrite, folder=True, contents=CONTENTS) as part:
-        require_space(part, size)
-        with (part / WEIGHTS).open("xb") as f:
-            f.write(header)
-            for e in entries:
-                f.writelines(e.pieces())
-        (part / CONFIG).write_bytes(text)
-        prove(part)
-    return size
