@@ -55,7 +55,7 @@ def inspect(
         parts(files[0], as_json=as_json)
         return
     from ..viewing.inspect import inspect as look
-    from ..viewing.text import lines, match_lines
+    from .pictures.seen import show_file
     from .streams import Pictures
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
@@ -67,7 +67,7 @@ def inspect(
     for n, facts in enumerate(found if not as_json else ()):
         if n:
             echo("")
-        echo(Lines.of(match_lines(facts["match"]) if n and "match" in facts else lines(facts)))
+        show_file(facts, again=bool(n))
     misfits = [facts["match"] for facts in found if "match" in facts and not facts["match"]["fits"]]
     if misfits:
         raise typer.Exit(FitError.exit_code)
@@ -114,7 +114,7 @@ def compare(
     Of models it tells by how much each tensor differs, of adapters how alike their changes are.
     """
     from ..viewing.compare import compare as look
-    from ..viewing.compare import compare_lines
+    from .pictures.seen import show_comparison
     from .streams import Pictures
 
     first, second = expand(completed(a)), expand(completed(b))
@@ -122,7 +122,10 @@ def compare(
     pictures.protect([first, second])
     found = look(first, second, expand(completed(base)) if base else None)
     pictures.write(lambda: dict(found))
-    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(compare_lines(found)))
+    if as_json:
+        echo(json.dumps(found, ensure_ascii=False))
+    else:
+        show_comparison(found)
 
 
 def schema(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = list[Any]
+
+COSINE: Final = "cosine"
+"""The unit of numbers from −1 to 1."""
 
 
 def root(values: Sequence[float]) -> float:

@@ -148,7 +148,8 @@ function heatMap(found) {
     const dark = document.documentElement.dataset.theme === "dark";
     Plotly.react(plot, [{
       type: "heatmap", z, x: found.columns.map((_, i) => i), y: found.rows.map((_, i) => i), text, hoverinfo: "text", xgap: 1, ygap: 1,
-      colorscale: dark ? [[0, "#1d2b45"], [0.5, "#3f74d1"], [1, "#d7e6ff"]] : [[0, "#edf2fc"], [0.5, "#6c97e8"], [1, "#12316f"]],
+      ...(metric.unit === "cosine" ? { zmin: -1, zmax: 1, zmid: 0 } : {}),
+      colorscale: metric.unit === "cosine" ? [[0, "#d6762a"], [0.5, dark ? "#3a3d42" : "#f2f2f2"], [1, "#3486d0"]] : dark ? [[0, "#1d2b45"], [0.5, "#3f74d1"], [1, "#d7e6ff"]] : [[0, "#edf2fc"], [0.5, "#6c97e8"], [1, "#12316f"]],
       colorbar: { thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
       xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map(escaped), side: "top", automargin: true, tickangle: -40, showgrid: false, zeroline: false },

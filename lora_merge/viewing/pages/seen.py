@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import size
-from .content import Content, Found, Metric, root, strengths
+from .content import COSINE, Content, Found, Metric, root, strengths
 from .heat_map import short
 
 MEASURED: Final = (
@@ -30,7 +30,7 @@ DIFFERENT: Final = (
 )
 
 ALIKE: Final = (
-    Metric("cosine", "cosine"),
+    Metric("cosine", "cosine", COSINE),
     Metric("overlap", "common directions", "%"),
     Metric("a", "‖ΔW‖ of A", join=root),
     Metric("b", "‖ΔW‖ of B", join=root),

@@ -1,0 +1,113 @@
+"""Heat maps as coloured cells and bars of block letters, by Rich, for any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from rich.color import Color
+from rich.style import Style
+from rich.text import Text
+
+from ...viewing.pages.content import COSINE
+from ..look import text
+
+Ramp: TypeAlias = Sequence[tuple[int, int, int]]
+
+RAMP: Final[Ramp] = ((40, 52, 92), (52, 104, 178), (98, 178, 190), (240, 226, 140))
+"""Colours from the least to the greatest; they differ in brightness too, and can be seen on dark and light grounds."""
+
+SIGNED: Final[Ramp] = ((214, 118, 42), (96, 96, 100), (52, 134, 208))
+"""Colours of −1, 0 and 1."""
+
+EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+NARROWEST: Final = 2  # columns of a cell
+WIDEST: Final = 6
+GAP: Final = 2
+SCALE: Final = 20  # columns of the colours from the least to the greatest
+
+
+def shortened(label: str, width: int) -> str:
+    """Return a label of at most `width` letters: its end, which tells more than its beginning."""
+    return label if len(label) <= width else f"…{label[1 - width :]}" if width > 1 else "…"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Return a number as a person reads it."""
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if unit != "%" else f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
+
+
+def colored(share: float, ramp: Ramp = RAMP) -> Style:
+    """Return the ground of a cell, for a share from 0 to 1 of the way from the least to the greatest number."""
+    at = min(max(share, 0.0), 1.0) * (len(ramp) - 1)
+    low = min(int(at), len(ramp) - 2)
+    mixed = (round(a + (b - a) * (at - low)) for a, b in zip(ramp[low], ramp[low + 1], strict=True))
+    return Style(bgcolor=Color.from_rgb(*mixed))
+
+
+def heat_map(found: Mapping[str, Any], width: int) -> Iterator[Text]:
+    """Yield the lines of a heat map of a page: a cell for each block and kind of layer, at most `width` columns.
+
+    The columns are numbered, and named below. Kinds of layers that find no room stand in a second picture below.
+    """
+    metric = found["metrics"][0]
+    values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in found["cells"]}
+    known = [v for v in values.values() if v is not None]
+    signed = metric["unit"] == COSINE
+    (least, most), ramp = ((-1.0, 1.0), SIGNED) if signed else ((min(known), max(known)), RAMP)
+    wide = min(max(map(len, found["rows"])), max(width // 3, 8))
+    room = width - wide - GAP
+    cell = min(max(room // len(found["columns"]), NARROWEST), WIDEST)
+    cell = max(cell, len(str(len(found["columns"]))) + 1)
+    count = max(room // cell, 1)
+    yield text(shortened(found["title"], width), "bold")
+    scale = Text(f"{metric['title']}  {number(least, metric['unit'])} ", "dim")
+    for n in range(SCALE):
+        scale.append(" ", colored(n / (SCALE - 1), ramp))
+    yield scale.append(f" {number(most, metric['unit'])}", "dim")
+    for first in range(0, len(found["columns"]), count):
+        shown = range(first, min(first + count, len(found["columns"])))
+        yield Text(" " * (wide + GAP) + "".join(f"{n + 1:^{cell}}" for n in shown), "dim")
+        for row, label in enumerate(found["rows"]):
+            line = text(shortened(label, wide).ljust(wide + GAP))
+            for column in shown:
+                value = values.get((row, column))
+                share = (value - least) / (most - least) if value is not None and most > least else 1.0
+                line.append(*((" " * cell, colored(share, ramp)) if value is not None else ("·".center(cell), "dim")))
+            yield line
+    yield from _columns(found["columns"], width)
+
+
+def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
+    """Yield the names of the numbered columns, as many on a line as there is room for."""
+    labels = [f"{n + 1} {name}" for n, name in enumerate(names)]
+    wide = min(max(map(len, labels)) + GAP, width)
+    count = max(width // wide, 1)
+    for first in range(0, len(labels), count):
+        yield text(
+            "".join(shortened(one, wide - 1).ljust(wide) for one in labels[first : first + count]).rstrip(), "dim"
+        )
+
+
+def bars(found: Mapping[str, Any], width: int) -> Iterator[Text]:
+    """Yield the lines of bars of a page: a name, a bar, a number; bars of numbers below zero have another colour."""
+    rows = [(name, value) for name, value in found["rows"] if value is not None]
+    told = [number(value, found["unit"]) for _, value in rows]
+    wide = min(max(len(name) for name, _ in rows), max(width // 3, 8))
+    room = max(width - wide - max(map(len, told)) - 2 * GAP, 4)
+    most = max((abs(value) for _, value in rows), default=0.0) or 1.0
+    yield text(found["title"], "bold")
+    for (name, value), words in zip(rows, told, strict=True):
+        line = text(shortened(name, wide).ljust(wide + GAP))
+        line.append(_bar(abs(value) / most, room), Style(color=Color.from_rgb(*SIGNED[2 if value >= 0 else 0])))
+        yield line.append(f"  {words}")
+
+
+def _bar(share: float, width: int) -> str:
+    """Return a bar of so many of the columns, to an eighth of one."""
+    eighths = round(share * width * 8)
+    return "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")

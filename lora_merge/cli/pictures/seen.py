@@ -1,0 +1,67 @@
+"""What `inspect` and `compare` found: tables and pictures on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ...text import Lines
+from ...viewing.compare import compare_lines
+from ...viewing.text import lines, match_lines
+from ..look import chosen, console, grid, show, styled, text
+from ..text import echo
+
+NAME: Final = 13  # columns of a name in plain lines
+NAMES: Final = ("strength", "changes", "change", "before that")
+"""Names that stand two columns to the right in plain lines."""
+WIDEST: Final = 200
+
+
+def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
+    """Say what a file is; `again`: only how its adapter fits, as the base was described before."""
+    match = facts.get("match")
+    if not _pictured():
+        echo(Lines.of(match_lines(facts["match"]) if again and match else lines(facts)))
+        return
+    told = dict(facts)
+    if facts.get("weights"):
+        told["weights"] = {**facts["weights"], "blocks": {}}
+    if match and match.get("numbers"):
+        told["match"] = {**match, "numbers": {**match["numbers"], "blocks": {}}}
+    _show(match_lines(told["match"]) if again and match else lines(told), facts)
+
+
+def show_comparison(found: Mapping[str, Any]) -> None:
+    """Say where two files differ."""
+    if _pictured():
+        _show(compare_lines({**found, "blocks": {}}), found)
+    else:
+        echo(Lines.of(compare_lines(found)))
+
+
+def _pictured() -> bool:
+    """Return whether stdout shows pictures, whose cells are colours."""
+    return styled(sys.stdout) and (not os.environ.get("NO_COLOR") or chosen() == "always")
+
+
+def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
+    """Print lines as a table of names and values, and below it the pictures of the page."""
+    from ...viewing.pages.page import content
+    from .drawn import bars, heat_map
+
+    rows, before = [], ""
+    for one in told:
+        at = one.find(" ", NAME)  # where a name ends, as `line` writes it
+        name, value = one[:at].strip(), one[at:].strip()
+        below = one.startswith("  ") and name not in NAMES
+        name, value = ("", f"  {one.strip()}") if below else (name, value)
+        rows.append((text("" if name == before else name), text(value, "dim" if below else "")))
+        before = name or before
+    width, page = min(console(sys.stdout).width, WIDEST), content(dict(found))
+    show(grid(rows))
+    for one in page["heat_maps"]:
+        show("", *heat_map(one, width))
+    for one in page["bars"]:
+        show("", *bars(one, width))

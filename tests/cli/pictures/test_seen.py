@@ -1,0 +1,115 @@
+"""`inspect` and `compare` draw on a terminal of any width, and print plain lines everywhere else."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.text import Text
+
+from lora_merge.cli.pictures import seen
+from lora_merge.cli.pictures.drawn import RAMP, SIGNED, bars, colored, heat_map
+from lora_merge.text import Lines
+from lora_merge.viewing.compare import compare, compare_lines
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.text import lines
+
+from ...support import kohya, save, sd1
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("seen")
+    base = save(sd1(), folder / "base.safetensors")
+    ink, oil = (save(kohya(sd1(), seed=n), folder / f"{n}.safetensors") for n in (100, 300))
+    return [inspect(ink, weights=True), inspect(base, ink, weights=True), compare(ink, oil)]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int = 80, **environment: str) -> str:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "argv", ["lora-merge"])
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {
+        "COLUMNS": str(width),
+        "TERM": "xterm-256color",
+        "COLORTERM": "truecolor",
+        **environment,
+    }.items():
+        monkeypatch.setenv(name, value)
+    (seen.show_comparison if "a" in facts else seen.show_file)(facts)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 160, 200])
+def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
+    found: list[dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for facts in found:
+        out = printed(monkeypatch, facts, width)
+        told = [Text.from_ansi(line).plain for line in out.splitlines()]
+        assert max(map(len, told)) <= width
+        assert re.search(r"\x1b\[[0-9;]*48;2;", out)  # cells are grounds in true colours
+    text = "\n".join(told)
+    assert "cosine  -1 " in text
+    assert "█" in printed(monkeypatch, found[0], width)
+
+
+def test_without_colours_the_lines_are_those_of_a_pipe(
+    found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for facts in found:
+        plain = Lines.of(compare_lines(facts) if "a" in facts else lines(facts)) + "\n"
+        assert printed(monkeypatch, facts, NO_COLOR="1") == plain
+        assert printed(monkeypatch, facts, TERM="dumb") == plain
+
+
+def test_colours_are_those_of_the_scale() -> None:
+    for ramp in (RAMP, SIGNED):
+        for at, share in ((0, -1.0), (0, 0.0), (-1, 1.0), (-1, 2.0)):
+            ground = colored(share, ramp).bgcolor
+            assert ground is not None
+            assert ground.get_truecolor() == ramp[at]
+
+
+def test_cells_without_a_number_are_dots_and_long_pictures_are_broken() -> None:
+    cells = [{"row": 0, "column": n, "values": {"v": float(n)}} for n in range(0, 40, 2)]
+    picture = {"title": "t", "rows": ["block.0"], "columns": [f"kind{n}" for n in range(40)], "cells": cells,
+               "metrics": [{"key": "v", "title": "v", "unit": ""}]}  # fmt: skip
+    told = list(heat_map(picture, 60))
+    assert max(len(line.plain) for line in told) <= 60
+    rows = [line for line in told if line.plain.startswith("block.0")]
+    assert len(rows) > 1
+    assert sum(line.plain.count("·") for line in rows) == 20
+    grounds = [s for line in rows for s in line.spans if getattr(s.style, "bgcolor", None)]
+    assert len(grounds) == 20
+    assert all(f"{n + 1} kind{n}" in " ".join(line.plain for line in told) for n in range(40))
+
+
+def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() -> None:
+    picture = {"title": "t", "unit": "cosine", "rows": [["a", 0.5], ["b", -1.0], ["c", None], ["\x1b[2J", 0.25]]}
+    told = [line.plain for line in bars(picture, 60)]
+    assert [line.count("█") for line in told[1:3]] == [told[2].count("█") // 2, max(line.count("█") for line in told)]
+    assert len(told) == 4
+    assert "\x1b" not in "".join(told)
+    styles = [{str(s.style) for s in line.spans} for line in [*bars(picture, 60)][1:3]]
+    assert styles[0] != styles[1]
+
+
+def test_a_pipe_does_not_load_rich(tmp_path: Path) -> None:
+    import subprocess
+
+    file = save(kohya(sd1()), tmp_path / "a.safetensors")
+    code = f"import sys; sys.argv = ['x', 'inspect', {str(file)!r}]\ntry:\n    from lora_merge.cli.main import main; main()\nexcept SystemExit: pass\nassert 'rich.console' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
