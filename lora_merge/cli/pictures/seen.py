@@ -16,6 +16,7 @@ from ..text import echo
 NAME: Final = 13  # columns of a name in plain lines
 NAMES: Final = ("strength", "changes", "change", "before that")
 """Names that stand two columns to the right in plain lines."""
+LEFT: Final = 22  # columns left of a row of a table, at most
 WIDEST: Final = 200
 
 
@@ -46,20 +47,29 @@ def _pictured() -> bool:
     return styled(sys.stdout) and (not os.environ.get("NO_COLOR") or chosen() == "always")
 
 
+def _row(line: str, width: int) -> str:
+    """Return a row of a table of plain lines, its first cell shortened where the row is too long."""
+    from .drawn import shortened
+
+    name, _, value = line.strip().rpartition("  ")
+    left = width - len(value) - 2
+    return f"  {shortened(name.strip(), left) if len(name) > left else name}  {value}" if name and left > 8 else line
+
+
 def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
     """Print lines as a table of names and values, and below it the pictures of the page."""
     from ...viewing.pages.page import content
     from .drawn import bars, heat_map
 
-    rows, before = [], ""
+    width, rows, before = min(console(sys.stdout).width, WIDEST), [], ""
     for one in told:
         at = one.find(" ", NAME)  # where a name ends, as `line` writes it
         name, value = one[:at].strip(), one[at:].strip()
         below = one.startswith("  ") and name not in NAMES
-        name, value = ("", f"  {one.strip()}") if below else (name, value)
+        name, value = ("", _row(one, width - LEFT)) if below else (name, value)
         rows.append((text("" if name == before else name), text(value, "dim" if below else "")))
         before = name or before
-    width, page = min(console(sys.stdout).width, WIDEST), content(dict(found))
+    page = content(dict(found))
     show(grid(rows))
     for one in page["heat_maps"]:
         show("", *heat_map(one, width))
