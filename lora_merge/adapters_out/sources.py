@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
@@ -17,7 +17,6 @@ from ..files.checkpoint import Index
 from ..job import Adapter
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
-from ..matching.orientation import Base, Place
 from ..matching.patch import Match, PatchPart
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice, Weight, whole
@@ -203,8 +202,6 @@ def _joined_target(
     view, uses = whole(f"{body_of(name)}.{parameter}", shape), []
     for number, module in members:
         context = contexts[number]
-        own = Place(module, view, None)
-        context = _on(context, own)
         try:
             patch = choose(module, view, context, {parameter: view}).patch
         except ShapeMismatch as e:
@@ -217,10 +214,6 @@ def _joined_target(
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
     return Target(name, parameter, shape, tuple(uses))
-
-
-def _on(context: AdapterContext, place: Place) -> AdapterContext:
-    return replace(context, base=Base((), lambda _: False, lambda: [place]))
 
 
 def shape_of(module: Module) -> Shape | None:

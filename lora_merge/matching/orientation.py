@@ -57,6 +57,7 @@ class Orientation:
         given: bool | None,  # noqa: FBT001
     ) -> None:
         self._rules, self._modules, self._fits, self._base, self._given = rules, modules, fits, base, given
+        self._decided: dict[tuple[str, bool | None], bool | None] = {}
 
     def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
         """Return (views of the weight to try, the likeliest first; whether the user's setting decided).
@@ -94,8 +95,9 @@ class Orientation:
         if self._given is not None:
             return None
         flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
-        decided = conv1d_by_shapes(name, self._layers, self._base.types, flag=flag)
-        if decided is None:
+        if (name, flag) not in self._decided:  # layers of one name are alike, and there are thousands
+            self._decided[name, flag] = conv1d_by_shapes(name, self._layers, self._base.types, flag=flag)
+        if (decided := self._decided[name, flag]) is None:
             raise Undecided(CONTRADICTION)
         return decided
 

@@ -27,7 +27,6 @@ from ..engine.tensors import TensorCache
 from ..errors import MergeError, TooLarge, misfit
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
-from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.weights import unstored, whole
 from ..planning.plan import OutputTensor
@@ -113,9 +112,9 @@ class Deltas:
 
     def __init__(self, file: AdapterFile, reader: Reader) -> None:
         self.file = file
-        self._rules = rules(file.index.config, str(file.path), file.index.metadata)
+        found = rules(file.index.config, str(file.path), file.index.metadata)
         self._factors = TensorCache(reader, frozenset(file.index.files))
-        self._values = FileValues(reader)
+        self._context = AdapterContext(0, file, found, FileValues(reader))
 
     def each(self) -> Iterator[tuple[Module, Delta | None]]:
         """Yield every module of a weight with its ΔW; None where that takes a base or more tensors."""
@@ -129,10 +128,8 @@ class Deltas:
         if len(shape) < 2 or "magnitude" in module.shared:
             return None
         view = whole("weight", shape)
-        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
-        context = AdapterContext(0, self.file, self._rules, self._values, base=layers)
         try:
-            patch = choose(module, view, context, {"weight": view}).patch
+            patch = choose(module, view, self._context, {"weight": view}).patch
         except MergeError:
             return None
         if patch.reads_base or patch.beside:

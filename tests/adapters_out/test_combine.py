@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ from typer.testing import CliRunner, Result
 import lora_merge
 from lora_merge.cli.main import app
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
+from lora_merge.viewing.inspect import inspect
 from tests.hostile_commands import ADAPTER, LLAMA, gguf
-from tests.support import metadata, strays
+from tests.support import metadata, steps, strays
 
 LINEAR, CONV = "down_blocks_0_attentions_0_proj_in", "mid_block_resnets_0_conv1"
 
@@ -284,3 +286,22 @@ def test_bytes_do_not_depend_on_where_tensors_wait(method: str, pair: tuple[Path
     assert made[0] == made[1]
     assert sorted(p.name for p in (tmp_path / "new folder").iterdir()) == ["1GiB.safetensors", "4KB.safetensors"]
     assert not strays(tmp_path / "new folder")
+
+
+def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    """Square weights under PEFT's names: whether a layer is a Conv1D hangs on all others."""
+
+    def work(count: int, act: Callable[[Path], object]) -> int:
+        names = [f"base_model.model.layers.{i}.q.lora_{x}.weight" for i in range(count) for x in "AB"]
+        save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "fan_in_fan_out": false}')
+        return steps(lambda: act(tmp_path))
+
+    out = tmp_path / "o" / "out.safetensors"
+    for act in (
+        lambda path: inspect(path, weights=True),
+        lambda path: lora_merge.combine([path], out, overwrite=True, verify=False),
+    ):
+        work(10, act)
+        small, middle, large = (work(n, act) for n in (40, 80, 160))
+        assert large - middle < 1.1 * 2 * (middle - small)
