@@ -25,6 +25,7 @@ class AdapterReport:
     verified: Mapping[str, Any] | None = None
     version: str = ""
     planned: bool = field(default=False)  # whether this is a plan: nothing is written, and nothing is known of the loss
+    schema: str = "lora-merge/adapter/1"  # the format of `to_json`: viewing/schemas/adapter.json
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..files.checkpoint import read_json
 
-FILES: Final = ("report", "plan", "error", "proof", "inspect", "compare")
+FILES: Final = ("report", "adapter", "plan", "error", "proof", "inspect", "compare")
 """Names of files in `schemas/`."""
 
 JOBS: Final = "jobs"

@@ -12,6 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import lora_merge
+from lora_merge.adapters_out.report import AdapterReport
 from lora_merge.cli.text import dry
 from lora_merge.report import Report
 from lora_merge.viewing.compare import compare
@@ -41,6 +42,33 @@ def test_reports_and_plans(scene: Scene, tmp_path: Path) -> None:
         report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], tmp_path / f"{verify}.safetensors", verify=verify)
         check(json.loads(report.to_json()), "report")
     assert schema_of("report")["properties"].keys() == {f.name for f in fields(Report)}
+
+
+def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -> None:
+    """Each entry of a layer and of the proof is described too, and the totals are those of the layers."""
+    tuned, out = tmp_path / "tuned.safetensors", tmp_path / "o.safetensors"
+    lora_merge.merge(scene.base, [scene.oil], tuned, verify=False)
+    described = schema_of("adapter")["properties"]
+    of_layer = described["layers"]["additionalProperties"]["properties"]
+    for command in (
+        ("combine", scene.ink, scene.oil), ("combine", scene.ink, scene.oil, "--dry-run"),
+        ("combine", scene.ink, scene.oil, "--method", "ties", "--density", "0.5", "--rank", "2"),
+        ("resize", scene.ink, "--rank", "1"), ("average", scene.ink, scene.ink, "--no-verify"),
+        ("convert", scene.ink, "--to", "diffusers", "--base", scene.base),
+        ("convert", scene.ink, "--to", "diffusers", "--base", scene.base, "--dry-run"),
+        ("extract", scene.base, tuned, "--rank", "2"), ("extract", scene.base, tuned, "--dry-run"),
+    ):  # fmt: skip
+        code, printed = run(*command, "-o", out, "--overwrite", "--json")
+        assert code == 0, printed
+        found = json.loads(printed)
+        check(found, "adapter")
+        layers = found["layers"].values()
+        assert {key for row in layers for key in row} <= of_layer.keys()
+        assert (found["verified"] or {}).keys() <= described["verified"]["properties"].keys()
+        if not found["planned"]:
+            lost, wanted = (sum((row["norm"] * row.get(by, 1.0)) ** 2 for row in layers) for by in ("residual", ""))
+            assert found["residual"] == pytest.approx((lost / wanted) ** 0.5, rel=1e-6, abs=1e-9)
+    assert described.keys() == {f.name for f in fields(AdapterReport)}
 
 
 def test_facts_and_comparisons(scene: Scene) -> None:
