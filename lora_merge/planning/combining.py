@@ -48,12 +48,11 @@ class Combining:
 
 def digest(adapter: AdapterFile) -> str:
     """Return the SHA-256 of an adapter's files, joined by +; of an adapter in memory, that of its tensors."""
-    infos = adapter.index.tensors
-    if any(isinstance(info.source, Memory) for info in infos.values()):
-        found = hashlib.sha256()
-        for name, info in sorted(infos.items()):
-            found.update(f"{name}/{info.dtype}/{info.shape}".encode(errors="replace"))
-            if isinstance(info.source, Memory):
-                found.update(info.source.content()[info.offset : info.offset + info.nbytes])
-        return found.hexdigest()
-    return "+".join(sha256(f) for f in adapter.index.files)
+    if all(f.exists() for f in adapter.index.files):
+        return "+".join(sha256(f) for f in adapter.index.files)
+    found = hashlib.sha256()
+    for name, info in sorted(adapter.index.tensors.items()):
+        assert isinstance(info.source, Memory), "tensors without a file are in memory"
+        found.update(f"{name}/{info.dtype}/{info.shape}".encode(errors="replace"))
+        found.update(info.source.content()[info.offset : info.offset + info.nbytes])
+    return found.hexdigest()

@@ -241,3 +241,21 @@ def test_biases_that_have_no_direction_are_told(tmp_path: Path) -> None:
         options: Any = {"method": method, **({"t": 0.5} if told else {"density": 0.5})}
         report = lora_merge.merge(files[0], [files[1], (files[1], 0.5)], tmp_path / f"{method}.safetensors", **options)
         assert any("they are added" in note for note in report.notes) == told
+
+
+def test_state_dicts_draw_by_their_content(files: tuple[Path, Path, Path]) -> None:
+    base, first, second = (load(f) for f in files)
+    options: Any = {"method": "dare", "density": 0.5}
+
+    def made(*adapters: Any) -> dict[str, torch.Tensor]:
+        return lora_merge.merge_state_dict(base, [*adapters], **options)
+
+    one, again, seeded = made(first, second), made({**first}, {**second}), made(first, second)
+    assert all(value.equal(again[key]) and value.equal(seeded[key]) for key, value in one.items())
+    options["seed"] = 1
+    other = made(first, second)
+    assert any(not value.equal(other[key]) for key, value in one.items())
+    changed = {key: value.clone() for key, value in first.items()}
+    key = next(k for k in changed if k.endswith("lora_up.weight"))
+    changed[key][0, 0] += 1e-3
+    assert sum(not torch.allclose(value, other[k]) for k, value in made(changed, second).items()) > 1, "other draws"
