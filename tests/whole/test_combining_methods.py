@@ -46,13 +46,15 @@ def numbers(method: str) -> dict[str, Any]:
     return found | ({"epsilon": 0.2, "seed": 3} if "della" in method else {"seed": 3} if "dare" in method else {})
 
 
+CHANGED = 20
+"""Weights of the tiny checkpoint that the LoRAs change."""
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A tiny checkpoint in fp32, and two LoRAs for it."""
-    folder, base = (
-        tmp_path_factory.mktemp("combined"),
-        {k: v.float() for k, v in sd1().items() if v.is_floating_point()},
-    )
+    folder, whole = tmp_path_factory.mktemp("combined"), sd1()
+    base = {k: v.float() for k, v in whole.items() if v.is_floating_point() and "blocks.2." not in k}
     some = [save(kohya(base, seed=n), folder / f"{n}.safetensors") for n in (100, 300)]
     return save(base, folder / "base.safetensors"), some[0], some[1]
 
@@ -71,7 +73,7 @@ def test_it_gives_what_merging_the_combined_adapter_gives(
     assert any(not torch.equal(one[key], before[key]) for key in before)
     for key, value in one.items():
         np.testing.assert_allclose(value, two[key], rtol=3e-7, atol=3e-8, err_msg=key)
-    assert prove(tmp_path / "one.safetensors", full=True, search=[base.parent])["tensors"] == 32
+    assert prove(tmp_path / "one.safetensors", full=True, search=[base.parent])["tensors"] == CHANGED
 
 
 @pytest.mark.parametrize("method", ["ties", "della_ties"])
@@ -111,7 +113,7 @@ def test_the_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(combining, "largest", MUTANTS[wrong](combining.largest))
         lora_merge.merge(base, adapters, tmp_path / "o.safetensors", **options)
-    with pytest.raises(VerificationFailed, match="of 32 merged tensors are not what"):
+    with pytest.raises(VerificationFailed, match=f"of {CHANGED} merged tensors are not what"):
         prove(tmp_path / "o.safetensors", full=True, search=[base.parent])
 
 
@@ -209,7 +211,7 @@ def test_a_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers
     assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "p.safetensors", max_memory="8MiB")
 
 
-@pytest.mark.parametrize("method", ["dare", "della"])
+@pytest.mark.parametrize("method", ["della"])
 def test_draws_are_those_of_the_adapter_and_its_module(
     method: str, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
