@@ -46,12 +46,11 @@ def test_shares_are_of_what_the_device_can_do() -> None:
     assert "kernel_s_per_gb" not in device.shares(sizes, 4.0, {}, rate)
 
 
-@pytest.mark.parametrize("way", device.WAYS)
-def test_what_is_measured_are_the_folds_of_a_merge(tmp_path: Path, way: str) -> None:
+def test_what_is_measured_are_the_folds_of_a_merge(tmp_path: Path) -> None:
     base, lora = inputs.tiny(tmp_path)
     out = tmp_path / "out.safetensors"
     lora_merge.merge(base, [(lora, 0.7)], out, device="cpu")
-    plan = lora_merge.plan(base, [(lora, 0.7)], tmp_path / "none", device="cpu", max_vram=device.WAYS[way])
+    plan = lora_merge.plan(base, [(lora, 0.7)], tmp_path / "none", device="cpu")
     with device.Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         work = device.Folding(plan, reader)
         assert work.seconds() > 0
@@ -65,7 +64,7 @@ def test_what_is_measured_are_the_folds_of_a_merge(tmp_path: Path, way: str) -> 
     assert work.sizes() == {"numbers": 2**14, "blocks": 4, **moved}
     rate = device.rates(torch.device("cpu"), size=2**16, rounds=1)
     assert set(rate) == {"memory", "up", "down"} and min(rate.values()) > 0
-    found = device.folding("cpu", base, lora, way, rounds=1, rate=rate)
+    found = device.folding("cpu", base, lora, rounds=1, rate=rate)
     assert found["gb_per_s"] > 0 and found["link_share"] > 0
     assert not found["notes"]
 
@@ -103,15 +102,19 @@ def test_a_suite_runs_ours_on_the_device_asked_for(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(inputs, "base", lambda *_: base)
     monkeypatch.setattr(inputs, "adapter", lambda *_: lora)
     asked: list[tuple[str, ...]] = []
-    figures = {"rates": {"memory": 2e12, "up": 5e10, "down": 5e10}, "folds": {"batched": {"seconds": 1.0}}}
+    figures = {"rates": {"memory": 2e12, "up": 5e10, "down": 5e10}, "folds": {"seconds": 1.0}}
     compared: list[dict[str, list[str]]] = []
     monkeypatch.setattr(gpu, "run", lambda c, **_: asked.append(tuple(c)) or gpu_run(json.dumps(figures)))
     monkeypatch.setattr(bench.Bench, "compare", lambda _, suite, commands, files, cache: compared.append(commands))
     gpu.suite(b)
     assert asked == [(sys.executable, "-m", "tests.bench.device", "cuda:0,cuda:1", str(base), str(lora), "0")]
     (commands,) = compared
-    assert [c[c.index("--device") + 1] for c in commands.values() if "--device" in c] == ["cpu", *["cuda:0,cuda:1"] * 2]
-    assert [r["name"] for r in b.results] == ["sd1, rates", "sd1, batched"]
+    assert [c[c.index("--device") + 1] for c in commands.values() if "--device" in c] == [
+        "cpu",
+        "cuda:0,cuda:1",
+        "auto",
+    ]
+    assert [r["name"] for r in b.results] == ["sd1, rates", "sd1, folds"]
 
 
 def gpu_run(text: str) -> object:
