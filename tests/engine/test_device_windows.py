@@ -105,7 +105,7 @@ def test_a_window_goes_up_and_down_once(
         assert cuda.counts["down and waited for"] == 0
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "karcher"])
+@pytest.mark.parametrize("method", ["ties", "della", "karcher"])
 def test_a_method_chooses_the_same_entries_on_every_device(
     method: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
 ) -> None:

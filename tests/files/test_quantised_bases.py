@@ -206,7 +206,7 @@ def test_mlx_layers_may_have_other_bits_than_the_model(tmp_path: Path) -> None:
         lora_merge.merge(folder, tmp_path / "lora.safetensors", tmp_path / "out2")
 
 
-@pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "block fp8", "bitsandbytes nf4"])
+@pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "bitsandbytes nf4"])
 def test_a_method_that_combines_changes_meets_the_decoded_base(name: str, tmp_path: Path) -> None:
     """And is rounded once to the codes; --full computes it again."""
     form = FORMS[name]
