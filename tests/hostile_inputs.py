@@ -317,7 +317,8 @@ def command(*arguments: object) -> int:
             code = int(end.code or 0)
         finally:
             SPENT.append(time.process_time() - started)
-    if code:
+    in_table = (arguments[0], code) == ("inspect", 4)  # a misfit may be told there
+    if code and (told.getvalue() or not in_table):
         assert "\n  where: " in told.getvalue(), told.getvalue()[:300]
         assert "\n  fix:   " in told.getvalue(), told.getvalue()[:300]
         assert "Traceback" not in told.getvalue()
