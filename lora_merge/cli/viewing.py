@@ -60,7 +60,7 @@ def inspect(
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    found = [look(*pair, weights=weights, hashes=hashes) for pair in pairs]
+    found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
         echo(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))

@@ -21,12 +21,18 @@ SCHEMA = schema("inspect")
 
 
 def inspect(
-    path: Path, adapter: Path | Adapter | None = None, *, weights: bool = False, hashes: bool = False
+    path: Path,
+    adapter: Path | Adapter | None = None,
+    *,
+    weights: bool = False,
+    hashes: bool = False,
+    pictures: bool = False,
 ) -> dict[str, Any]:
     """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
     bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change.
+    `pictures`: the numbers of an adapter with singular values and histograms, which pages show.
     """
     index = open_checkpoint(path)
     facts: dict[str, Any] = {
@@ -42,7 +48,7 @@ def inspect(
     if is_adapter(index):
         file = group(index)
         facts |= adapter_facts(file)
-        facts |= {"weights": _numbers(file)} if weights else {}
+        facts |= {"weights": _numbers(file, pictures=pictures)} if weights else {}
     elif weights:
         raise UsageError("the numbers of a base alone are not looked at", "--weights", "name an adapter after the base")
     else:
@@ -58,10 +64,10 @@ def is_adapter(index: Index) -> bool:
     return "peft_type" in index.config or looks_like_adapter(index)
 
 
-def _numbers(file: AdapterFile) -> dict[str, Any]:
+def _numbers(file: AdapterFile, *, pictures: bool) -> dict[str, Any]:
     from .numbers import adapter_numbers  # torch
 
-    found: dict[str, Any] = adapter_numbers(file)
+    found: dict[str, Any] = adapter_numbers(file, pictures=pictures)
     return found
 
 

@@ -32,12 +32,18 @@ from .deltas import Delta, Deltas
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 """Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
 
+SHOWN: Final = 64  # singular values in a picture
+ROWS: Final = 64  # of ΔW, whose elements a histogram counts
+BINS: Final = 31
+REACH: Final = 4.0  # of a histogram, in units of the root mean square
+
 
 @undisturbed()
-def adapter_numbers(file: AdapterFile) -> dict[str, Any]:
+def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, Any]:
     """Return norm, stable rank ‖ΔW‖²/σ₁² and the rank that holds most of the energy of each module, at strength 1.
 
-    Products of two factors never become a matrix of ΔW's size.
+    Products of two factors never become a matrix of ΔW's size. `pictures`: also the largest singular values, and a
+    histogram of the elements of some rows.
     """
     modules: dict[str, Any] = {}
     left = 0
@@ -48,6 +54,7 @@ def adapter_numbers(file: AdapterFile) -> dict[str, Any]:
                 left += 1
                 continue
             found = modules[module.name] = _numbers(delta, rank_of(module))
+            found |= _pictures(delta) if pictures else {}
             by_block[block_name(module.name)] += found["norm"] ** 2
     rows = modules.values()
     return {
@@ -73,6 +80,20 @@ def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
             name: min(int((energy < share).sum()) + 1, len(values)) for name, share in ENERGIES.items()
         } if told else {},
     }  # fmt: skip
+
+
+def _pictures(delta: Delta) -> dict[str, Any]:
+    """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
+    units of their root mean square; those beyond ±REACH are counted at the ends."""
+    every = delta.full if delta.full is not None else delta.left
+    assert every is not None
+    chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
+    rows = (every[chosen] if delta.right is None else every[chosen] @ delta.right).float()
+    scaled = rows / rows.square().mean().sqrt().clamp_min(1e-30)
+    counts = torch.histc(scaled.clamp(-REACH, REACH), BINS, -REACH, REACH).int().tolist()
+    centres = [round(REACH * (2 * n + 1 - BINS) / BINS, 3) for n in range(BINS)]
+    values = [float(f"{v:.4g}") for v in delta.singular_values()[:SHOWN].tolist()]
+    return {"spectrum": values, "histogram": {"centres": centres, "counts": counts}}
 
 
 @dataclass

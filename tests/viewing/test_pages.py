@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages.heat_map import places, short
 
@@ -32,12 +36,12 @@ def content(html: str) -> Any:
     return json.loads(found[1])
 
 
-def shown(page: Path, folder: Path) -> str:
+def shown(page: Path, folder: Path, *more: str) -> str:
     """What a browser makes of a page, after its script has run; the script must report nothing."""
     if BROWSER is None:
         pytest.skip("no Chromium is installed")
     done = subprocess.run(
-        [BROWSER, *FLAGS, f"--user-data-dir={folder}", "--dump-dom", page.as_uri()],
+        [BROWSER, *FLAGS, f"--user-data-dir={folder}", *more, "--dump-dom", page.as_uri()],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
@@ -80,6 +84,60 @@ def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
     assert "<img" not in html
     assert html.count("</script>") == 3
     assert any(bad in name for name in content(html)["heat_maps"][0]["weights"])
+
+
+KEYS = """
+start().then(() => {
+  document.querySelector("[role=application]").focus();
+  for (const key of ["ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "Enter"]) {
+    document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  }
+});
+"""
+"""What a person types on a page."""
+
+
+def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = pages._text
+    monkeypatch.setattr(pages, "_text", lambda name: re.sub(r"\nstart\(\);\n", KEYS, text(name)))
+    found = inspect(scene.ink, weights=True, pictures=True)
+    page = tmp_path / "page.html"
+    page.write_text(pages.page(found), encoding="utf-8")
+    dom = shown(page, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
+    assert 'data-theme="dark"' in dom
+    name = "lora_te_text_model_encoder_layers_1_self_attn_out_proj"
+    (aloud,) = re.findall(r'class="unseen"[^>]*>(.*?)<', dom)
+    assert aloud.startswith("te_text_model_encoder_layers_1, self_attn_out_proj: ‖ΔW‖ ")
+    assert f"{found['weights']['modules'][name]['norm']:.5g}" in aloud
+    for picture in ("singular values", "elements of ΔW"):
+        assert re.search(f'aria-label="{picture}[^"]* of {name}"', dom)
+
+
+def test_a_script_that_is_not_the_pages_may_not_run(scene: Scene) -> None:
+    html = pages.page(inspect(scene.ink))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert re.search(r"script-src( 'sha256-[\w+/]{43}='){2};", policy[1])
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy[1]
+
+
+def test_spectrum_and_histogram_are_those_of_the_change(tmp_path: Path) -> None:
+    up, down = rand(12, 3, scale=1.0), rand(3, 10, seed=1, scale=1.0)
+    factors = {
+        f"{place}.lora_{end}.weight": t for place in "ab" for end, t in (("up", up.clone()), ("down", down.clone()))
+    }
+    found = inspect(save(factors, tmp_path / "a.safetensors"), weights=True, pictures=True)["weights"]["modules"]["a"]
+    delta = up.double() @ down.double()
+    exact = torch.linalg.svdvals(delta)[:3]
+    assert found["spectrum"] == pytest.approx(exact.tolist(), rel=1e-3)
+    centres, counts = found["histogram"]["centres"], found["histogram"]["counts"]
+    assert (sum(counts), len(centres), centres[15]) == (120, len(counts), 0)
+    scaled = (delta / delta.square().mean().sqrt()).flatten()
+    half = (centres[1] - centres[0]) / 2
+    assert counts[15] == int((scaled.abs() < half).sum())
 
 
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:

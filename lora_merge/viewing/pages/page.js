@@ -126,7 +126,7 @@ function heatMap(found) {
     for (const name of one.names.slice(0, 4)) {
       const { spectrum, histogram } = found.weights[name];
       if (spectrum) pictures.append(line(name, "singular values", spectrum.map((_, i) => i + 1), spectrum));
-      if (histogram) pictures.append(line(name, "elements of ΔW, in units of their root mean square", histogram.edges, histogram.counts, "bar"));
+      if (histogram) pictures.append(line(name, "elements of ΔW, in units of their root mean square", histogram.centres, histogram.counts, "bar"));
     }
     detail.append(pictures);
   };
@@ -135,6 +135,28 @@ function heatMap(found) {
     requestAnimationFrame(() => Plotly.newPlot(plot, [{ type: type || "scatter", mode: "lines+markers", x, y, marker: { color: colour("--accent") } }],
       layout({ margin: { l: 40, r: 8, t: 30, b: 30 }, title: { text: escaped(title), font: { size: 12 } }, yaxis: { gridcolor: colour("--line"), rangemode: "tozero" }, xaxis: { gridcolor: colour("--line") } }), still));
     return element("div", {}, element("p", {}, name), plot);
+  };
+  let cursor = null; // the cell that the keyboard is at
+  const frame = () => cursor ? [{ type: "rect", x0: cursor.column - 0.5, x1: cursor.column + 0.5, y0: cursor.row - 0.5, y1: cursor.row + 0.5, line: { color: colour("--ink"), width: 3 } }] : [];
+  const said = element("div", { class: "unseen", "aria-live": "polite" });
+  const go = (plot, one) => {
+    cursor = one;
+    Plotly.relayout(plot, { shapes: frame() });
+    if (!one) return;
+    Plotly.Fx.hover(plot, [{ curveNumber: 0, pointNumber: [one.row, one.column] }]);
+    said.textContent = `${found.rows[one.row]}, ${found.columns[one.column]}: ${found.metrics.map((m) => `${m.title} ${number(one.values[m.key], m.unit)}`).join(", ")}`;
+  };
+  const steps = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] };
+  const key = (plot, event) => {
+    if ((event.key === "Enter" || event.key === " ") && cursor) show(cursor);
+    else if (event.key === "Escape") { go(plot, null); Plotly.Fx.unhover(plot); }
+    else if (event.key in steps) {
+      const [down, right] = steps[event.key];
+      for (let row = cursor.row + down, column = cursor.column + right; row in found.rows && column in found.columns; row += down, column += right) {
+        if (at.has(row + "|" + column)) { go(plot, at.get(row + "|" + column)); break; }
+      }
+    } else return;
+    event.preventDefault();
   };
   const draw = (plot) => {
     const metric = found.metrics[Number(choice.value)];
@@ -145,22 +167,29 @@ function heatMap(found) {
       const numbers = found.metrics.map((m) => `${escaped(m.title)}: ${number(one.values[m.key], m.unit)}`).join("<br>");
       return `<b>${escaped(row)} · ${escaped(column)}</b><br>${escaped(one.names[0])}${one.names.length > 1 ? ` and ${one.names.length - 1} more` : ""}<br>${numbers}`;
     }));
+    const narrow = innerWidth < 600;
     const dark = document.documentElement.dataset.theme === "dark";
     Plotly.react(plot, [{
       type: "heatmap", z, x: found.columns.map((_, i) => i), y: found.rows.map((_, i) => i), text, hoverinfo: "text", xgap: 1, ygap: 1,
       ...(metric.unit === "cosine" ? { zmin: -1, zmax: 1, zmid: 0 } : {}),
       colorscale: metric.unit === "cosine" ? [[0, "#d6762a"], [0.5, dark ? "#3a3d42" : "#f2f2f2"], [1, "#3486d0"]] : dark ? [[0, "#1d2b45"], [0.5, "#3f74d1"], [1, "#d7e6ff"]] : [[0, "#edf2fc"], [0.5, "#6c97e8"], [1, "#12316f"]],
-      colorbar: { thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
+      colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", len: 0.6, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
+      shapes: frame(),
       xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map(escaped), side: "top", automargin: true, tickangle: -40, showgrid: false, zeroline: false },
-      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map(escaped), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
+      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((row) => escaped(narrow && row.length > 18 ? "…" + row.slice(-17) : row)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
     }), still);
     if (!plot.dataset.bound) {
       plot.dataset.bound = "1";
+      plot.addEventListener("focus", () => go(plot, cursor || found.cells[0]));
+      plot.addEventListener("keydown", (event) => key(plot, event));
       plot.on("plotly_click", (event) => { const [p] = event.points; const one = at.get(p.y + "|" + p.x); if (one) show(one); });
     }
   };
-  const plot = picture(Math.max(200, 130 + 20 * found.rows.length), found.title, draw);
+  const plot = picture(Math.max(200, 130 + 20 * found.rows.length), `${found.title}. Arrow keys move from cell to cell, Enter shows the weights of one.`, draw);
+  plot.setAttribute("role", "application");
+  plot.tabIndex = 0;
+  plot.style.minWidth = `${190 + 15 * found.columns.length}px`; // a phone scrolls
   choice.addEventListener("change", () => draw(plot));
   const list = element("details", {}, element("summary", {}, "The same as a table; a button shows the weights of a cell"));
   list.addEventListener("toggle", () => {
@@ -170,7 +199,7 @@ function heatMap(found) {
     list.append(element("div", { class: "scroll", tabindex: "0" }, element("table", {}, element("thead", {}, element("tr", {},
       ...["block", "layer", ...found.metrics.map((m) => m.title)].map((t) => element("th", { scope: "col" }, t)))), element("tbody", {}, ...rows))));
   });
-  made.append(plot, list, detail);
+  made.append(element("div", { class: "scroll" }, plot), said, list, detail);
 }
 
 function commands(found) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -34,8 +35,9 @@ def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     """
     made = content(found)
     data = json.dumps(made, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
+    hashes = f"{_hash(_text('page.js'))} {_hash(plotly())}"
     parts = {"title": escape(f"{made['title']} · lora-merge"), "style": _text("page.css"), "script": _text("page.js"),
-             "content": data, "library": library()}  # fmt: skip
+             "content": data, "library": library(), "hashes": hashes}  # fmt: skip
     frame = _text("page.html").split("{{")
     return frame[0] + "".join(parts[name] + rest for name, _, rest in (part.partition("}}") for part in frame[1:]))
 
@@ -44,11 +46,22 @@ def _text(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
+def _hash(script: str) -> str:
+    """Return how the policy of a page names a script that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
 @cache
 def library() -> str:
-    """Return plotly.js, compressed, in base64; UsageError where Plotly is not installed."""
+    """Return plotly.js, compressed, in base64."""
+    return base64.b64encode(gzip.compress(plotly().encode(), 9, mtime=0)).decode()
+
+
+def plotly() -> str:
+    """Return plotly.js; UsageError where Plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as e:
         raise UsageError("pages and plots need Plotly", "--html", 'pip install "lora-merge[plots]"') from e
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    made: str = get_plotlyjs()
+    return made
