@@ -109,7 +109,7 @@ def merge(
         matched = match(inputs)
         plan = make_plan(matched)
         admitted = admit(plan)
-        return run(admitted, watcher)
+        return run(admitted, watcher)  # writes, verifies, then gives the output its name
 
 
 def plan(
