@@ -73,7 +73,7 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
 
 def test_facts_and_comparisons(scene: Scene) -> None:
     for facts in (
-        inspect(scene.base, hashes=True), inspect(scene.ink, weights=True), inspect(scene.base, scene.oil, weights=True),
+        inspect(scene.base, hashes=True), inspect(scene.ink, weights=True, pictures=True), inspect(scene.base, scene.oil, weights=True),
         inspect(scene.base, scene.ink),
     ):  # fmt: skip
         check(facts, "inspect")
