@@ -21,7 +21,8 @@ SMALL_SIDE: Final = 768
 EXCESS: Final = 1e-3
 """By how much the error of a dense truncation may exceed the optimum, as a share of the optimum."""
 
-ROUNDS: Final = (2, 4)  # power iterations of the first and of the second attempt
+ROUNDS: Final = (2, 4, 8, 16)
+"""After how many power iterations the error is judged; flat spectra, such as those of rounding errors, need most."""
 STORED_IN_16: Final = 1e-7
 """Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit numbers."""
 
@@ -84,10 +85,9 @@ def of_dense(change: Tensor, ceiling: int | None = None, noise: float = 0.0) -> 
     """
     short = min(change.shape)
     if ceiling is not None and short > SMALL_SIDE and ceiling <= short // 4:
-        for rounds in ROUNDS:
-            found = _searched(change, ceiling, rounds)
-            if found is not None:
-                return _without_noise(found, noise)
+        found = _searched(change, ceiling)
+        if found is not None:
+            return _without_noise(found, noise)
     return _without_noise(_decomposed(change), noise)
 
 
@@ -109,7 +109,7 @@ def _decomposed(change: Tensor) -> Triples:
     return Triples(u, s, v @ q.mT, squares)
 
 
-def _searched(change: Tensor, rank: int, rounds: int) -> Triples | None:
+def _searched(change: Tensor, rank: int) -> Triples | None:
     """Return the leading triples by random projection, or None if they are not within EXCESS of the optimum.
 
     With P = QᵀΔ the error is known: ‖Δ − QP‖² = ‖Δ‖² − ‖P‖². With e = ‖Δ − QP‖₂ no rank-k matrix can be nearer than
@@ -123,23 +123,33 @@ def _searched(change: Tensor, rank: int, rounds: int) -> Triples | None:
     start = torch.randn(matrix.shape[1], count, generator=generator)
     basis = torch.linalg.qr(matrix @ start).Q
     reached = 0.0
-    for _ in range(rounds):
+    for turn in range(1, ROUNDS[-1] + 1):
         before = reached
         basis = torch.linalg.qr(matrix.mT @ basis).Q
         basis = torch.linalg.qr(matrix @ basis).Q
         reached = float((basis.mT @ matrix).double().square().sum())
+        if turn in ROUNDS:
+            settled = reached - before < EXCESS / 4 * max(squares - reached, 0.0)
+            if (found := _judged(change, basis, rank, squares, settled=settled)) is not None:
+                return found
+    return None
+
+
+def _judged(change: Tensor, basis: Tensor, rank: int, squares: float, *, settled: bool) -> Triples | None:
+    """Return the triples of Δ within a basis, or None if they are not near enough to the optimum."""
+    matrix = change.float()
     q = torch.linalg.qr(basis.double()).Q
     small = (q.float().mT @ matrix).double() if matrix.dtype == change.dtype else q.mT @ change.double()
     other, core = torch.linalg.qr(small.mT)
     u, s, v = torch.linalg.svd(core.mT)
+    found = Triples(q @ u, s, v @ other.mT, squares)
     kept = float(s[:rank].square().sum())
     error = max(0.0, squares - kept)
+    if settled or error <= squares * 1e-12:
+        return found
     rest = _largest(lambda x: matrix.mT @ (matrix @ x) - small.float().mT @ (small.float() @ x), matrix.shape[1])
     lower = max(0.0, squares - kept - rank * rest)
-    settled = reached - before < 2 * EXCESS * max(squares - reached, 0.0)
-    if error <= (1 + EXCESS) ** 2 * lower or settled or error <= squares * 1e-12:
-        return Triples(q @ u, s, v @ other.mT, squares)
-    return None
+    return found if error <= (1 + EXCESS) ** 2 * lower else None
 
 
 def _largest(apply: Callable[[Tensor], Tensor], size: int) -> float:

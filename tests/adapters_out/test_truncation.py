@@ -88,3 +88,13 @@ def test_norms_of_products_keep_their_digits() -> None:
     left, right = pair(3)
     near = torch.cat((left, -left * (1 + 1e-9)), 1), torch.cat((right, right), 0)
     assert math.sqrt(squares_of(*near)) == pytest.approx(1e-9 * float((left @ right).norm()), rel=1e-4)
+
+
+def test_a_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding noise has one; without enough rounds each such layer took ten times as long."""
+    monkeypatch.setattr(truncation, "_decomposed", lambda _: pytest.fail("the exact way"))
+    noise = torch.randn(800, 800, generator=torch.Generator().manual_seed(1))
+    found = truncation.of_dense(noise, 16)
+    values = np.linalg.svd(noise.double().numpy(), compute_uv=False)
+    lost = found.squares - float(found.values[:16].square().sum())
+    assert lost**0.5 <= (1 + truncation.EXCESS) * np.sqrt((values[16:] ** 2).sum())

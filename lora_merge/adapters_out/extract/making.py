@@ -66,12 +66,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Δ of one parameter, [rows, cols] in fp32 or fp64, and v, the mean square of the tuned weight's rounding error."""
+    """Δ of one parameter, [rows, cols] in fp32 or fp64."""
 
     pair: Pair
     change: Tensor
     value: Tensor  # of the tuned weight
-    noise: float | None  # None: unknown, as the tuned weight is quantised
+    dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
+
+    @property
+    def noise(self) -> float | None:
+        """v, the mean square of the tuned weight's rounding errors; None where it is not known."""
+        return _noise(self.value, self.dtypes)
 
 
 def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
@@ -86,10 +91,10 @@ def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
         side, view = (tuned, pair.tuned) if bool(torch.isfinite(old).all()) else (base, pair.place.view)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    return Difference(pair, change, new, _noise(new, tuned.dtypes(pair.tuned)))
+    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned)))
 
 
-def _noise(values: Tensor, dtypes: set[str]) -> float | None:
+def _noise(values: Tensor, dtypes: frozenset[str]) -> float | None:
     """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
     if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
         return None
@@ -167,11 +172,12 @@ class Extractor:
             return replace(rule, name="energy", value=1.0)
         if rule.name != NOISE:
             return rule
-        if found.noise is None:
+        noise = found.noise
+        if noise is None:
             raise UsageError("rounding errors of quantised weights are not known", f"--rank noise: {found.pair.name}",
                              "give a number or energy:x")  # fmt: skip
         out, cols = view.matrix
-        return replace(rule, name="above", value=math.sqrt(found.noise) * (math.sqrt(out) + math.sqrt(cols)))
+        return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
     def _vector(self, found: Difference) -> Made | None:
         """Return the change of a bias, a norm or another vector, as `--others` says."""
