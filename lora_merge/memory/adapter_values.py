@@ -19,6 +19,7 @@ from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.sources import Sources, open_sources
 from ..disk.reader import Reader
 from ..engine.devices import place
+from ..engine.placement import host
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
@@ -153,8 +154,8 @@ class AdapterSum(Changes):
         found = torch.zeros(base_weight.shape, dtype=torch.float64)
         for adapter, strength in self.terms:
             if name in adapter.modules:
-                found += strength * adapter.delta(name, base_weight).double()
-        return found.float()
+                found += strength * host(adapter.delta(name, base_weight), torch.float64)
+        return host(found, torch.float32)
 
 
 def load_adapter(path: str | Path) -> OpenAdapter:
