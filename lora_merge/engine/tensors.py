@@ -181,6 +181,34 @@ def recode(
 
     Returns None, and writes nothing, where a part of the whole weight does not cover the numbers.
     """
+    old, new = _encoded(target, first, values, codes, fetch)
+    if new is None:
+        return None
+    changed = []
+    for role, numbers in new.items():
+        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
+            part = target.packing.parts[role]
+            changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
+    codes.into.copy_(as_bytes(new[CODES]))
+    return tuple(changed)
+
+
+def read_back(target: OutputTensor, first: int, values: Tensor, fetch: Fetch) -> Tensor | None:
+    """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
+    where a part of the whole weight does not cover them."""
+    base = stored_numbers(target.weight, first, values.numel(), fetch)
+    old, new = _encoded(target, first, values, Codes(base, base, None), fetch)
+    if new is None:
+        return None
+    parts = {role: as_bytes(n) if role == CODES else as_bytes(n).view(old[role].dtype) for role, n in new.items()}
+    return target.packing.encoding.decode({**old, **parts}, first, values.numel()).reshape(-1)
+
+
+def _encoded(
+    target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """Return the stored parts of some numbers: the base's, and those of the merged values; None where no part covers
+    them."""
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
     if afresh and not bool(finite(values).all()):
@@ -194,15 +222,7 @@ def recode(
         new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
     except OutOfRange as e:
         raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
-    if new is None:
-        return None
-    changed = []
-    for role, numbers in new.items():
-        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
-            part = packing.parts[role]
-            changed.append(PartBytes(part.info.name, part.span(first, count)[0], raw(numbers)))
-    codes.into.copy_(as_bytes(new[CODES]))
-    return tuple(changed)
+    return old, None if new is None else dict(new)
 
 
 def raw(numbers: Tensor) -> bytes:

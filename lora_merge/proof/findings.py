@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..planning.plan import Plan
 from .reference.floats import Array
 
 NAMED: Final = 5  # modules or tensors that a report names, of those that it counts
@@ -16,6 +17,20 @@ REPORT: Final = "report it with the headers of both files; until it is mended, m
 
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
 RETAINED: Final = 0.9  # below this share of a change, the user is told
+
+
+EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
+
+
+def remedy(plan: Plan) -> tuple[str, str, str]:
+    """Return how the changed weights are stored, a wider dtype, and what to do where their changes do not survive."""
+    changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
+    small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
+    wider = "bf16 or fp32" if small else "fp32"
+    ways = [f"write --dtype {wider}"]
+    if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
+        ways.append("round with --rounding stochastic, which keeps the change on average")
+    return ", ".join(sorted({e.title for e in changed})), wider, ", or ".join(ways)
 
 
 @dataclass

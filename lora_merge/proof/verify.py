@@ -28,7 +28,7 @@ from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, Step, unwatched
 from ..text import quoted
 from .account import account
-from .findings import RETAINED, Findings
+from .findings import RETAINED, Findings, remedy
 from .grids import plain_grid
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
@@ -40,7 +40,6 @@ from .stored import coded_output
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 DECODED: Final = 2.0**-20  # a number of codes is decoded in fp32: its error, as a share of it, or of the largest in a
 # rotated row
-EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
 def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
@@ -273,13 +272,7 @@ def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
-    changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
-    small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
-    dtypes, wider = ", ".join(sorted({e.title for e in changed})), "bf16 or fp32" if small else "fp32"
-    ways = [f"write --dtype {wider}"]
-    if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
-        ways.append("round with --rounding stochastic, which keeps the change on average")
-    fix = ", or ".join(ways)
+    dtypes, wider, fix = remedy(plan)
     f = merged.findings
     if f.broken:
         yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")

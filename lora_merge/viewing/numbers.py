@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Final
 
 import torch
@@ -20,12 +20,14 @@ from ..engine.devices import place
 from ..engine.fold import new_weights
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
-from ..engine.tensors import TensorCache, weight_values
+from ..engine.tensors import TensorCache, read_back, refitted, weight_values
 from ..engine.torch_state import undisturbed
 from ..errors import misfit
 from ..models.blocks import blocks
 from ..models.names import names
 from ..planning.plan import OutputTensor, Plan
+from ..proof.findings import RETAINED, remedy
+from ..text import listed
 from .adapter import block_name, rank_of, spread
 from .deltas import Delta, Deltas
 
@@ -102,19 +104,29 @@ class Sums:
 
     weight: float = 0.0
     delta: float = 0.0
-    applied: float | None = 0.0  # ⟨applied, intended⟩; None where the storage format is not looked at
+    applied: float | None = (
+        0.0  # ⟨applied, intended⟩; None where the weight is padded, and its storage is not looked at
+    )
+    noise: float = 0.0  # ‖applied − intended‖²
     largest: float = 0.0
 
     def add(self, other: Sums) -> None:
         """Add the sums of another weight."""
         self.weight, self.delta = self.weight + other.weight, self.delta + other.delta
         self.applied = None if self.applied is None or other.applied is None else self.applied + other.applied
-        self.largest = max(self.largest, other.largest)
+        self.noise, self.largest = self.noise + other.noise, max(self.largest, other.largest)
+
+    @property
+    def retained(self) -> float | None:
+        """⟨applied, intended⟩ / ‖intended‖²; None where it is not known, or nothing is intended."""
+        return None if self.applied is None or not self.delta else self.applied / self.delta
 
     def to_dict(self) -> dict[str, Any]:
-        """Return norms, the largest element, and the share ⟨applied, intended⟩ / ‖intended‖² that is retained."""
-        kept = None if self.applied is None or not self.delta else self.applied / self.delta
-        return {"weight": sqrt(self.weight), "delta": sqrt(self.delta), "largest": self.largest, "retained": kept}
+        """Return norms, the largest element, the share that is retained, and ‖applied − intended‖ / ‖intended‖."""
+        return {
+            "weight": sqrt(self.weight), "delta": sqrt(self.delta), "largest": self.largest, "retained": self.retained,
+            "noise": None if self.retained is None else sqrt(self.noise / self.delta),
+        }  # fmt: skip
 
 
 @dataclass
@@ -147,10 +159,25 @@ def merge_numbers(plan: Plan) -> dict[str, Any]:
             found.blocks[f"{component} {block_of(target.name)}".strip()].add(sums)
             factors.forget()
             tensors.kept.clear()
-    return {"total": found.total.to_dict(), **{
+    return {"total": found.total.to_dict(), "warnings": list(_warnings(plan, found)), **{
         kind: {name: sums.to_dict() for name, sums in table.items()}
         for kind, table in (("components", found.components), ("blocks", found.blocks), ("tensors", found.tensors))
     }}  # fmt: skip
+
+
+def _warnings(plan: Plan, found: Measured) -> Iterator[str]:
+    """Yield a warning if the storage of the output loses more of the change than a tenth."""
+    shares = {name: share for name, sums in found.tensors.items() if (share := sums.retained) is not None}
+    below = sorted((name for name, share in shares.items() if share < RETAINED), key=lambda name: shares[name])
+    if found.total.retained is None or found.total.retained >= RETAINED:
+        return
+    stored, _, fix = remedy(plan)
+    names = listed(f"{name} ({max(shares[name], 0):.0%})" for name in below)
+    yield (
+        f"only {max(found.total.retained, 0):.0%} of the change would be in the output: it is smaller than "
+        f"{stored} can hold beside the weights; {fix}; {len(below)} of {len(found.tensors)} weights keep less than "
+        f"90 %: {names}"
+    )
 
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Tensor]:
@@ -185,19 +212,30 @@ def _merged(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block
         yield block, rows, merged
 
 
-def _measured(target: OutputTensor, tensors: PatchTensors) -> Sums:
-    """Return the sums of one weight."""
-    sums = Sums()
-    for _, rows, merged in _merged(target, tensors):
-        delta = merged - rows
-        applied = None
-        if target.packed is None:
-            written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
-            convert(merged, written)
-            rest = stage([written[0]], place("cpu", "F32")) - rows
-            applied = float((rest * delta).sum(dtype=torch.float64))
-        sums.add(Sums(_squared(rows), _squared(delta), applied, float(delta.abs().max())))
-    return sums
+def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Sums:
+    """Return the sums of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
+    sums, largest, covered = Sums(), 0.0, True
+    for block, rows, merged in _merged(target, tensors):
+        delta, applied, noise = merged - rows, None, 0.0
+        written = _written(target, block, merged, tensors)
+        largest, covered = max(largest, float(merged.abs().max())), covered and written is not None
+        if written is not None and not (target.packed is not None and target.weight.padded):
+            rest = stage([written], place("cpu", "F64"))[0].view(rows.shape) - rows
+            applied, noise = float((rest * delta).sum(dtype=torch.float64)), _squared(rest - delta)
+        sums.add(Sums(_squared(rows), _squared(delta), applied, noise, float(delta.abs().max())))
+    if covered or not refit or not isfinite(largest):
+        return sums
+    return _measured(refitted(target, largest, tensors.fetch), tensors, refit=False)
+
+
+def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchTensors) -> Tensor | None:
+    """Return the numbers of a merged block as the output would hold them; None where the scale of the whole weight does
+    not cover them, and a new one is needed."""
+    if target.packed is not None:
+        return merged if target.weight.padded else read_back(target, block.stored[0], merged[0], tensors.fetch)
+    written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
+    convert(merged, written)
+    return written
 
 
 def _squared(values: Tensor) -> float:

@@ -93,6 +93,8 @@ def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from table(
         (name, f"‖ΔW‖ {n['delta']:.3g}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in found["blocks"].items()
     )
+    for warning in found["warnings"]:
+        yield line("warning", warning)
 
 
 def proof_lines(found: Mapping[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import lora_merge
 from lora_merge.errors import InputError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
+from lora_merge.viewing.inspect import inspect
 
 from ..support import Tensors, load, rand, save
 from .quantised_forms import FORMS, SHAPE, Form, note
@@ -89,6 +90,38 @@ def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     assert report.verified["tensors"] == 2
     if source.is_dir():
         assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+SURVIVING = (
+    "ComfyUI int8 rows", "ComfyUI int8 rotated", "ComfyUI nvfp4", "block fp8", "ModelOpt fp8",
+    "compressed-tensors int4 with zero points", "bitsandbytes nf4",
+)  # fmt: skip
+"""Formats with a scale for a row, a block, and the whole weight; rotated, with zero points, in 8 and in 4 bits."""
+
+
+@pytest.mark.parametrize("name", SURVIVING)
+def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path) -> None:
+    """Against the merge's output, read by the library that made the base; one change is small, one needs new scales."""
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    out, lora = (
+        tmp_path / ("out" if source.is_dir() else "out.safetensors"),
+        save(adapter(), tmp_path / "l.safetensors"),
+    )
+    lora_merge.merge(source, lora, out, verify=False)
+    made = load(out / "model.safetensors" if source.is_dir() else out)
+    numbers = inspect(source, lora, weights=True)["match"]["numbers"]
+    below = 0
+    for layer in NAMES[:2]:
+        before, after = (form.read(parts(of, layer)).double() for of in (tensors, made))
+        wanted = exact(form, tensors, layer) - before
+        applied, found = after - before, numbers["tensors"][f"{layer}.weight"]
+        retained = float((applied * wanted).sum() / wanted.square().sum())
+        assert found["retained"] == pytest.approx(retained, abs=0.01)
+        assert found["noise"] == pytest.approx(float((applied - wanted).norm() / wanted.norm()), rel=0.02, abs=0.002)
+        below += retained < 0.9
+    assert all("--dtype" in text for text in numbers["warnings"])
+    assert len(numbers["warnings"]) == (numbers["total"]["retained"] < 0.9) <= below
 
 
 @pytest.mark.parametrize("name", FORMS)

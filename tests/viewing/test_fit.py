@@ -81,6 +81,10 @@ def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_pat
     facts = inspect(base, Adapter(scene.ink, 0.001), weights=True)
     assert facts["match"]["numbers"]["total"]["retained"] < 0.9
     assert any("kept in the base's dtype" in line for line in lines(facts))
+    (warning,) = facts["match"]["numbers"]["warnings"]
+    assert all(words in warning for words in ("BF16", "--dtype fp32", "--rounding stochastic", "keep less than 90 %"))
+    assert any(line.split(maxsplit=1) == ["warning", warning] for line in lines(facts))
+    assert not inspect(base, Adapter(scene.ink, 1.0), weights=True)["match"]["numbers"]["warnings"]
 
 
 def test_a_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def _matched(page: Content, found: Found, match: Found) -> None:
         ([n, _plain(w)] for n, w in (match.get("unmatched") or {}).items()),
     )
     if numbers := match.get("numbers"):
+        page.data["warnings"].extend(numbers["warnings"])
         page.heat_map("What the merge would change", "Click a cell for its weights.", PLANNED, numbers["tensors"])
         page.bars("‖ΔW‖ by block", "block", ((name, row["delta"]) for name, row in numbers["blocks"].items()))
     page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
