@@ -55,7 +55,7 @@ def test_its_first_commands_run(
     commands = [
         c for c in re.findall(r"^(lora-merge .*?)(?:\s+#.*)?$", TEXT, re.MULTILINE) if "sdxl" in c or "inspect" in c
     ]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         with pytest.raises(SystemExit) as e:
