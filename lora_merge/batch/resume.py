@@ -87,7 +87,7 @@ def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     try:
         stored = parsed(open_checkpoint(job.output).metadata.get(KEY, ""))
     except MergeError as e:
-        return f"is no complete adapter: {e.what}"
+        return f"is not a complete adapter: {e.what}"
     if stored is None:
         return "is not one of ours"
     inputs = [open_checkpoint(a.path) for a in job.adapters]

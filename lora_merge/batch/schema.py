@@ -117,7 +117,7 @@ Number: TypeAlias = Annotated[Any, BeforeValidator(_number), WithJsonSchema({"ty
 
 def _rule(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{repr(beginning(value, 40))[:40]} is no number and no text")
+        raise ValueError(f"{repr(beginning(value, 40))[:40]} is neither a number nor a text")
     return value
 
 

@@ -61,7 +61,7 @@ def make_extraction(
         raise UsageError(f"biases and norms cannot be treated as {shown(own['others'])!r}", "--others",
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
     if not isinstance(own["factor"], int) or not (own["factor"] == -1 or own["factor"] > 0):
-        raise UsageError(f"{shown(own['factor'])!r} is no factor", "--factor", "use -1 or a whole number from 1 on")
+        raise UsageError(f"{shown(own['factor'])!r} cannot be the factor", "--factor", "use -1, or 1 and more")
     parts = {n: (own[n],) if isinstance(own[n], str) else tuple(own[n]) for n in ("include", "exclude")}
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
     if job.rules.has(SAME):
