@@ -220,14 +220,17 @@ def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
     return inner, (REST, *(f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers)))
 
 
+_NUMBER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]*\.)")
+"""A level that is a number, with two more levels behind it."""
+
+
 def _layer(body: str) -> tuple[str | None, int]:
     """Return (path of the stack, number) of the outermost layer that holds a tensor; (None, 0) without a layer.
 
     A number right above the parameter counts the steps of a small Sequential, not layers.
     """
-    path = body.split(".")
-    at = next((i for i, word in enumerate(path[:-2]) if word.isascii() and word.isdigit() and len(word) < 5), None)
-    return (None, 0) if at is None else (".".join(path[:at]), int(path[at]))
+    found = _NUMBER.search(body)
+    return (None, 0) if found is None else (body[: max(found.start() - 1, 0)], int(found[1]))
 
 
 def _letters(path: str, *, single: bool, alone: bool) -> str:
