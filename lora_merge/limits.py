@@ -57,7 +57,9 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from e
     level = [value]
     for _ in range(DEEPEST):
-        level = [item for v in level if isinstance(v, dict | list) for item in (v.values() if type(v) is dict else v)]
+        level = [
+            item for v in level if type(v) is dict or type(v) is list for item in (v.values() if type(v) is dict else v)
+        ]
         if not level:
             return value
     raise ValueError("nested too deeply")

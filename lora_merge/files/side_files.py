@@ -210,7 +210,7 @@ def _indented(content: Mapping[str, Any]) -> str:
     """
     lines = []
     for key, value in content.items():
-        if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
+        if isinstance(value, dict) and value and {*map(type, value.values())} == {str}:
             text = "{\n    " + json.dumps(value, separators=(",\n    ", ": "))[1:-1] + "\n  }"
         else:
             text = json.dumps(value, indent=2).replace("\n", "\n  ")

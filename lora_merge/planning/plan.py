@@ -159,8 +159,8 @@ class Plan:
         """How many output tensors adapters change."""
         own = self.base.tensors
         new = {one.name for made in self.quantising.made.values() for one in made.beside}
-        targets = (t for f in self.files for t in f.targets)
-        return sum(1 for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new))
+        targets = [t for f in self.files for t in f.targets]
+        return sum([1 for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new)])
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
         """Return tensor → (shape in the base, shape in the output) for the tensors of one folder that change shape.
@@ -170,7 +170,7 @@ class Plan:
         old, found = self.base.tensors, {}
         parted = {name for m in self.adapters for name in (*m.parted, m.untied)}
         files = [f for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder)]
-        for t in (t for f in files for t in f.targets):
+        for t in [t for f in files for t in f.targets]:
             own, shape = old.get(t.name), t.weight.shape
             if own is not None and own.shape is not shape and own.shape != shape:
                 found[t.stored] = own.shape, shape

@@ -84,7 +84,7 @@ def _used(plan: Plan) -> list[_Used]:
     found = [_Used() for _ in plan.adapters]
     own = plan.base.tensors
     by_file = {file: used for used, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
-    for target in (t for f in plan.files for t in f.targets):
+    for target in [t for f in plan.files for t in f.targets]:
         source = target.source
         if source is not own.get(target.name) and source.file in by_file:
             by_file[source.file].tensors.add(source.name)

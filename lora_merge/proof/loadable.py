@@ -88,7 +88,7 @@ def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
             where = f"{part / name}: {quoted(odd[0] if odd else 'weight_map')}"
             raise VerificationFailed("an index does not name every tensor in the file that has it", where, fix)
         size = metadata.get("total_size") if isinstance(metadata, dict) else None
-        total = sum(t.nbytes for f in files for t in f.targets)
+        total = sum([t.nbytes for f in files for t in f.targets])
         if size != total:
             where = f"{part / name}: total_size {size}, the tensors have {total} bytes"
             raise VerificationFailed("an index tells another size than the tensors have", where, fix)

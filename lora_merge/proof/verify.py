@@ -161,7 +161,7 @@ def _unmerged(
 ) -> list[Range]:
     """Return the ranges of unchanged tensors to compare, and count their bytes; `scales` belong to merged weights."""
     plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
-    total = sum(t.nbytes for t in plain)
+    total = sum([t.nbytes for t in plain])
     compared["of"] += total
     found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
     compared["bytes"] += sum(count for _, _, count in found)
