@@ -27,7 +27,7 @@ FILE = {
     "nvfp4": FORMS["ComfyUI nvfp4"],
 }  # fmt: skip
 FOLDER = {
-    "fp8_block": FORMS["block fp8"], "int8": FORMS["bitsandbytes int8"], "nf4": FORMS["bitsandbytes nf4"],
+    "int8": FORMS["bitsandbytes int8"], "nf4": FORMS["bitsandbytes nf4"],
 }  # fmt: skip
 
 

@@ -79,6 +79,45 @@ def test_block_fp8_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
     assert load(merged / "model.safetensors").keys() == packed.keys()
 
 
+def test_a_plain_model_becomes_block_fp8_on_the_way_out(tmp_path: Path) -> None:
+    """k and v have 64 rows, no whole block, and keep their numbers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}))
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    model.save_pretrained(base, max_shard_size="800KB")
+    lora = {}
+    for name, value in model.state_dict().items():
+        if "q_proj" in name or "up_proj" in name:
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            lora[f"{stem}.lora_A.weight"] = rand(4, value.shape[1], seed=len(lora))
+            lora[f"{stem}.lora_B.weight"] = rand(value.shape[0], 4, seed=len(lora) + 1, scale=0.02)
+    adapter = save(lora, tmp_path / "lora.safetensors")
+    lora_merge.merge(base, adapter, merged, dtype="fp8_block")
+    lora_merge.merge(base, adapter, tmp_path / "sum")
+    right = logits(tmp_path / "sum")
+    assert (logits(merged) - right).norm() < 0.06 * right.norm()
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    section = json.loads((merged / "config.json").read_text())["quantization_config"]
+    assert len({*index["weight_map"].values()}) > 1
+    kept = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "kv"]
+    assert section["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", *kept]
+    for name, file in index["weight_map"].items():
+        if name.endswith("_scale_inv"):
+            found = load(merged / file)
+            codes = found[name.removesuffix("_scale_inv")]
+            spread = found[name].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            got, want = codes.double() * spread, load_one(tmp_path / "sum", name.removesuffix("_scale_inv")).double()
+            half = spread * 2.0 ** (torch.floor(torch.log2((want.abs() / spread).clamp(min=2.0**-6))) - 4)
+            assert ((got - want).abs() <= 1.001 * half).all()
+
+
+def load_one(folder: Path, name: str) -> Tensor:
+    file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    return load(folder / file)[name]
+
+
 def mxfp4(weight: Tensor) -> Tensors:
     """[experts, out, in] as gpt-oss stores it: 16 bytes and an exponent for every 32 numbers."""
     blocks = weight.reshape(*weight.shape[:2], -1, 32)

@@ -152,7 +152,9 @@ def _nvfp4(weight: StoredTensor) -> Made | None:
 
 def _blocks(weight: StoredTensor) -> Made | None:
     rows, cols = weight.shape
-    scale = _beside(weight, "weight_scale_inv", "F32", (-(-rows // BLOCK), -(-cols // BLOCK)))
+    if rows % BLOCK or cols % BLOCK:  # transformers' dequantiser and vLLM's kernels take whole blocks alone
+        return None
+    scale = _beside(weight, "weight_scale_inv", "F32", (rows // BLOCK, cols // BLOCK))
     of = Stored(_codes(weight, "F8_E4M3", weight.shape), scale, "block fp8", block=(BLOCK, BLOCK))
     packing = scaled(of, fresh=True)
     return Made(packing, (scale,)) if packing else None
