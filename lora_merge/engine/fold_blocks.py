@@ -17,6 +17,7 @@ from torch import Tensor
 from ..algorithms import DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, device_failure, device_full, misfit
+from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
@@ -230,7 +231,7 @@ class BlockMerger:
             codes = Codes(item.base, item.into, self._uniform(item.block))
             parts = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
             if parts is None:
-                outcome += Outcome(largest={target.name: float(own[finite(own)].abs().max())})
+                outcome += Outcome(largest={target.name: largest(own)})
             else:
                 outcome += Outcome(parts=parts)
         return outcome

@@ -21,7 +21,7 @@ from ..errors import InputError, TooLarge
 from ..files.codecs.base import CODES, DRAW, InvalidPart, OutOfRange, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
-from .placement import TORCH_DTYPES, Placement, finite, host, odd, stage
+from .placement import TORCH_DTYPES, Placement, host, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -211,15 +211,15 @@ def _encoded(
     them."""
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
-    if afresh and not bool(finite(values).all()):
+    wide = host(values, torch.float64 if values.dtype == torch.float64 else torch.float32).reshape(-1)
+    if afresh and odd(wide):
         raise InputError("the base holds NaN or infinite numbers, which no code stands for",
                          f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
     old = parts_of(torch.zeros_like(codes.into) if afresh else codes.base, packing, first, count, fetch)
     if codes.uniform is not None:
         old[DRAW] = codes.uniform
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     try:
-        new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
+        new = packing.encoding.encode(wide, old, first)
     except OutOfRange as e:
         raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
     return old, None if new is None else dict(new)
