@@ -48,7 +48,7 @@ from .placement import (
     stage,
     sum_too_large,
 )
-from .tensors import Codes, decoded, recode, stored_numbers
+from .tensors import Codes, Fetch, decoded, recode, stored_numbers
 from .torch_state import exact_products
 
 STAGED: Final = 2**23
@@ -333,11 +333,18 @@ def _block(item: Item) -> Block:
     return item.block
 
 
+def apart(block: Block, fetch: Fetch) -> Item:
+    """Return a block with base values of its own, and memory of its own for its codes."""
+    weight, made = block.target.weight, block.target.packing.encoding
+    numbers = stored_numbers(weight, *block.stored, fetch)
+    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain else numbers
+    return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
+
+
 def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:
     """Yield every block of a refitted target with its codes, as bytes, and its other parts."""
     for block in blocks(target):
-        base = stored_numbers(target.weight, *block.stored, merger.tensors.fetch)
-        codes = torch.empty_like(base)
-        outcome = merger.fold([Item(block, base, codes)])
+        item = apart(block, merger.tensors.fetch)
+        codes, outcome = item.into, merger.fold([item])
         assert not outcome.largest, "the new scale covers the weight"
         yield block, codes, outcome

@@ -170,7 +170,7 @@ def check_stored(matched: Matched) -> None:
         values = FileValues(reader)
         for key, (encoding, _, parts, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
-            if key in whole and not (encoding.afresh and key in replaced):
+            if key in whole and not (key in replaced and (encoding.afresh or job.dtype != "keep")):
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
             if encoding.decode_only and job.dtype == "keep":

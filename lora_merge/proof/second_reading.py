@@ -183,7 +183,9 @@ def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[Outp
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.parted, *m.created)}
-    recoded = [p for key, p in base.packed.items() if key in written and written[key].recoded]
+    recoded = [
+        p for key, p in base.packed.items() if key in written and written[key].packing.encoding is not p.encoding
+    ]
     dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are stored otherwise now
     new = {name for t in targets if t.packing.encoding.fresh for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):

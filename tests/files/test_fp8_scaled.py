@@ -243,12 +243,18 @@ def test_metadata_that_says_nothing_of_layers_is_a_reason_to_refuse(text: str, t
         lora_merge.merge(source, save(adapter(LAYERS[:1]), tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
 
 
-def test_a_whole_weight_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_whole_weight_in_its_place_is_stored_in_the_same_format(tmp_path: Path) -> None:
     tensors, entries = base("new")
-    lora = adapter(LAYERS[:1]) | {f"base_model.model.{LAYERS[1]}.weight": rand(48, 32)}
-    source = save(tensors, tmp_path / "base.safetensors", entries)
-    with pytest.raises(InputError, match="replaces a weight that is stored as fp8_scaled"):
-        lora_merge.merge(source, save(lora, tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
+    for scale in (0.001, 30.0):  # one that the scale of the base covers, and one that it does not
+        new = rand(48, 32, scale=scale)
+        lora = adapter(LAYERS[:1]) | {f"base_model.model.{LAYERS[1]}.weight": new}
+        source, out = save(tensors, tmp_path / "base.safetensors", entries), tmp_path / "out.safetensors"
+        lora_merge.merge(source, save(lora, tmp_path / "a.safetensors"), out, overwrite=True)
+        made = load(out)
+        assert made.keys() == tensors.keys()
+        codes, factor = made[f"{LAYERS[1]}.weight"], made[f"{LAYERS[1]}.weight_scale"]
+        error = (codes.float() * factor - new).abs()
+        assert (error <= new.abs() * 2.0**-4 + factor * 2.0**-10).all()
 
 
 @pytest.mark.parametrize("style", STYLES)

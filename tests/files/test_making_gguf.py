@@ -48,3 +48,19 @@ def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path
             assert error < 1.05 * theirs
         else:
             assert error < {"q2_k": 0.4, "q3_k": 0.2, "q6_k": 0.04}.get(kind, 0.15) * np.sqrt(np.mean(exact**2))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq4_nl"])
+def test_stochastic_rounding_is_right_on_average(kind: str, tmp_path: Path) -> None:
+    save_file(style(), tmp_path / "style.safetensors")
+    base = by_library.write(tmp_path / "flux.gguf", "flux", flux("F16"))
+    found = []
+    for seed in range(2):
+        out = tmp_path / f"{seed}.gguf"
+        lora_merge.merge(base, tmp_path / "style.safetensors", out, dtype=kind, rounding="stochastic", seed=seed)
+        assert prove(out, full=True)["full"]
+        found.append(by_library.read(out)[f"{TOUCHED[0]}.weight"][0])
+    exact = by_library.read(base)[f"{TOUCHED[0]}.weight"][0] + change(TOUCHED[0])
+    errors = [(f - exact).ravel() for f in found]
+    assert abs(np.mean(errors[0])) < 4 * np.std(errors[0]) / np.sqrt(exact.size)
+    assert abs(np.corrcoef(*errors)[0, 1]) < 0.7

@@ -14,14 +14,13 @@ from itertools import chain, islice
 from math import prod
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from ...files.codecs.arithmetic import largest
 from ...planning.plan import OutputTensor, Plan
 from ..blocks import BLOCK_ELEMENTS, Block, blocks
 from ..buffers import Outcome
-from ..fold_blocks import BlockMerger, Item, settled
+from ..fold_blocks import BlockMerger, apart, settled
 from ..tensors import Codes, Fetch, decoded, new_parts, packed, recode, refitted, stored_numbers
 from ..windows import Change, Convert
 
@@ -80,20 +79,12 @@ class NewCodes:
         """Start to measure a weight, part by part; yield the futures."""
         if target.uses:
             for block in blocks(target):
-                yield from self._folded(block)
+                yield from self.merger.begin([apart(block, self.read)])  # its codes cannot be made yet
             return
         total, group = prod(target.shape), target.group
         step = max(1, BLOCK_ELEMENTS // group) * group
         for first in range(0, total, step):
             yield self.pool.submit(self._plain, target, first, min(step, total - first))
-
-    def _folded(self, block: Block) -> Iterator[Future[Outcome]]:
-        """Start to fold a block whose codes cannot be made yet."""
-        weight = block.target.weight
-        numbers = stored_numbers(weight, *block.stored, self.read)
-        base = numbers.view(-1, block.cols) if weight.packing.encoding.plain else numbers
-        codes = torch.empty(block.target.packing.encoding.nbytes(block.elements), dtype=torch.uint8)
-        return self.merger.begin([Item(block, base, codes)])
 
     def _plain(self, target: OutputTensor, first: int, count: int) -> Outcome:
         """Return the largest number of a part of a weight that no adapter changes."""
@@ -105,5 +96,4 @@ def _store(target: OutputTensor, span: tuple[int, int], numbers: Tensor, into: T
     """Store (first, count) numbers in another way."""
     values = decoded(numbers, target.weight, *span, fetch)
     parts = recode(target, span[0], values, Codes(into, into, None), fetch)
-    assert parts is not None, "the scale covers the weight"
-    return Outcome(parts=parts)
+    return Outcome(largest={target.name: largest(values)}) if parts is None else Outcome(parts=parts)

@@ -41,6 +41,7 @@ class Bnb4(Encoding):
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""

@@ -45,6 +45,7 @@ class Fp4(Encoding):
     turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 where it is the matrix itself
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
 
     @property
     def measured(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import TABLE
 from ..gguf.types import TYPES
-from .base import CODES, Encoding, OutOfRange, Parts
+from .base import CODES, DRAW, Encoding, OutOfRange, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,7 @@ class Ggml(Encoding):
     """What is added to every number in the file."""
     name: ClassVar[str] = "ggml"
     afresh: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = True
 
     @property
     def title(self) -> str:
@@ -61,11 +62,14 @@ class Ggml(Encoding):
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
         """Return the codes of new numbers; scales that cover them stay. OutOfRange where no scale does."""
-        if self.head:
-            values = values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)
-        if self.offset:
-            values = values + self.offset
-        return {CODES: self._encoded(values, parts[CODES])}
+        uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
+        return {CODES: self._encoded(self._stored_order(values) + self.offset, parts[CODES], uniform)}
+
+    def _stored_order(self, values: Tensor) -> Tensor:
+        """Return numbers with the rows of each head in llama.cpp's order."""
+        if not self.head:
+            return values
+        return values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)
 
     def _decoded(self, codes: Tensor) -> Tensor:
         import torch
@@ -76,19 +80,22 @@ class Ggml(Encoding):
 
         return decode(self.kind, codes)
 
-    def _encoded(self, values: Tensor, codes: Tensor) -> Tensor:
+    def _encoded(self, values: Tensor, codes: Tensor, uniform: Tensor | None) -> Tensor:
         import torch
 
         if self.kind in TABLE:
             if values.numel() and float(values.abs().max()) > TABLE[self.kind].room:
                 raise OutOfRange
             from .arithmetic import single
+            from .draws import to_floats
 
             values = values if self.kind == "F32" else single(values)
+            if uniform is not None and self.kind != "F32":
+                values = to_floats(values, self.kind, uniform)
             return values.to(getattr(torch, TABLE[self.kind].library)).view(torch.uint8)
         from .ggml_blocks import encode
 
-        return encode(self.kind, values, codes)
+        return encode(self.kind, values, codes, uniform)
 
 
 def ggml(kind: str) -> Ggml:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import InvalidPart, OutOfRange
+from .draws import to_integers, to_table
 from .ggml_layouts import LAYOUTS, Layout, half, put_half
 
 F16_LARGEST: Final = 65504.0
@@ -51,6 +52,11 @@ class Levels:
         if self.first == -128:
             return codes.view(torch.int8).float()
         return codes.float().add_(self.first) if self.first else codes.float()
+
+    def drawn(self, values: Tensor, uniform: Tensor) -> Tensor:
+        """Return the codes of one of both neighbours of each value, by draws from [0, 1)."""
+        found = to_table(values, torch.tensor(self.table), uniform) if self.table else to_integers(values, uniform)
+        return self.nearest(found)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Return the codes of the nearest levels; `values` is overwritten."""
@@ -166,8 +172,9 @@ def decode(name: str, raw: Tensor) -> Tensor:
     return (values if shift is None else values.sub_(shift.unsqueeze(-1))).reshape(-1)
 
 
-def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
-    """Return blocks of new numbers, flat, u8. `values`: flat, finite; `raw`: the blocks before the change.
+def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Return blocks of new numbers, flat, u8. `values`: flat, finite; `raw`: the blocks before the change; `uniform`:
+    draws for stochastic rounding.
 
     Raises OutOfRange for numbers that the type cannot hold.
     """
@@ -189,7 +196,8 @@ def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
             shift[rows] = moved
     scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
     levels = numbers / scale if shift is None else (numbers + shift.unsqueeze(-1)).div_(scale)
-    kind.layout.put_codes(kind.levels.nearest(levels), new)
+    codes = kind.levels.nearest(levels) if uniform is None else kind.levels.drawn(levels, uniform.view(levels.shape))
+    kind.layout.put_codes(codes, new)
     return new.reshape(-1)
 
 

@@ -51,6 +51,7 @@ class Scaled(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
 
     @property
     def measured(self) -> bool:
@@ -87,7 +88,10 @@ class Scaled(Encoding):
             return None
         if not self.block[0]:
             levels = values / (self._scale(parts, count) * self.factor)
-            codes = arithmetic.to_bytes(self._drawn(levels, parts), self.dtype, self.lowest)
+            drawn = self._drawn(levels, parts)
+            if self.fresh:  # the scale was made for the largest of all numbers
+                return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.lowest)}
+            codes = arithmetic.to_bytes(drawn, self.dtype, self.lowest)
             return None if codes is None else {CODES: codes}
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
