@@ -69,7 +69,7 @@ class Dialect:
         """Return the prefix of a network. `encoders`: name of an encoder in adapters → kind, of this architecture."""
         if part.role == "vae":
             return self.vae
-        if not part.kind and part.label not in ("model", "te"):
+        if not part.kind and part.label != "te":
             label = part.label if part.label in ("unet", "transformer_2", "prior") else "transformer"
             return self.denoiser.format(label=label)
         own = encoders.get(part.label, part.kind) if part.kind in UNSURE else part.kind

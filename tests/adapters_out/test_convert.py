@@ -304,3 +304,20 @@ def test_peft_has_bias_factors_for_all_layers_or_for_none(
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "o", to="peft", base=tmp_path / "base.safetensors")
     check(merged(tmp_path / "base.safetensors", tmp_path / "a.safetensors"),
           merged(tmp_path / "base.safetensors", tmp_path / "o"), 1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not row.folder])
+@pytest.mark.parametrize("stem", ["model.layers.{}.self_attn.q_proj", "stack.{}.lin"])
+def test_names_of_language_models_and_of_unknown_models_lead_back_to_them(stem: str, to: str, tmp_path: Path) -> None:
+    base = {f"{stem.format(n)}.weight": rand(H, H, seed=n) for n in range(2)}
+    base |= {"model.embed_tokens.weight": rand(4, H), "model.norm.weight": rand(H)} if "model" in stem else {}
+    ends = {"lora_A": (2, H), "lora_B": (H, 2)}
+    lora = {f"base_model.model.{stem.format(n)}.{end}.weight": rand(*shape, seed=n + 5)
+            for n in range(2) for end, shape in ends.items()}  # fmt: skip
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(lora, tmp_path / "lora.safetensors")
+    out = tmp_path / "out.safetensors"
+    lora_merge.convert(tmp_path / "lora.safetensors", out, to=to, base=tmp_path / "base.safetensors")
+    want, got = (merged(tmp_path / "base.safetensors", tmp_path / f"{name}.safetensors") for name in ("lora", "out"))
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)

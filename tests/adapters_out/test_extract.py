@@ -267,3 +267,12 @@ def test_sizes_are_factored_as_lycoris_does(size: int, factor: int) -> None:
     from lycoris.functional.general import factorization
 
     assert factored(size, factor) == factorization(size, factor)
+
+
+def test_a_file_of_an_unknown_model_has_kohyas_names(tmp_path: Path) -> None:
+    base, tuned, output = (tmp_path / f"{name}.safetensors" for name in ("base", "tuned", "out"))
+    save_file({"stack.0.lin.weight": rand(8, 8)}, base)
+    save_file({"stack.0.lin.weight": rand(8, 8) + rand(8, 1, seed=1) @ rand(1, 8, seed=2)}, tuned)
+    lora_merge.extract(base, tuned, output, rank=1)
+    assert all(name.startswith("lora_unet_stack_0_lin.") for name in load_file(output))
+    assert torch.allclose(merged(base, output)["stack.0.lin.weight"], load_file(tuned)["stack.0.lin.weight"], atol=1e-6)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod, sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def opened(task: Extraction) -> Opened:
     cache = CheckpointCache()
     base, names = cache.base(task.base, task.job.inputs.map)
     tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
-    to = task.to or _usual(names)
+    to = task.to or _usual(names, task.job.output)
     check_output(task.job.output, overwrite=task.job.inputs.overwrite, folder=to.folder, contents=CONTENTS,
                  spared=[*base.files, *tuned.files])  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
@@ -76,10 +77,10 @@ def opened(task: Extraction) -> Opened:
                   tied(names, base.tensors, base.config))  # fmt: skip
 
 
-def _usual(names: Names) -> Dialect:
-    """Return the dialect of `--format auto`: kohya's for models of images, a folder of PEFT for others."""
+def _usual(names: Names, output: Path) -> Dialect:
+    """Return the dialect of `--format auto`: kohya's for models of images and for a file, else a folder of PEFT."""
     draws = any((p.role == "denoiser" and p.label != "model") or p.kind for p in names.parts)
-    return DIALECTS["kohya" if draws else "peft"]
+    return DIALECTS["kohya" if draws or output.suffix == ".safetensors" else "peft"]
 
 
 def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:
