@@ -29,7 +29,6 @@ class VerifyOptions(Reading, total=False):
     on_overflow: OnOverflow
     rounding: Rounding
     seed: int
-    keep_precision: Sequence[str]
     method: MethodName
     density: float | None
     gamma: float | None
@@ -57,6 +56,7 @@ class Writing(Reading, total=False):
 class MergeOptions(VerifyOptions, Writing, total=False):
     """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
 
+    keep_precision: Sequence[str]
     no_metadata: bool
     card: bool | None
 

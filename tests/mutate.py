@@ -43,7 +43,7 @@ AREAS: Final = {
     "proof/reference/numbers proof/reference/layouts proof/reference/claims proof/reference/kinds proof/reference/methods "
     "proof/reference/rebuilding proof/account proof/rebuilt",
     "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing",
-    "publishing": "disk/publish disk/temporary planning/headings disk/known_hashes disk/destination batch/run batch/resume",
+    "publishing": "disk/publish disk/temporary planning/metadata disk/known_hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any
 
-from ..batch.commands import MERGE
 from ..errors import BatchFailed, error_dict
 from ..text import Lines, by_component, one_line, plural, size
 from .look import mark, panel, show, styled, text
@@ -111,6 +110,8 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
 
 def facts(s: PlannedJob) -> dict[str, Any]:
     """Return what a dry run says of a job with --json."""
+    from ..batch.commands import MERGE
+
     job = s.entry.job
     adapters = [
         {"path": str(a.path), "strength": a.strength, "strengths": by_component(found or {})}

@@ -144,9 +144,9 @@ def unmerge(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     **options: Any,
 ) -> None:
-    """Take adapters out of a merge, to one rounding step; the base itself is exact.
+    """Take adapters out of a merged checkpoint again.
 
-    Without an output: say where the base is.
+    The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
     """
     from ..engine.admission import admit
     from ..paths import expand

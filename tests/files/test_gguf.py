@@ -250,7 +250,7 @@ LYING: dict[str, tuple[bytes, str]] = {
     "2**60 tensors": (gguf(counts=(2**60, 0)), "claims 1152921504606846976"),
     "a million entries": (gguf(counts=(1, 2**20)), "1048576 entries"),
     "60000 entries that are not there": (gguf(counts=(1, 60_000)), "middle of an entry"),
-    "a million tensors that are not there": (gguf(counts=(2**20, 0)), "middle of an entry|no bytes|is none"),
+    "a million tensors that are not there": (gguf(counts=(2**20, 0)), "middle of an entry|no bytes|is empty"),
     "a long key": (gguf(struct.pack("<Q", 2**62), counts=(1, 1)), "middle of an entry"),
     "a long text": (gguf(entry("k", 8, struct.pack("<Q", 2**63)), counts=(1, 1)), "middle of an entry"),
     "a text that is no UTF-8": (gguf(entry("k", 8, struct.pack("<Q", 1) + b"\xff"), counts=(1, 1)), "UTF-8"),
@@ -289,7 +289,7 @@ def test_headers_that_lie_are_refused_at_once(tmp_path: Path, name: str) -> None
 
 def test_a_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
     """A million texts of no length in a file of a terabyte without blocks, and 2**60 numbers."""
-    for kind, count, why in ((8, 2**20, "is none|middle"), (6, 2**37, "longer than")):
+    for kind, count, why in ((8, 2**20, "is empty|middle"), (6, 2**37, "longer than")):
         with (tmp_path / "x.gguf").open("wb") as f:
             f.write(gguf(entry("k", 9, struct.pack("<IQ", kind, count)), counts=(1, 1)))
             f.truncate(2**40)
