@@ -276,3 +276,34 @@ def test_a_file_of_an_unknown_model_has_kohyas_names(tmp_path: Path) -> None:
     lora_merge.extract(base, tuned, output, rank=1)
     assert all(name.startswith("lora_unet_stack_0_lin.") for name in load_file(output))
     assert torch.allclose(merged(base, output)["stack.0.lin.weight"], load_file(tuned)["stack.0.lin.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("also_tuned", [False, True])
+def test_quantised_checkpoints_are_compared_by_their_values(tmp_path: Path, *, also_tuned: bool) -> None:
+    """The scales beside the codes are no parameters of the model."""
+    name, change = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q", rand(16, 1) @ rand(1, 16)
+
+    def coded(values: torch.Tensor) -> Tensors:
+        mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+        scale = values.abs().max() / 400
+        codes = (values / scale).to(torch.float8_e4m3fn)
+        return {f"{name}.weight": codes, f"{name}.weight_scale": scale, f"{name}.comfy_quant": mark}
+
+    def values(found: Tensors) -> torch.Tensor:
+        return found[f"{name}.weight"].float() * found[f"{name}.weight_scale"]
+
+    base = coded(rand(16, 16, seed=5))
+    tuned = coded(values(base) + change) if also_tuned else {f"{name}.weight": values(base) + change}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    report = lora_merge.extract(
+        tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", tmp_path / "out.safetensors", rank="exact"
+    )
+    found = load_file(tmp_path / "out.safetensors")
+    (up,), (down,) = (
+        [v for k, v in found.items() if k.endswith(end)] for end in ("lora_up.weight", "lora_down.weight")
+    )
+    (alpha,) = (v for k, v in found.items() if k.endswith(".alpha"))
+    want = (values(tuned) if also_tuned else tuned[f"{name}.weight"]) - values(base)
+    torch.testing.assert_close(up.float() @ down.float() * alpha / len(down), want, atol=2e-3, rtol=0)
+    assert report.verified is not None
