@@ -18,7 +18,7 @@ from ..limits import from_json
 from ..options import shown
 from ..text import listed, quoted
 from .codecs.base import Packing
-from .codecs.recognise import Quantised, quantised, recognised, together
+from .codecs.recognise import Quantised, beside, quantised, recognised, together
 from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -68,6 +68,11 @@ class Index:
         if self.components:
             return together({name: part.quantised for name, part in self.components.items()})
         return quantised(self.tensors, self.metadata, self.config, self.packed)
+
+    @cached_property
+    def beside(self) -> frozenset[str]:
+        """Return the names of the tensors beside quantised weights that a codec reads."""
+        return beside(self.packed)
 
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
@@ -304,11 +309,7 @@ def _bad_index(path: Path, why: str) -> InputError:
 
 
 def _of_files(
-    path: Path,
-    files: Iterable[Path],
-    *,
-    config: Mapping[str, Any] | None = None,
-    notes: tuple[str, ...] = (),
+    path: Path, files: Iterable[Path], *, config: Mapping[str, Any] | None = None, notes: tuple[str, ...] = ()
 ) -> Index:
     """Return the tensors of several files as one checkpoint; InputError if two files hold the same name."""
     headers: dict[Path, Header] = {}

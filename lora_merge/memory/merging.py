@@ -91,7 +91,7 @@ class MemoryMerge:
             tensors = PatchTensors(factors.fetch, weights(inputs.base, self.matched.adapters))
             folder = BlockMerger.of(self.job, self.at, tensors)
             stack.callback(folder.leave)
-            late = {name for packing in inputs.base.packed.values() for name in packing.names}
+            late = inputs.base.beside
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in _portions(self.targets()):

@@ -228,7 +228,7 @@ def _outputs(
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
-    dropped = {name for packing in base.packed.values() for name in packing.names} if job.dtype != "keep" else set()
+    dropped = base.beside if job.dtype != "keep" else frozenset()
     for key, info in base.tensors.items():
         if key in dropped:
             continue

@@ -74,7 +74,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     made: dict[str, Made] = {}
     for info in chosen:
         one = _blocks(job, base, info) if form is None else form.make(info)
-        if one is not None and not any(t.name in base.tensors and not _dropped(base, t.name) for t in one.beside):
+        if one is not None and not any(t.name in base.tensors and t.name not in base.beside for t in one.beside):
             made[info.name] = one
     if not made:
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
@@ -162,8 +162,3 @@ def _matches(text: str, key: str, steps: Steps) -> bool:
 def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:
     packing = as_blocks(base.packed.get(info.name), info, job.dtype.upper())
     return Made(packing, ()) if packing is not None else None
-
-
-def _dropped(base: Index, name: str) -> bool:
-    """Return whether a tensor belongs to a quantised weight of the base, which the output stores in another way."""
-    return any(name in packing.names for packing in base.packed.values())

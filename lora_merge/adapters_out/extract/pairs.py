@@ -93,11 +93,11 @@ def paired(
     here = [*places(base[1], to)]
     chosen.check(here)
     there = {_key(p): p for p in places(tuned[1], to)}
-    twins, scales = _twins(base) | _twins(tuned), (_beside(base[0]), _beside(tuned[0]))
+    twins = _twins(base) | _twins(tuned)
     found, absent, left, notes = [], [], [], []
     for place in here:
         mate = there.pop(_key(place), None)
-        if not _compared(place, base[0], scales[0]) or not chosen.takes(place, usual=_usual(place)):
+        if not _compared(place, base[0]) or not chosen.takes(place, usual=_usual(place)):
             left += [] if _usual(place) else [place.component]
             continue
         if mate is None:
@@ -110,7 +110,7 @@ def paired(
         found.append(Pair(place, mate.view))
     if absent:
         raise _absent(absent, found)
-    extra = [p for p in there.values() if _compared(p, tuned[0], scales[1]) and chosen.takes(p, usual=_usual(p))]
+    extra = [p for p in there.values() if _compared(p, tuned[0]) and chosen.takes(p, usual=_usual(p))]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     if extra and not lenient:
         raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
@@ -131,15 +131,10 @@ def _usual(place: Place) -> bool:
     return place.component != VAE
 
 
-def _beside(index: Index) -> frozenset[str]:
-    """Return the names of the tensors beside quantised weights: scales, marks, tables."""
-    return frozenset().union(*(packing.names for packing in index.packed.values()))
-
-
-def _compared(place: Place, index: Index, scales: frozenset[str]) -> bool:
+def _compared(place: Place, index: Index) -> bool:
     """Return whether a parameter is a weight, and not an index (position ids), an average of weights or a scale."""
     keys = [piece.key for piece in place.view.row_slices]
-    plain = scales.isdisjoint(keys) and all(
+    plain = index.beside.isdisjoint(keys) and all(
         k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys
     )
     return plain and not any(k.startswith(AVERAGES) for k in keys)

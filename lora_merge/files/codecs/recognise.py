@@ -142,12 +142,17 @@ def recognised(
     return known, {c.weight.name: c.packing for c in claims.values()}
 
 
+def beside(packed: Mapping[str, Packing]) -> frozenset[str]:
+    """Return the names of all tensors beside quantised weights: scales, marks, tables."""
+    return frozenset(name for packing in packed.values() for name in packing.names)
+
+
 def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
-    read |= {name for packing in packed.values() for name in packing.names}
+    read |= beside(packed)
     found: dict[str, str] = {}
     for name, info in tensors.items():
         if name not in read and (part := _sign(name, info, tensors)):
