@@ -54,7 +54,7 @@ OWN: Final = ("to", "algorithm", "include", "alpha", *RANKS)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What the user asked of `convert`."""
+    """The request of one run of `convert`."""
 
     job: AdapterJob
     to: Dialect

@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one patch changes in one place."""
+    """The change of one patch in one place."""
 
     patch: Patch
     strength: float

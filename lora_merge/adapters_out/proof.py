@@ -42,7 +42,7 @@ FLOOR: Final = 1e-6
 
 @dataclass(frozen=True)
 class _Facts:
-    """What `Recomputation` reads of a plan."""
+    """The facts of a plan that `Recomputation` reads."""
 
     job: Job
     base: Index
@@ -52,7 +52,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class Claims:
-    """What a run says of its output."""
+    """The claims of a run about its output."""
 
     job: AdapterJob
     sources: Sources

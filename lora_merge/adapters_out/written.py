@@ -140,7 +140,7 @@ CONTENTS: Final = (CONFIG, WEIGHTS)
 
 
 class Content(NamedTuple):
-    """What is written."""
+    """The content of an output."""
 
     entries: Sequence[Entry]
     metadata: Mapping[str, str]

@@ -22,7 +22,7 @@ is at it."""
 
 @dataclass(frozen=True, repr=False)
 class JobReport:
-    """What became of one job; `to_json` is a line of `--report`."""
+    """The outcome of one job; `to_json` is a line of `--report`."""
 
     number: int  # from 1, in the order of the file
     where: str  # the line that asked for it

@@ -189,7 +189,7 @@ else:
 
 
 class Defaults(CommandOptions):
-    """What holds for every job that does not say otherwise; a command that has no such option ignores it."""
+    """Values for every job that does not state its own; a command that has no such option ignores it."""
 
     command: Literal[tuple(TAKES)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
     base: str | None = Field(default=None, max_length=LONGEST_PATH)

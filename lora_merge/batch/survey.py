@@ -126,7 +126,7 @@ def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) 
 
 @dataclass(frozen=True)
 class _Outline:
-    """What is the same for all jobs that differ in strength and output alone; a plan would keep its base alive."""
+    """The facts that jobs share which differ in strength and output alone; a plan would keep its base alive."""
 
     size: int
     unshared: int  # bytes of its own where it can share blocks with its base

@@ -47,7 +47,7 @@ SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 
 @dataclass
 class Output:
-    """What is known of one output under way."""
+    """The state of one output under way."""
 
     name: str
     since: float  # when its stage began

@@ -50,7 +50,7 @@ NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt
 
 @dataclass(frozen=True)
 class Quantising:
-    """What an output quantises."""
+    """The weights that an output quantises, and their form."""
 
     made: Mapping[str, Made]  # weight → its new form
     section: Mapping[str, Any] | None = None  # of config.json, for folders

@@ -59,7 +59,7 @@ class Exact:
 
 @dataclass
 class Share:
-    """What one adapter changes, and what of it is in the output: sums over numbers."""
+    """The change of one adapter, and the part of it that is in the output: sums over numbers."""
 
     intended: float = 0.0  # Σ (s ΔW)²
     applied: float = 0.0  # Σ applied · s ΔW

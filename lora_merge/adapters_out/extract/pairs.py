@@ -45,7 +45,7 @@ class Pairs:
 
 
 class Chosen:
-    """What `--include` and `--exclude` choose: components, or `re:REGEX` of keys of the base."""
+    """The choice of `--include` and `--exclude`: components, or `re:REGEX` of keys of the base."""
 
     def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
         self.include = [_part(p, "--include") for p in include]

@@ -25,7 +25,7 @@ PLAIN: Final = frozenset(("F32", "F16", "BF16"))
 
 @dataclass(frozen=True)
 class GgufModel:
-    """What the model in GGUF files is. A language model has llama.cpp's names and values; others have their own."""
+    """The kind of the model in GGUF files. A language model has llama.cpp's names and values; others have their own."""
 
     architecture: str
     language: bool = False

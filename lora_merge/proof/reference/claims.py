@@ -68,7 +68,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """What one module of an adapter does to the base."""
+    """The change of one module of an adapter to the base."""
 
     name: str  # the module as the adapter calls it
     kind: str  # the row of ALGORITHMS
