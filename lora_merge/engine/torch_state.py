@@ -14,6 +14,13 @@ from .devices import KINDS
 _PRODUCTS: Final = [getattr(b, "matmul", None) for b in (torch.backends.cuda, torch.backends.mkldnn)]
 """Backends with torch 2.9's settings of fp32 products; mkldnn is that of CPUs with AMX or bf16, and of XPUs."""
 
+_SUMS: Final = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+"""Settings with which CUDA rounds the partial sums of products in 16 bits; they matter where these are computed in."""
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
@@ -29,8 +36,9 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute fp32 products in fp32, also if the caller has allowed TF32 or bf16, which would lose small changes. Turn
-    off deterministic algorithms, with which products on CUDA fail unless cuBLAS was configured before.
+    """Compute fp32 products in fp32, also if the caller has allowed TF32 or bf16, which would lose small changes, and
+    add up products of 16 bits in fp32. Turn off deterministic algorithms, with which products on CUDA fail unless
+    cuBLAS was configured before.
 
     These settings belong to the process. They are changed only if needed, and restored when the last user has finished.
     """
@@ -49,16 +57,17 @@ def exact_products() -> Iterator[None]:
 
 def _turn() -> Callable[[], None]:
     """Make products exact and possible; return a function that restores the caller's settings."""
-    back, mode = _make_exact(), torch.get_deterministic_debug_mode()
-    if not mode:
-        return back
-    torch.set_deterministic_debug_mode(0)
-
-    def both() -> None:
-        torch.set_deterministic_debug_mode(mode)
-        back()
-
-    return both
+    back, mode = ExitStack(), torch.get_deterministic_debug_mode()
+    back.callback(_make_exact())
+    if mode:
+        torch.set_deterministic_debug_mode(0)
+        back.callback(torch.set_deterministic_debug_mode, mode)
+    cuda = torch.backends.cuda.matmul
+    for name in _SUMS if torch.backends.cuda.is_built() else ():  # type: ignore[no-untyped-call]
+        if allowed := getattr(cuda, name, False):
+            setattr(cuda, name, False)
+            back.callback(setattr, cuda, name, allowed)
+    return back.close
 
 
 def _make_exact() -> Callable[[], None]:

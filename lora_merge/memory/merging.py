@@ -21,6 +21,7 @@ from ..disk.spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, FORMATS
 from ..engine.blocks import Block, blocks
 from ..engine.buffers import Outcome
+from ..engine.device.choice import fastest
 from ..engine.devices import places
 from ..engine.fold_blocks import BlockMerger, Item, made_again
 from ..engine.patch_tensors import PatchTensors
@@ -130,11 +131,14 @@ def prepare(
     if job.dtype in FORMATS or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
-    at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
     found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
     check_stored(found)
+    targets = (t for _, t in outputs(job, base, found.adapters)) if job.device == "auto" else ()
+    job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
+    at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
+    found = replace(found, inputs=replace(found.inputs, job=job))
     return MemoryMerge(found, at, own if keep else {}, head)
 
 

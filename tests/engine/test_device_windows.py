@@ -174,6 +174,18 @@ def test_auto_takes_a_gpu_only_where_it_is_faster(
     assert not cuda.counts, "nothing is started to choose"
 
 
+def test_auto_takes_the_cpu_for_a_small_merge_in_memory_and_starts_nothing(
+    files: tuple[Path, Path], cuda: Pretended
+) -> None:
+    base, adapter = map(load, files)
+    found = lora_merge.merge_state_dict(base, adapter)
+    assert not cuda.counts
+    for name, tensor in lora_merge.merge_state_dict(base, adapter, device="cpu").items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
+    lora_merge.merge_state_dict(base, adapter, device="cuda")
+    assert cuda.counts
+
+
 def test_the_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
     report = lora_merge.merge(*files, tmp_path / "o")
     assert report.device == "cpu" and "on cuda with its start" in report.device_choice

@@ -75,6 +75,16 @@ def test_products_are_possible_where_the_caller_wants_what_is_deterministic(mode
         torch.set_deterministic_debug_mode("default")
 
 
+def test_products_of_16_bits_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default CUDA rounds partial sums, where a product is split, to the 16 bits of its result."""
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    before = [getattr(CUDA, name) for name in names]
+    with exact_products():
+        assert [getattr(CUDA, name) for name in names] == [False, False]
+    assert [getattr(CUDA, name) for name in names] == before == [True, True]
+
+
 @contextmanager
 def default(device: str) -> Iterator[None]:
     torch.set_default_device(device)

@@ -6,7 +6,7 @@ only whether a GPU is worth its start; a device that is named is used whatever t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -48,15 +48,21 @@ class Choice(NamedTuple):
 
 def choose(plans: Sequence[Plan]) -> Choice:
     """Return the device for merges that share a base; nothing is started for that."""
-    asked = plans[0].job.device
+    targets = [t for p in plans for f in p.files for t in f.targets]
+    return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK, threads([HOST]))
+
+
+def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> Choice:
+    """Return the device for the targets of merges, and of a CPU as many cores.
+
+    `asked`: the value of `--device`. `disk`: the seconds that the disk needs; 0 for tensors in memory.
+    """
     kinds = fast_kinds() if asked == "auto" else []
     if not kinds:
         return Choice(asked)
-    kind, cores = kinds[0], threads([HOST])
-    targets = [t for p in plans for f in p.files for t in f.targets if t.uses or t.recoded]
-    plain, decomposed = map(sum, zip(*(_core_seconds(t) for t in targets), strict=True)) if targets else (0.0, 0.0)
-    moved = sum(max(t.nbytes, t.source.nbytes) for t in targets if t.uses)
-    disk = sum(p.size for p in plans) / DISK
+    kind, changed = kinds[0], [t for t in targets if t.uses or t.recoded]
+    plain, decomposed = map(sum, zip(*map(_core_seconds, changed), strict=True)) if changed else (0.0, 0.0)
+    moved = sum(max(t.nbytes, t.source.nbytes) for t in changed if t.uses)
     on_cpu = max(disk, (plain + decomposed) / cores)
     folded = plain / CORES["plain"] + decomposed / CORES["decomposed"]
     on_device = (0.0 if started(kind) else START[kind]) + max(disk, folded, moved / LINK, moved * HOSTED)
