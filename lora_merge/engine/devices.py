@@ -6,10 +6,10 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any, ClassVar, Final
 
 import torch
@@ -26,7 +26,6 @@ FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
 CPU_STACK: Final = 2**20
 DEVICE_BYTES: Final = 5 * 2**30
-SPILLED: Final = 3  # blocks that do not fit, after which all others go to the CPU at once
 NARROW: Final = 16  # rows or columns
 
 
@@ -249,45 +248,6 @@ def one_core() -> None:
 def _omp_set_num_threads() -> Any:
     """Return OpenMP's function of that name, which affects the calling thread alone; None if it is not found."""
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-
-
-class DeviceMemory:
-    """A limit on the blocks in one call, lowered after an out-of-memory error, and a lock for the use of a device.
-
-    Threads use the device side by side (`shared`), or one of them uses it alone (`alone`).
-    """
-
-    def __init__(self) -> None:
-        self.most = sys.maxsize
-        """How many numbers may go into one call: half of the numbers that did not fit."""
-        self.spilled = 0
-        """How many blocks did not fit even alone, and were folded on the CPU."""
-        self._door, self._left, self._inside = Lock(), Condition(), 0
-
-    @property
-    def full(self) -> bool:
-        """Whether the device has no room for blocks like these: further tries would only take time."""
-        return self.spilled >= SPILLED
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Use the device side by side with other threads; waits while a thread holds `alone` or waits for it."""
-        with self._door, self._left:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._left:
-                self._inside -= 1
-                self._left.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use the device alone; a thread that holds `shared` must not call it."""
-        with self._door:
-            with self._left:
-                self._left.wait_for(lambda: not self._inside)
-            yield
 
 
 def stack_size(rows: int, cols: int) -> int:

@@ -23,31 +23,11 @@ from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks, groups
 from .buffers import Outcome, Room
-from .device.memory import block_bytes, lane_share
-from .devices import (
-    DeviceMemory,
-    device_bytes,
-    device_failed,
-    fallback_device,
-    passed_over,
-    precise_at,
-    release,
-    stack_size,
-)
+from .device.memory import DeviceMemory, block_bytes, lane_share, lanes
+from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import new_weights
 from .patch_tensors import PatchTensors
-from .placement import (
-    HOST,
-    DeviceStream,
-    Placement,
-    finite,
-    host,
-    land,
-    odd,
-    settle,
-    stage,
-    sum_too_large,
-)
+from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, stage, sum_too_large
 from .tensors import Codes, Fetch, decoded, recode, stored_numbers
 from .torch_state import exact_products
 
@@ -125,11 +105,11 @@ class BlockMerger:
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
         share of a device's memory and its pinned memory."""
-        at = precise_at(self.at[0], block)
-        if at.device.type == "cpu":
+        size = self._size(block)
+        if not size:
             return stack_size(block.last - block.first, block.cols)
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
-        return max(1, min(self.share // max(block_bytes(block, at), 1), self.staged // moved))
+        return max(1, min(self.share // size, self.staged // moved))
 
     @cached_property
     def share(self) -> int:
@@ -141,9 +121,10 @@ class BlockMerger:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
-            host = DeviceStream(self.fallback_device) if self.fallback_device and self.room.full else None
-            with self.room.shared(), self.host.hold(sum(i.block.room for i in group)):
-                found = self._attempt(group, host) if host else self._attempt(group)
+            host, size = self._elsewhere(group[0].block), self._size(group[0].block) * len(group)
+            large = host is None and size > self.share
+            with self.room.alone() if large else self.room.shared(), self.host.hold(sum(i.block.room for i in group)):
+                found = self._attempt(group, host)
             if isinstance(found, str) and len(group) == 1:
                 with self.room.alone():
                     self._relieve()  # other lanes have left unused memory
@@ -162,6 +143,23 @@ class BlockMerger:
             self.note("smaller batches were used")
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])
+
+    def _size(self, block: Block) -> int:
+        """Return the bytes of the device's memory that folding a block takes; 0 on a CPU."""
+        at = precise_at(self.at[0], block)
+        return 0 if at.device.type == "cpu" else block_bytes(block, at)
+
+    def exceeds(self, size: int) -> bool:
+        """Return whether so many bytes are more than `--max-vram` leaves for all lanes together; False without it."""
+        return self.max_vram is not None and size > self.share * lanes(self.at[0], self.max_vram)
+
+    def _elsewhere(self, block: Block) -> DeviceStream | None:
+        """Return a lane of the CPU for a block that needs more than `--max-vram`, or while the device has no room."""
+        cpu = self.fallback_device if self.room.full else None
+        if self.exceeds(self._size(block)):
+            self.note("a block that needs more than --max-vram was folded on the CPU")
+            cpu = Placement(HOST.device, self.at[0].dtype)
+        return DeviceStream(cpu) if cpu else None
 
     def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Outcome | str:
         """Fold blocks in one call; return the device's message if it is out of memory."""

@@ -257,8 +257,11 @@ def test_adapters_that_do_not_fit_a_device_are_uploaded_for_each_window(
 ) -> None:
     """A device that is full is told; one with a small bound is not even tried."""
     lora_merge.merge(*files, tmp_path / "want", device="cpu")
-    lora_merge.merge(*files, tmp_path / "got", device="cuda", max_vram="4KiB")
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_merge.engine.device.memory.WORKSPACE", 0)
+        report = lora_merge.merge(*files, tmp_path / "got", device="cuda", max_vram="300KiB")
     alike(tmp_path / "got", tmp_path / "want")
+    assert not report.notes and cuda.counts["aten::baddbmm_"]
 
     def full(*_: object) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")

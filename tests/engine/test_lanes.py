@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.engine import tensors as factors
 from lora_merge.engine.blocks import BLOCK_ELEMENTS
-from lora_merge.engine.device.memory import WORKSPACE
-from lora_merge.engine.devices import SPILLED, stack_size
+from lora_merge.engine.device.memory import SPILLED, WORKSPACE
+from lora_merge.engine.devices import stack_size
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import DeviceStream, Placement, _pinned, _stream, land, stage
@@ -238,7 +238,7 @@ def test_a_devices_memory_in_use_stays_within_the_bound(
     compute = torch.float64 if options.get("compute_dtype") == "fp64" else torch.float32
     at = Placement(torch.device("meta"), compute)
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (at,))
-    of, bound = (3, 3 * 2**26) if kind == "lora" else (1, 2**27)
+    of, bound = {"lora": (3, 3 * 2**26), "full": (1, 3 * 2**26)}.get(kind, (1, 2**27))
     monkeypatch.setattr("lora_merge.engine.device.memory.lanes", lambda *_: of)
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: of)
     shape = (2048, 1024)
@@ -248,6 +248,26 @@ def test_a_devices_memory_in_use_stays_within_the_bound(
     lora_merge.merge(*files, tmp_path / "o", verify=False, device="cpu", max_vram=bound, **options)
     assert 2**20 < device.peak <= bound - of * WORKSPACE
     assert not device.races
+
+
+@pytest.mark.parametrize("bound", [2**27, 2**26])
+def test_a_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_the_bound_on_the_cpu(
+    bound: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A magnitude for each column needs the whole weight at once."""
+    alone = bound > 2**26
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.device.memory.lanes", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.lanes", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 3)
+    shapes = {"lora_up.weight": (4096, 4), "lora_down.weight": (4, 1024), "dora_scale": (1, 1024)}
+    base = {f"layer.{n}.weight": rand(4096, 1024, seed=n).bfloat16() for n in range(4)}
+    adapter = {f"layer.{n}.{k}": torch.ones(s) for n in range(4) for k, s in shapes.items()}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    report = lora_merge.merge(*files, tmp_path / "o", verify=not alone, device="cpu", max_vram=bound)
+    assert device.peak <= bound and bool(device.peak) is alone and not device.races
+    note = "meta was short of memory: a block that needs more than --max-vram was folded on the CPU"
+    assert report.notes == (() if alone else (note,))
 
 
 def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(

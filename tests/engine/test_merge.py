@@ -718,7 +718,9 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
     lora |= {f"m.{n}.lora_down.weight": rand(2, 24, seed=n) for n in range(50)}
     calls: list[int] = []
     fold = BlockMerger._attempt
-    monkeypatch.setattr(BlockMerger, "_attempt", lambda self, group: calls.append(len(group)) or fold(self, group))
+    monkeypatch.setattr(
+        BlockMerger, "_attempt", lambda self, group, lane: calls.append(len(group)) or fold(self, group, lane)
+    )
     merged = lora_merge.merge_state_dict(base, [lora])
     assert sum(calls) == 50
     assert len(calls) <= 2

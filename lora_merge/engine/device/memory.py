@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
+from threading import Condition, Lock
 from typing import Final
 
 from ...algorithms import ALGORITHMS
@@ -24,6 +28,48 @@ one that forms ΔW first, one that decomposes the weight."""
 
 ROUNDED: Final = 36
 """Bytes for a number while fp64 is rounded to 16 or 8 bits."""
+
+SPILLED: Final = 3
+"""Blocks that do not fit, after which all others go to the CPU at once."""
+
+
+class DeviceMemory:
+    """A limit on the blocks in one call, lowered after an out-of-memory error, and a lock for the use of a device.
+
+    Threads use the device side by side (`shared`), or one of them uses it alone (`alone`).
+    """
+
+    def __init__(self) -> None:
+        self.most = sys.maxsize
+        """How many numbers may go into one call: half of the numbers that did not fit."""
+        self.spilled = 0
+        """How many blocks did not fit even alone, and were folded on the CPU."""
+        self._door, self._left, self._inside = Lock(), Condition(), 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the device has no room for blocks like these: further tries would only take time."""
+        return self.spilled >= SPILLED
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Use the device side by side with other threads; waits while a thread holds `alone` or waits for it."""
+        with self._door, self._left:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the device alone; a thread that holds `shared` must not call it."""
+        with self._door:
+            with self._left:
+                self._left.wait_for(lambda: not self._inside)
+            yield
 
 
 def lanes(at: Placement, limit: int) -> int:

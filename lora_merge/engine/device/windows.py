@@ -111,7 +111,7 @@ class DeviceWindows:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
         room = self.blocks.room
-        if room.full:
+        if room.full or self.blocks.exceeds(part.nbytes):
             return self.blocks.fold_here(part.items())
         with room.shared() if part.nbytes <= self.blocks.share else room.alone():
             done = self.blocks.turn(partial(self._at_once, part))
