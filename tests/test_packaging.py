@@ -70,6 +70,7 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) 
         "lora_merge/py.typed",
         "lora_merge/proof/reference/layouts.txt",
         "lora_merge/adapters/model_types.json",
+        "lora_merge/models/module_forms.json",
         "lora_merge/models/module_orders.json",
         "lora_merge/models/architectures/sdxl.yaml",
         "lora_merge/cli/main.py",

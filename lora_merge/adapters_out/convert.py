@@ -22,9 +22,9 @@ from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFai
 from ..job import Adapter
 from ..options import pairs, shown
 from ..paths import absolute
-from ..planning.cache import CheckpointCache
 from ..version import __version__
 from .changes import Evaluator
+from .conversion.assumed import WithoutBase, same_base, without_base
 from .converting import KEEP, Converter, Made
 from .dialects import DIALECTS, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
@@ -35,7 +35,7 @@ from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .run import coverage, entry
-from .sources import GIVE_BASE, Sources, open_sources
+from .sources import Sources, open_sources
 from .written import CONTENTS, Content, Entry, metadata, unique, write
 
 BUDGET: Final = 2**27
@@ -72,8 +72,6 @@ def make_conversion(
     found = dialect(to) if isinstance(to, str) else None
     if found is None:
         raise UsageError(f"the format {shown(to)!r} does not exist", "--to", f"use one of {', '.join(names())}")
-    if base is None:
-        raise UsageError("the names of a dialect are known from the base", "--base", GIVE_BASE)
     if algorithm not in (KEEP, *STORED_AS):
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
@@ -110,7 +108,7 @@ def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) ->
     with ExitStack() as stack:
         reader = stack.enter_context(Reader(sources.indexes))
         files = [p for i in sources.indexes for p in i.files]
-        cache = TensorCache(reader, frozenset(p for a in sources.adapters for p in a.index.files))
+        cache = cache_of(job, reader, sources)
         converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
         made, zeros = _made(converter, there, progress)
         if not made:
@@ -153,10 +151,9 @@ def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
     job = task.job
     check_output(job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
                  contents=CONTENTS)  # fmt: skip
-    sources = open_sources(job)
-    assert job.base is not None, "the command requires it"
-    _, lookup = CheckpointCache().base(job.base, job.inputs.map)
-    everywhere = [*places(lookup, task.to)]
+    sources = open_sources(job) if job.base is not None else without_base(job, task.to)
+    assert sources.inputs is not None, "it has a base, or one is assumed"
+    everywhere = [*places(sources.inputs.names, task.to)]
     there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
@@ -186,6 +183,12 @@ def _made(
     return found, zeros
 
 
+def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
+    """Return the reader of tensors; without a base, one that refuses those of the base."""
+    own = frozenset(p for a in sources.adapters for p in a.index.files)
+    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own)
+
+
 def prefix_name(to: Dialect, made: Made) -> str:
     """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
     name = to.key(made.place.prefix, made.place.module, "")
@@ -210,13 +213,17 @@ def prove(task: Conversion, sources: Sources, before: Evaluator, part: Path, tol
     `told`: the largest residual of a layer that the run reports. VerificationFailed where a change differs by more.
     """
     out = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),)))
-    again = open_sources(out)
+    assert sources.inputs is not None, "a conversion has a base"
+    again = same_base(sources.inputs, out)
     theirs = {t.key: t for t in again.targets}
     chosen = [t for t in sources.targets if not task.include or t.key in theirs]
     step = max(1, -(-sum(t.matrix[0] * t.matrix[1] for t in chosen) // BUDGET))
     worst, name = 0.0, ""
     with Reader(again.indexes) as reader:
-        cache = TensorCache(reader, frozenset(p for a in again.adapters for p in a.index.files))
+        cache = cache_of(out, reader, again)
+        for one in (cache, before.cache):
+            if isinstance(one, WithoutBase):
+                one.drawn = True
         after = Evaluator(again, cache, before.at)
         for target in chosen[::step]:
             wanted, held = (

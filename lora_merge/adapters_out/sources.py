@@ -21,7 +21,7 @@ from ..matching.patch import Match, PatchPart
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice, Weight, whole
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import match, open_inputs
+from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
 from .job import AdapterJob
 
@@ -69,17 +69,23 @@ class Sources:
     indexes: tuple[Index, ...]
     notes: tuple[str, ...] = ()
     architecture: str = ""
+    inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
 
 
 def open_sources(job: AdapterJob) -> Sources:
     """Return the weights that the job's adapters change, from headers; errors as for `merge`."""
     opened = CheckpointCache()
-    return _with_base(job, opened) if job.base is not None else _without_base(job, opened)
+    if job.base is None:
+        return _without_base(job, opened)
+    return on_base(open_inputs(job.inputs, opened, merged=False))
 
 
-def _with_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
-    """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base."""
-    matched = match(open_inputs(job.inputs, opened, merged=False))
+def on_base(inputs: Inputs, *, stored: bool = True) -> Sources:
+    """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base.
+
+    `stored`: whether the base is a checkpoint whose weights can be read.
+    """
+    matched = match(inputs)
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):
         raise FitError("an adapter enlarges a weight, which a file of an adapter cannot say", grown[0],
@@ -94,8 +100,8 @@ def _with_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         module, _, parameter = key.rpartition(".")
         targets.append(Target(names.of(module), parameter, own[key].shape, uses, values, key))
     notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
-    return Sources(matched.inputs.adapters, tuple(targets), own, (base, *(m.adapter.index for m in found)), notes,
-                   matched.inputs.names.architecture)  # fmt: skip
+    indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
+    return Sources(inputs.adapters, tuple(targets), own, indexes, notes, inputs.names.architecture, inputs)
 
 
 class Naming:

@@ -101,7 +101,7 @@ def components(
     for component in made:
         component.shapes = shapes
     made.sort(key=lambda c: c.role != "denoiser")  # stable
-    _label(made)
+    label(made)
     return made
 
 
@@ -208,7 +208,7 @@ def _one(
     return hits[0] if len(hits) == 1 else None
 
 
-def _label(made: Sequence[Component]) -> None:
+def label(made: Sequence[Component]) -> None:
     """Label the encoders te, te1, te2 … as the denoiser's architecture does, else by their own numbers."""
     encoders = [c for c in made if c.kind]
     main = made[0].architecture if made and made[0].role == "denoiser" else None

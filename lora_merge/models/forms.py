@@ -164,7 +164,7 @@ class NameTable:
             ways = _behind(leaf, self._inner)
             self._live[of] = [way for way in ways if self._flat_forms[0].knows(_letters(_path(way, name, module)))]
         paths = (_path(way, name, module) for way in self._live[of])
-        return _only(self._strong(path, form(path)) for path in paths if name in _others(path, self._inner))
+        return _only(self._strong(path, form(path)) for path in paths if name in others(path, self._inner))
 
     @cached_property
     def _inner(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class NameTable:
     @cached_property
     def _weak_forms(self) -> frozenset[str]:
         inner = (*self._inner, *(f"{form(start[:-1])}." for start in self._heads))
-        return frozenset(form(other) for of in self._sources for other in _others(of, inner))
+        return frozenset(form(other) for of in self._sources for other in others(of, inner))
 
     @cached_property
     def _flat_forms(self) -> tuple[FlatForms, FlatForms]:
@@ -193,7 +193,7 @@ def _only(places: Iterable[Place]) -> Place:
     return found
 
 
-def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
+def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
     """Yield the other names of a parameter: `norm.weight` for `norm.scale`, `x.weight` for `x`, `x` for `model.x`."""
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
@@ -208,7 +208,7 @@ def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
 
 
 def _behind(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
-    """Yield the ways from a weak name with this last level to strong names; `_others` decides which of them hold."""
+    """Yield the ways from a weak name with this last level to strong names; `others` decides which of them hold."""
     if leaf == "weight":
         yield "", ""
     if leaf in ("weight", "bias"):
@@ -252,8 +252,13 @@ class FlatForms:
         for numbers in choices:
             if all(is_number(d) or d == "#" for number, d in zip(numbers, digits, strict=True) if number):
                 written = ["#" if number else d for number, d in zip(numbers, digits, strict=True)]
-                found += self._forms.get(_filled(name, written), ())
-        return [(_filled(of, digits), of) for of in found] if len(found) <= MOST_FORMS else None
+                found += self._forms.get(filled(name, written), ())
+        return [(filled(of, digits), of) for of in found] if len(found) <= MOST_FORMS else None
+
+
+def numbers_in(name: str) -> list[str]:
+    """Return the numbers in a name, in order."""
+    return _DIGITS.findall(name)
 
 
 def _letters(name: str) -> str:
@@ -261,7 +266,7 @@ def _letters(name: str) -> str:
     return _DIGITS.sub("#", flattened(name))
 
 
-def _filled(text: str, digits: Sequence[str]) -> str:
+def filled(text: str, digits: Sequence[str]) -> str:
     """Return the text with these digits in place of its own."""
     return "".join(chain.from_iterable(zip_longest(_DIGITS.split(text), digits, fillvalue="")))
 

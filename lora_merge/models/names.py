@@ -80,7 +80,7 @@ class Names:
         config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.parts = parts
-        self._shapes = shapes
+        self.shapes = shapes
         self._config = config
         self._stored = stored  # name without wrappers → key; empty if no key has any
         self._inner = {key: name for name, key in stored.items()}
@@ -106,7 +106,7 @@ class Names:
 
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
         """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do."""
-        for name in _written(module):
+        for name in written(module):
             views: list[WeightView] = []
             for start, parts in self._readers(name, parameter):
                 for view in _look(parts, name[start:], parameter):
@@ -119,7 +119,7 @@ class Names:
 
     def knows(self, module: str) -> bool:
         """Return whether the base has a module of this name, perhaps with other numbers in it."""
-        return any(self._readers(name, "weight") for name in _written(module))
+        return any(self._readers(name, "weight") for name in written(module))
 
     def _readers(self, name: str, parameter: str) -> Sequence[tuple[int, Sequence[Component]]]:
         """Return (start, components that know such names) for every reading of a name, which is its rest from `start`.
@@ -174,7 +174,7 @@ class Names:
             return {}
         if sum(map(len, found)) > 1:
             return {f"the table of {self.architecture}": tuple(chain.from_iterable(found))}
-        name, shapes = pieces[0].key, self._shapes
+        name, shapes = pieces[0].key, self.shapes
         part = self._part(name)
         kind = part.architecture.file.stem if part and part.architecture else ""
         is_whole = whole(name, shapes[name]).row_slices == (*pieces,)
@@ -207,7 +207,7 @@ class Names:
     def weights(self, part: Component | None = None) -> dict[str, Shape]:
         """Return module → shape of its weight, for one network; the main network by default."""
         part = part or (self.parts[0] if self.parts else None)
-        found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
+        found = {body: self.shapes[key] for body, key in part.keys.items()} if part else {}
         return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
@@ -307,7 +307,7 @@ def _look(parts: Iterable[Component], body: str, parameter: str) -> list[WeightV
     return of_denoisers or [view for _, view, known in found if known]
 
 
-def _written(module: str) -> Iterator[str]:
+def written(module: str) -> Iterator[str]:
     """Yield the name itself, then with REWRITES applied."""
     names = [module]
     yield module

@@ -545,3 +545,10 @@ def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -
         load(tmp_path / "deep.yaml")
     with pytest.raises(InputError, match="regular"):
         load(Path("/dev/zero"))
+
+
+def test_the_names_of_every_architecture_are_those_of_its_headers() -> None:
+    """Otherwise: python -m tests.models.module_forms."""
+    from .module_forms import FILE, made
+
+    assert json.loads(FILE.read_text(encoding="ascii")) == made()

@@ -19,7 +19,7 @@ from lora_merge.errors import AmbiguousName
 from lora_merge.models.cutting import Names, canonical, put, spelled
 from lora_merge.models.forms import PARAMETERS, NameTable, form
 from lora_merge.models.names import Names as Naming
-from lora_merge.models.names import _written, names
+from lora_merge.models.names import names, written
 from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
 from lora_merge.models.weights import WeightView
@@ -109,7 +109,7 @@ def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
 
 def one_by_one(found: Naming, module: str, parameter: str) -> Any:
     """What `find` gives, by the definition: every reading of this one name, looked up in every component."""
-    for name in _written(module):
+    for name in written(module):
         views: list[WeightView | None] = []
         for hint, body in found._readings(name):
             places = [(part.role, *part.find(body, parameter)) for part in found._hinted(hint)]

@@ -29,6 +29,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Final, TypeAlias
@@ -213,16 +214,24 @@ class Table:
 
     def settled(self, names: Iterable[str]) -> Table:
         """Return the table with `{last}` replaced by the highest number in these names."""
-        open_rows = [row for row in self._rows if LAST in row.name]
-        if not open_rows:
-            return self
-        highest = _highest(names)
+        return Table([*self.closed._rows, *self.last_rows(names)]) if self.closed is not self else self
+
+    @cached_property
+    def closed(self) -> Table:
+        """The table without the rows for the last block alone."""
         rows = [row for row in self._rows if LAST not in row.name]
+        return Table(rows) if len(rows) < len(self._rows) else self
+
+    def last_rows(self, names: Iterable[str]) -> list[Row]:
+        """Return the rows for the last block alone, with the highest number in these names as its number."""
+        open_rows = [row for row in self._rows if LAST in row.name]
+        highest = _highest(names) if open_rows else {}
+        found = []
         for row in open_rows:
             stems = [p[: p.index(LAST)] for p in (row.name, *(part.path for part in row.parts))]
             if numbers := [highest[stem] for stem in stems if stem in highest]:
-                rows.append(_at(row, str(max(numbers))))
-        return Table(rows)
+                found.append(_at(row, str(max(numbers))))
+        return found
 
     def canonical(self, path: Path) -> Hit | None:
         """Return the row that covers a name of this spelling."""

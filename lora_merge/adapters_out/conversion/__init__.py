@@ -1,0 +1,1 @@
+"""Conversions without a base, and in an adapter's own words."""

@@ -1,0 +1,95 @@
+"""The sources of a conversion without a base: the weights that the adapter shows, by names and shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...adapters.file import AdapterFile
+from ...disk.files import StoredTensor
+from ...engine.tensors import TensorCache
+from ...errors import UsageError
+from ...files.checkpoint import Index
+from ...models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete
+from ...models.names import Names
+from ...planning.cache import CheckpointCache
+from ...planning.make_plan import Inputs
+from ..dialects import Dialect
+from ..job import AdapterJob
+from ..places import Place, places
+from ..sources import Sources, on_base, shape_of
+
+GIVE_BASE: Final = "give the base model that it was trained on: --base MODEL"
+NOWHERE: Final = Path("the base that was not given")
+
+
+def without_base(job: AdapterJob, to: Dialect) -> Sources:
+    """Return the sources of a job whose base is assumed; UsageError where the adapter does not tell enough of it.
+
+    Where several architectures fit, the names that the output gets must be the same in all of them.
+    """
+    file = CheckpointCache().adapter(job.adapters[0].path)
+    changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+    try:
+        for architecture in candidates(changes):
+            try:
+                parts = assumed(changes, architecture)
+            except OtherModel as e:
+                why = str(e)
+                continue
+            for part in parts:
+                complete(part, to.layout(part))
+            names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
+            found[architecture.title] = names, {*places(names, to)}
+        if not found:
+            raise NotTold(why)
+        if any(there != next(iter(found.values()))[1] for _, there in found.values()):
+            raise NotTold(f"it may be for {' or '.join(found)}")
+    except NotTold as e:
+        raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
+    names, _ = next(iter(found.values()))
+    tensors = {key: StoredTensor(key, "F32", shape, NOWHERE, 0, 0) for key, shape in names.shapes.items()}
+    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, ()), names, (file,)), stored=False)
+
+
+def _changes(file: AdapterFile) -> list[Change]:
+    if file.strange:
+        raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
+                         GIVE_BASE)  # fmt: skip
+    found = []
+    for module in file.modules:
+        shape = shape_of(module)
+        if shape is None:
+            raise UsageError("the shape of a weight is not in the adapter's file", f"{file.path}: {module.where}",
+                             GIVE_BASE)  # fmt: skip
+        found.append(Change(module.name, module.parameter, shape))
+    return found
+
+
+def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
+    """Return the sources of a job with other adapters on the base of these inputs."""
+    opened = CheckpointCache()
+    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
+    return on_base(replace(inputs, job=job.inputs, adapters=adapters), stored=inputs.base.path != NOWHERE)
+
+
+class WithoutBase(TensorCache):
+    """Reads an adapter's tensors. The base's are refused, or drawn at random for a proof.
+
+    An equation between two formulas that holds for random weights holds for all weights.
+    """
+
+    drawn = False
+
+    def fetch(self, info: StoredTensor) -> Tensor:
+        """Return the tensor as stored; UsageError for one of the base."""
+        if info.file != NOWHERE:
+            return super().fetch(info)
+        if not self.drawn:
+            raise UsageError("a formula reads the weights of the base", info.name, GIVE_BASE)
+        generator = torch.Generator().manual_seed(sum(info.name.encode()))
+        return torch.randn(info.shape, generator=generator)

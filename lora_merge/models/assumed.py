@@ -1,0 +1,209 @@
+"""The base of an adapter as far as the adapter shows it: which networks it changes, the names and shapes of the
+weights. No torch.
+
+Names with underscores are read with the names of the parameters that each architecture has (module_forms.json). What
+the adapter alone does not tell is refused: the architecture, where several fit; the last block, where that block has
+other rows; the rows of a part of a fused weight that the adapter leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from ..algorithms import Shape
+from .architectures import Architecture, shipped
+from .architectures.notation import Table, fill
+from .components import ENCODER_IDS, label
+from .forms import FlatForms, filled, form, numbers_in, others
+from .guess import architectures, seen
+from .names import of_the_denoiser, written
+from .prefixes import DENOISERS, prefixed
+from .spellings import Component
+
+CANONICAL: Final = ""
+SECOND: Final = "transformer_2"
+OF_KIND: Final = {"clip_l": "clip", "clip_g": "clip", "clip_h": "clip", "t5": "t5_encoder"}
+"""Kind of a text encoder → its architecture file."""
+
+Forms: TypeAlias = Mapping[str, str]
+"""Form of a name that adapters use, with its parameter → form of the tensor's own name."""
+
+
+class Change(NamedTuple):
+    """A parameter that an adapter changes: the module by the adapter's name, `weight` or `bias`, its shape."""
+
+    module: str
+    parameter: str
+    shape: Shape
+
+
+class NotTold(ValueError):
+    """The adapter alone does not tell something about its base; the message says what."""
+
+
+class OtherModel(NotTold):
+    """A name that the architecture does not have."""
+
+
+def candidates(changes: Sequence[Change]) -> list[Architecture]:
+    """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
+    bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
+    if not (fitting := architectures(seen(bodies))):
+        raise NotTold("the names of its modules fit no model that is known")
+    return fitting
+
+
+def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Component]:
+    """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
+
+    The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not tell them.
+    """
+    by_network: dict[str, list[Change]] = {}
+    for change in changes:
+        hint = [*prefixed(change.module)][-1][0]
+        by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
+    made = [_component(network, architecture, some) for network, some in by_network.items()]
+    made.sort(key=lambda c: c.role != "denoiser")  # stable
+    label(made)
+    shapes = {key: shape for c in made for key, shape in c.shapes.items()}
+    for component in made:
+        component.shapes = shapes
+    return made
+
+
+def complete(component: Component, layout: str) -> None:
+    """Add the parts of fused weights of a layout that the adapter leaves out; NotTold where their rows are unknown."""
+    architecture = component.architecture
+    tables = architecture.spellings if architecture else {}
+    if layout not in tables or layout == component.layout:
+        return
+    if component.layout != CANONICAL:
+        raise NotTold(f"its words are neither diffusers' nor those of {layout}")
+    table, shapes = tables[layout].settled(component.keys), dict(component.shapes)
+    for body in [*component.keys]:
+        for hit in table.spelled(tuple(body.split("."))):
+            if hit.row.stack:
+                raise NotTold("the number of experts is not in its file")
+            names = [".".join(fill(part.path, hit.bound) + hit.tail) for part in hit.row.parts]
+            own = shapes[component.keys[body]]
+            for name, part in zip(names, hit.row.parts, strict=True):
+                if name not in component.keys:
+                    beside = [n for n, p in zip(names, hit.row.parts, strict=True)
+                              if n in component.keys and not p.sized]  # fmt: skip
+                    if not part.sized and not beside:
+                        raise NotTold(f"it leaves out {name}, whose rows it does not show")
+                    rows = own[1] if part.sized else shapes[component.keys[beside[0]]][0]
+                    component.keys[name] = component.prefix + name
+                    shapes[component.prefix + name] = (rows, *own[1:])
+    component.shapes = shapes
+
+
+def _network(hint: str, architecture: Architecture, module: str) -> str:
+    """Return the network of a module: the denoiser, the second one, or the kind of a text encoder."""
+    if hint in ("any", *DENOISERS):
+        return SECOND if hint == SECOND else "denoiser"
+    kind = ENCODER_IDS.get(hint[1:], hint[1:]) if hint[0] == "=" else architecture.text_encoders.get(hint, hint)
+    if kind not in OF_KIND:
+        raise NotTold(f"{module} belongs to a network whose names are not known without it")
+    return kind
+
+
+def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> Component:
+    """Return a network with the keys of the changed tensors, in the layout in which all names are known."""
+    kind = network if network in OF_KIND else ""
+    own = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
+    prefix = f"{kind or network}." if kind or network == SECOND else ""
+    read = {layout: _in_layout(own, layout, some) for layout in (CANONICAL, *own.spellings)}
+    found = {layout: names for layout, names in read.items() if len(names) == len(some)}
+    if not found:
+        known = max(read.values(), key=len)
+        lacking = next(change.module for change in some if change not in known)
+        raise OtherModel(f"{lacking} is no known name in {own.title}")
+    layout, names = next(iter(found.items()))
+    if any({*others.values()} != {*names.values()} for others in found.values()) or (
+        not layout and any(_renames(own.spellings[other], names.values()) for other in found if other)
+    ):
+        raise NotTold(f"its names fit {own.title} in two ways")
+    made = Component("te" if kind else "denoiser", SECOND if network == SECOND else own.component, prefix, own, layout,
+                     kind=kind)  # fmt: skip
+    made.keys = {name: prefix + name for name in names.values()}
+    made.shapes = {prefix + names[change]: change.shape for change in some}
+    if layout:
+        _check_last(made, own.spellings[layout])
+    else:
+        for table in own.spellings.values():
+            _check_last(made, table)
+    return made
+
+
+def _in_layout(own: Architecture, layout: str, some: Iterable[Change]) -> dict[Change, str]:
+    """Return the tensors' own names in a layout, of those changes whose names it knows."""
+    forms, flat = forms_of(own.file.stem, layout)
+    found: dict[Change, str] = {}
+    for change in some:
+        readings = (text for _, body in prefixed(change.module) for text in written(body))
+        names = next(filter(None, (_names(text, forms, flat) for text in readings)), set())
+        if len(names) == 1:
+            name = names.pop()
+            found[change] = f"{name.removesuffix('.weight')}.bias" if change.parameter == "bias" else name
+    return found
+
+
+def _names(body: str, forms: Forms, flat: FlatForms) -> set[str]:
+    name = f"{body}.weight"
+    if of := forms.get(form(name)):
+        return {filled(of, numbers_in(name))}
+    return {filled(forms[of], numbers_in(path)) for path, of in flat.paths(name) or ()}
+
+
+@cache
+def _canonical_forms() -> Mapping[str, Sequence[str]]:
+    text = Path(__file__).with_name("module_forms.json").read_text(encoding="ascii")
+    return {stem: forms.split() for stem, forms in json.loads(text).items()}
+
+
+@cache
+def forms_of(stem: str, layout: str) -> tuple[Forms, FlatForms]:
+    """Return the forms of the names of an architecture's parameters in the words of one layout."""
+    own = next(a for a in shipped() if a.file.stem == stem)
+    table = own.spellings.get(layout) if layout else None
+    found: dict[str, str] = {}
+    for of in _canonical_forms().get(stem, ()):
+        path = tuple(of.split("."))
+        spelled = [".".join(name) for _, name in table.spellings_of(path)] if table else []
+        for name in spelled or [of]:
+            found[name] = name
+    for name in [*found]:
+        for other in others(name, ()):
+            found.setdefault(other, name)
+    return found, FlatForms(found)
+
+
+def _renames(table: Table, names: Iterable[str]) -> bool:
+    """Return whether a table gives one of these names, read as its own, another canonical name."""
+    for name in names:
+        path = tuple(name.split("."))
+        hit = table.canonical(path)
+        if hit is not None and (len(hit.row.parts) > 1 or fill(hit.row.parts[0].path, hit.bound) + hit.tail != path):
+            return True
+    return False
+
+
+def _check_last(component: Component, table: Table) -> None:
+    """Raise NotTold if a row is for the last block alone, and the shapes do not show which block that is.
+
+    The last block has a row of its own because its layer has other rows than that of the others.
+    """
+    for row in table.last_rows(component.keys):
+        for start in (".".join(path) + "." for path in (row.name, *(part.path for part in row.parts))):
+            for name in (n for n in component.keys if n.startswith(start)):
+                path = tuple(name.split("."))
+                if table.closed.canonical(path) is None and not table.closed.spelled(path):
+                    continue  # only the last block has this name
+                alike = {component.shapes[k] for n, k in component.keys.items() if form(n) == form(name) and n != name}
+                if component.shapes[component.keys[name]] in alike or not alike:
+                    raise NotTold(f"it does not show which block is the last one, for {name}")
