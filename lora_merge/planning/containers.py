@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ..adapters.file import AdapterFile, group
+from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES
 from ..errors import FitError, InputError, UsageError
@@ -15,7 +16,10 @@ from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.codecs.making import Made
 from ..files.gguf.adapter import with_heads
-from ..files.gguf.layout import gguf_layout
+from ..files.gguf.container import ALIGNED
+from ..files.gguf.diffusion import KINDS, DiffusionFile, diffusion_file, empty_header, plain_type
+from ..files.gguf.layout import gguf_layout, new_layout
+from ..files.gguf.types import TYPES
 from ..files.gguf.view import as_plain
 from ..files.headers import layout
 from ..job import Job
@@ -27,8 +31,10 @@ GGUF_DTYPES: Final = ("keep", "fp32", "fp16", "bf16", *GGUF_TYPES)
 
 
 def in_gguf(job: Job, base: Index) -> bool:
-    """Return whether the output is GGUF. A diffusion model in another dtype is an ordinary checkpoint."""
-    return base.gguf is not None and (job.dtype in ("keep", *GGUF_TYPES) or base.gguf.language)
+    """Return whether the output is GGUF. A diffusion model in GGUF becomes an ordinary checkpoint in another dtype."""
+    if base.gguf is None:
+        return job.dtype in GGUF_TYPES or job.output.suffix.lower() == GGUF
+    return job.dtype in ("keep", *GGUF_TYPES) or base.gguf.language
 
 
 def check_names(job: Job, base: Index) -> None:
@@ -43,25 +49,42 @@ def check_container(job: Job, base: Index) -> Job:
 
     The default name of an output has the suffix of the base, since it is made before any file is read.
     """
-    if base.gguf is None:
-        if job.output.suffix.lower() == GGUF:
-            raise UsageError("a GGUF file is made of a GGUF base only", str(job.output), "name it .safetensors")
-        return job
     gguf = in_gguf(job, base)
     if gguf and job.dtype not in GGUF_DTYPES:
         raise UsageError("GGUF has no such type", f"--dtype {job.dtype}", f"use one of {', '.join(GGUF_DTYPES)}")
-    if base.path.is_dir():
+    if base.gguf is None:
+        if not gguf:
+            return job
+        _check_new(job, base)
+    elif base.path.is_dir():
         if not gguf:
             raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
                              "merge with --dtype keep")  # fmt: skip
         return job
-    suffix = job.output.suffix.lower()
-    if gguf == (suffix == GGUF):
+    if gguf == (job.output.suffix.lower() == GGUF):
         return job
-    if not gguf and job.output.stem == "+".join([job.base.stem, *(a.path.stem for a in job.adapters)]):
-        return replace(job, output=job.output.with_suffix(".safetensors"))
+    if job.output.stem == "+".join([job.base.stem, *(a.path.stem for a in job.adapters)]):
+        return replace(job, output=job.output.with_suffix(GGUF if gguf else ".safetensors"))
     what = "the output is GGUF" if gguf else "the output is an ordinary checkpoint"
     raise UsageError(what, str(job.output), f"name it {GGUF if gguf else '.safetensors'}")
+
+
+def _check_new(job: Job, base: Index) -> None:
+    """Raise UsageError for a base of which no GGUF file can be made."""
+    where = f"{base.path}: {job.output.name}, --dtype {job.dtype}"
+    if base.path.is_dir():
+        raise UsageError("of folders no GGUF file is made: a language model needs its tokenizer in it, and a diffusion "
+                         "model the names of its own checkpoint", where,
+                         "convert the base by llama.cpp's convert_hf_to_gguf.py and merge into that file; or give the "
+                         "diffusion model as one file, as ComfyUI has it")  # fmt: skip
+    if diffusion_file(base.tensors) is None:
+        known = ", ".join(sorted(kind.name for kind in KINDS))
+        raise UsageError("the names of the base are of no diffusion model that ComfyUI-GGUF loads", where,
+                         f"give the model as ComfyUI has it, not as diffusers has it ({known}); a language model is "
+                         "converted first by llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+    if base.packed and job.dtype == "keep":
+        raise UsageError("GGUF has no type for the quantised weights of the base", where,
+                         f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
 
 
 def in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
@@ -93,9 +116,51 @@ def stored_as(
     return made, as_plain(packed, made) if packed is not None and in_gguf(job, base) else None
 
 
+@dataclass(frozen=True)
+class NewGguf:
+    """A GGUF output whose base is no GGUF file."""
+
+    file: DiffusionFile
+    job: Job
+    packed: Mapping[str, Packing]
+
+    def holds(self, info: StoredTensor, *, changed: bool) -> bool:
+        """Return whether a tensor of the base has a place in the output.
+
+        Raises FitError if it has none and an adapter changes it, InputError if GGUF has no type for it.
+        """
+        if self.file.name(info.name) is None:
+            if changed:
+                raise FitError("an adapter changes a network that the GGUF file does not hold: a text encoder or VAE",
+                               f"{info.file}: {info.name}",
+                               "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
+            return False
+        if info.dtype not in FLOATS and info.dtype not in TYPES and info.name not in self.packed:
+            raise InputError(f"GGUF has no type for {info.dtype}", f"{info.file}: {info.name}",
+                             "name the output .safetensors")  # fmt: skip
+        return True
+
+    def named(self, info: StoredTensor) -> StoredTensor:
+        """Return a tensor of the base with its name in the output."""
+        return replace(info, stored=self.file.name(info.name) or info.name)
+
+    def stored_as(self, info: StoredTensor, shape: Shape) -> tuple[str, None]:
+        """Return the type of a tensor that is not quantised, and that it has no packing; `info` is the base's."""
+        packed = info.name in self.packed
+        if info.dtype not in FLOATS and not packed:
+            return info.dtype, None
+        return plain_type(info.name, shape, DTYPES.get(self.job.dtype, "BF16" if packed else info.dtype)), None
+
+
+def new_gguf(job: Job, base: Index) -> NewGguf | None:
+    """Return the GGUF output whose base is no GGUF file; None for all other outputs."""
+    file = diffusion_file(base.tensors) if base.gguf is None and in_gguf(job, base) else None
+    return NewGguf(file, job, base.packed) if file is not None else None
+
+
 def check_tensors(job: Job, base: Index, targets: Iterable[OutputTensor]) -> None:
     """Raise FitError if a GGUF output would hold a tensor that the base lacks, or one of another size."""
-    for t in targets if in_gguf(job, base) else ():
+    for t in targets if base.gguf is not None and in_gguf(job, base) else ():
         own = base.tensors.get(t.name)
         if own is None:
             raise FitError("an adapter needs a tensor that the GGUF file lacks", f"{base.path}: {t.stored}",
@@ -111,6 +176,9 @@ def header_of(
 ) -> tuple[bytes, int]:
     """Return the planned header of the output of one file of the base, and the alignment of its tensors."""
     end, rows = base.headers[path].data_offset, [t.in_file for t in targets]
+    if (new := new_gguf(job, base)) is not None:
+        shapes = {t.stored: t.shape for t in targets if t.in_file[2] != t.shape}
+        return new_layout(empty_header(new.file.kind, rows, shapes), rows, metadata), ALIGNED
     if in_gguf(job, base):
         return gguf_layout(path, end, rows, metadata), base.headers[path].alignment
     return layout(rows, metadata, end), 1

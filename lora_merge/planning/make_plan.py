@@ -45,7 +45,7 @@ from ..models.weights import Weight
 from ..text import listed
 from .cache import CheckpointCache
 from .combining import Combining
-from .containers import check_container, check_names, check_tensors, header_of, in_order, stored_as
+from .containers import check_container, check_names, check_tensors, header_of, in_order, new_gguf, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .quantising import quantising
@@ -229,10 +229,14 @@ def _outputs(
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
     dropped = base.beside if job.dtype != "keep" else frozenset()
+    gguf = new_gguf(job, base)
     for key, info in base.tensors.items():
-        if key in dropped:
+        if key in dropped or (gguf is not None and not gguf.holds(info, changed=key in uses)):
             continue
         form, weight = made.get(key), replaced.get(key, own[key])
+        if gguf is not None and form is None:
+            yield info.file, _target(job, gguf.named(info), weight, uses, gguf.stored_as(info, weight.shape))
+            continue
         yield info.file, _target(job, info, weight, uses, stored_as(job, base, info, weight, form))
         for new in form.beside if form else ():
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
@@ -242,6 +246,9 @@ def _outputs(
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
             weight = replaced.get(key, own[key])
+            if gguf is not None and gguf.holds(like, changed=True):
+                yield sibling.file, _target(job, gguf.named(like), weight, uses, gguf.stored_as(like, shape))
+                continue
             yield sibling.file, _target(job, like, weight, uses, stored_as(job, base, like, weight, None))
 
 

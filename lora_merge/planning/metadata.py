@@ -10,10 +10,11 @@ from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.recognise import METADATA
 from ..files.codecs.torchao import NAMES as TORCHAO_NAMES
+from ..files.gguf.view import ARCHITECTURE
 from ..files.headers import with_metadata
 from ..files.seal import SEAL, sealed
 from ..job import Job
-from .containers import in_gguf
+from .containers import in_gguf, new_gguf
 from .plan import Plan
 from .recipe import OURS, STALE, entries
 
@@ -38,7 +39,9 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
     gguf = in_gguf(job, base)
-    earlier = base.headers[path].metadata if base.gguf is None or gguf else {}
+    new = new_gguf(job, base)
+    same = (base.gguf is not None) == gguf
+    earlier = base.headers[path].metadata if same else {ARCHITECTURE: new.file.kind.name} if new is not None else {}
     found = {key: text for key, text in earlier.items() if key not in stale}
     if not gguf and (path.suffix != ".safetensors" or job.no_metadata):
         found = {"format": "pt"} | found  # transformers requires this entry

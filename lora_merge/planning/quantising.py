@@ -18,6 +18,7 @@ from ..dtypes import FLOATS, FORMATS, GGUF_TYPES
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.making import FILES, FOLDERS, Form, Made
+from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
@@ -68,8 +69,6 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
                              f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
         return Quantising({})
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
-    if job.dtype in GGUF_TYPES and base.gguf is None:
-        raise UsageError("a GGUF file is made of a GGUF base only", f"--dtype {job.dtype}", _instead(base))
     chosen = [*_chosen(job, base, names)]
     made: dict[str, Made] = {}
     for info in chosen:
@@ -108,13 +107,6 @@ def _form(job: Job, base: Index) -> Form:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
                          f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip
     return table[job.dtype]
-
-
-def _instead(base: Index) -> str:
-    """Return the formats for a base that is no GGUF file."""
-    table = FOLDERS if base.path.is_dir() else FILES
-    others = "convert the merged model by llama.cpp or ComfyUI-GGUF, which write its tokenizer and settings"
-    return f"write --dtype {' or '.join(table)}; for GGUF {others}"
 
 
 def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
@@ -160,5 +152,11 @@ def _matches(text: str, key: str, steps: Steps) -> bool:
 
 
 def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:
-    packing = as_blocks(base.packed.get(info.name), info, job.dtype.upper())
+    """Return a weight as blocks of ggml; None where it does not fill them."""
+    kind = job.dtype.upper()
+    if base.gguf is not None:
+        packing = as_blocks(base.packed.get(info.name), info, kind)
+        return Made(packing, ()) if packing is not None else None
+    file = diffusion_file(base.tensors)
+    packing = new_blocks(file, info, kind) if file is not None else None
     return Made(packing, ()) if packing is not None else None

@@ -63,7 +63,8 @@ def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
         yield from ({} for _ in base.files)
         return
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
-    others = {} if base.path.is_dir() or base.gguf is not None else _web_ui(job, base, adapters, digests)
+    single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
+    others = _web_ui(job, base, adapters, digests) if single else {}
     for found in recipes(job, base, adapters, digests):
         yield {KEY: _json(found), SEAL: ZEROS, "modelspec.merged_from": names, **others}
 

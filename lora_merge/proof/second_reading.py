@@ -21,7 +21,7 @@ from ..files.checkpoint import Index
 from ..job import Job
 from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
-from ..text import quoted
+from ..text import listed, quoted
 from .findings import NAMED, REPORT
 from .reference.claims import Base, Claim, Span, claims
 from .reference.floats import decode
@@ -55,7 +55,7 @@ class _Planned:
 def read_again(plan: Plan, reader: Reader) -> Reading:
     """Return how many modules the second reading confirms; VerificationFailed where it disagrees with the plan."""
     targets = [target for file in plan.files for target in file.targets]
-    check_sources(plan.base, plan.adapters, targets)
+    check_sources(plan.base, plan.adapters, targets, network=_network(plan, targets))
 
     def number(info: StoredTensor) -> float:
         return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
@@ -177,9 +177,22 @@ def _places(spans: Mapping[Span, float]) -> str:
     return "; ".join(texts) or "nowhere"
 
 
-def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor]) -> None:
+def _network(plan: Plan, targets: Sequence[OutputTensor]) -> str:
+    """Return the prefix of the only network of the base that a GGUF file holds, made of a base of another container; ""
+    for all other outputs."""
+    if plan.base.gguf is not None or any(file.alignment == 1 for file in plan.files):
+        return ""
+    prefixes = {t.name.removesuffix(t.stored) for t in targets}
+    if len(prefixes) > 1:
+        raise VerificationFailed("the plan takes tensors of several networks", listed(sorted(prefixes)), REPORT)
+    return next(iter(prefixes), "")
+
+
+def check_sources(
+    base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor], *, network: str = ""
+) -> None:
     """Raise VerificationFailed unless every tensor of the base is written under its own name, from the base or from an
-    adapter that replaces it, and no other tensor is."""
+    adapter that replaces it, and no other tensor is. `network`: the prefix of the tensors that are written."""
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.parted, *m.created)}
@@ -191,7 +204,7 @@ def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[Outp
     if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
     for name, info in own.items():
-        if name in dropped or name in new:
+        if name in dropped or name in new or not name.startswith(network):
             continue
         target = written.get(name)
         source = target.source if target is not None else None

@@ -146,7 +146,7 @@ def test_the_container_follows_from_the_base(tmp_path: Path, adapter: Path, monk
     with pytest.raises(UsageError, match="is GGUF"):
         lora_merge.merge(base, adapter, "x.safetensors")
     save_file({f"{n}.weight": rand(96, 256) for n in LAYERS}, tmp_path / "plain.safetensors")
-    with pytest.raises(UsageError, match="GGUF base"):
+    with pytest.raises(UsageError, match="no diffusion model that ComfyUI-GGUF loads"):
         lora_merge.merge("plain.safetensors", adapter, "x.gguf")
 
 

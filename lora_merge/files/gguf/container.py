@@ -30,6 +30,7 @@ AXES: Final = 5  # ggml has four; tools write video models with five
 SHORT: Final = 4096  # items of an array that is read; longer ones are skipped
 ALIGNMENTS: Final = frozenset(1 << n for n in range(3, 17))
 ALIGNMENT: Final = "general.alignment"
+ALIGNED: Final = 32  # bytes, where a file does not say it
 PADDING: Final = "lora_merge.padding"
 """An entry of spaces that gives two headers the same length."""
 
@@ -182,7 +183,7 @@ def _content(cursor: _Cursor) -> Content:
         raise _Malformed(f"its header claims {count} tensors and {kvs} entries")
     entries = tuple(_entries(cursor, kvs))
     start, values = cursor.at, {e.key: e.value for e in entries}
-    alignment = values.get(ALIGNMENT, 32)
+    alignment = values.get(ALIGNMENT, ALIGNED)
     if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         raise _Malformed(f"its alignment is {quoted(str(alignment))}")
     infos = tuple(_infos(cursor, count))

@@ -18,6 +18,10 @@ from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, c
 from .types import TYPES
 
 FILE_TYPE: Final = "general.file_type"
+BLOCKS: Final = "general.quantization_version"
+VERSION: Final = 2  # of ggml's blocks (GGML_QNT_VERSION)
+
+UNSIGNED: Final = 4
 
 FILE_TYPES: Final = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12,
@@ -38,12 +42,26 @@ def gguf_layout(base: Path, end: int, tensors: Sequence[tuple[str, str, Shape]],
     other entries are kept. The data of the output begin where the base's do, modulo 4096.
     """
     with open_regular(base) as f:
-        content = read_content(f, end)
+        return _laid_out(read_content(f, end), tensors, metadata, end)
+
+
+def new_layout(header: bytes, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of an output of these tensors with the entries of `header`, which has no tensors.
+
+    The data of the output begin at a multiple of 4096.
+    """
+    return _laid_out(content_of(header), tensors, metadata, 0)
+
+
+def _laid_out(
+    content: Content, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
+) -> bytes:
     kept = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
-    spans = [_typed(content, e.key, content.raw[e.start : e.stop], tensors) for e in kept if e.key != PADDING]
-    there = {e.key for e in kept}
+    there, types = {e.key for e in kept}, _retyped(content, tensors)
+    spans = [types.pop(e.key, content.raw[e.start : e.stop]) for e in kept if e.key != PADDING]
     own = {key: text for key, text in metadata.items() if key not in there}
-    return _whole(content, [*spans, *(string(*entry) for entry in own.items())], _infos(content, tensors), end)
+    spans += [*types.values(), *(string(*entry) for entry in own.items())]
+    return _whole(content, spans, (len(tensors), _infos(content, tensors)), end)
 
 
 def with_texts(header: bytes, metadata: Mapping[str, str]) -> bytes:
@@ -58,7 +76,8 @@ def with_texts(header: bytes, metadata: Mapping[str, str]) -> bytes:
             spans += [string(e.key, metadata[e.key])] if e.key in metadata else []
         elif e.key != PADDING:
             spans.append(content.raw[e.start : e.stop])
-    made = _whole(content, spans, content.raw[content.infos_start :], len(header), exactly=True)
+    infos = len(content.infos), content.raw[content.infos_start :]
+    made = _whole(content, spans, infos, len(header), exactly=True)
     if len(made) != len(header):
         raise ValueError("the entries are longer than the planned ones")
     return made
@@ -74,18 +93,28 @@ def string(key: str, value: str) -> bytes:
     return _text(key) + struct.pack("<I", STRING) + _text(value)
 
 
+def unsigned(key: str, value: int) -> bytes:
+    """Return the bytes of an entry with a whole number of 32 bits without a sign."""
+    return _text(key) + struct.pack("<II", UNSIGNED, value)
+
+
 def _text(value: str) -> bytes:
     raw = value.encode()
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _typed(content: Content, key: str, raw: bytes, tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
-    """Return the bytes of an entry; `general.file_type` names the new type of the matrices, where it is another."""
-    if key != FILE_TYPE:
-        return raw
+def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, bytes]:
+    """Return the entries on types that an output needs whose tensors have another type than the base's.
+
+    They are those of llama.cpp's quantiser: the type of the matrices, and the version of ggml's blocks.
+    """
     old = {i.name: i.dtype for i in content.infos}
     new = {dtype for name, dtype, _ in tensors if old.get(name) != dtype}
-    return raw[:-4] + struct.pack("<I", FILE_TYPES[new.pop()]) if len(new) == 1 else raw
+    if len(new) != 1:
+        return {}
+    (kind,) = new
+    found = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
+    return found | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else found
 
 
 def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
@@ -107,9 +136,12 @@ def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterat
         at = aligned(at + TYPES[dtype].nbytes(shape), alignment)
 
 
-def _whole(content: Content, spans: Sequence[bytes], infos: bytes, end: int, *, exactly: bool = False) -> bytes:
+def _whole(
+    content: Content, spans: Sequence[bytes], count_and_infos: tuple[int, bytes], end: int, *, exactly: bool = False
+) -> bytes:
     """Return a header of these entries and infos, with spaces so that its length is `end`, or `end` modulo 4096."""
-    counts = struct.pack("<QQ", len(content.infos), len(spans) + 1)
+    count, infos = count_and_infos
+    counts = struct.pack("<QQ", count, len(spans) + 1)
     length = 8 + len(counts) + sum(map(len, spans)) + len(string(PADDING, "")) + len(infos)
     spaces = end - length if exactly else (end - length) % max(PAGE, content.alignment)
     header = b"".join((content.raw[:8], counts, *spans, string(PADDING, " " * spaces), infos))

@@ -97,7 +97,7 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
 
 
 def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
-    """Return how a weight is stored in the same file as blocks of this type; None where its rows do not fill blocks.
+    """Return how a weight of a GGUF file is stored as blocks of this type; None where its rows do not fill blocks.
 
     `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
     """

@@ -1,0 +1,130 @@
+"""GGUF files of diffusion models, made of checkpoints in .safetensors: names, types and entries.
+
+Facts from https://github.com/city96/ComfyUI-GGUF: tools/convert.py and tools/lcpp.patch (what is written), loader.py
+(what is read). Names are those of the model's own checkpoint, without a prefix. Text encoders and VAE are left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Final, NamedTuple
+
+from ...algorithms import Shape
+from ...disk.files import StoredTensor
+from ..codecs.base import Packing
+from ..codecs.ggml import fresh
+from .container import ARRAY, MAGIC
+from .layout import BLOCKS, FILE_TYPE, FILE_TYPES, VERSION, string, unsigned
+from .types import TYPES
+from .view import ARCHITECTURE, ORIGINAL
+
+PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "net.")
+"""Prefixes of the diffusion model: none, in a file with other networks, in files of other programs."""
+
+INT32: Final = 5
+
+SMALL: Final = 1024  # numbers up to which a tensor is stored in fp32
+ROW: Final = 256  # numbers of a row of a tensor that is stored in another shape
+AXES: Final = 4  # of a tensor, in ggml
+
+
+class Kind(NamedTuple):
+    """One value of `general.architecture`: a file is of it if it has all names of one of the groups."""
+
+    name: str
+    signs: tuple[tuple[str, ...], ...]
+    reshaped: bool = False
+    """Whether matrices whose rows do not fill blocks are stored in rows of 256."""
+
+
+KINDS: Final = (
+    Kind("hyvid", (("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight",),
+                   ("txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",))),
+    Kind("flux", (("double_blocks.0.img_attn.proj.weight",),)),
+    Kind("sd3", (("joint_blocks.0.x_block.attn.qkv.weight",),)),
+    Kind("aura", (("double_layers.3.modX.1.weight",),)),
+    Kind("hidream", (("caption_projection.0.linear.weight",
+                      "double_stream_blocks.0.block.ff_i.shared_experts.w3.weight"),)),
+    Kind("cosmos", (("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),)),
+    Kind("ltxv", (("adaln_single.emb.timestep_embedder.linear_2.weight", "transformer_blocks.0.scale_shift_table",
+                   "caption_projection.linear_2.weight"),)),
+    Kind("wan", (("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),)),
+    Kind("sdxl", (("input_blocks.3.0.op.weight", "label_emb.0.0.weight"),
+                  ("down_blocks.0.downsamplers.0.conv.weight", "add_embedding.linear_1.weight")), reshaped=True),
+    Kind("sd1", (("input_blocks.3.0.op.weight", "input_blocks.9.0.op.weight"),
+                 ("down_blocks.0.downsamplers.0.conv.weight",)), reshaped=True),
+    Kind("lumina2", (("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),)),
+    Kind("qwen_image", (("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),)),
+)  # fmt: skip
+"""The kinds that ComfyUI-GGUF loads, in the order in which they are tried. Z-Image is a `lumina2`, Chroma a `flux`."""
+
+
+class DiffusionFile(NamedTuple):
+    """What a GGUF file of a checkpoint holds: one network, whose names lose their prefix."""
+
+    kind: Kind
+    prefix: str
+
+    def name(self, key: str) -> str | None:
+        """Return the name of a tensor of the checkpoint in the GGUF file; None for tensors of other networks."""
+        return key.removeprefix(self.prefix) if key.startswith(self.prefix) else None
+
+
+def diffusion_file(tensors: Container[str]) -> DiffusionFile | None:
+    """Return what a GGUF file of a checkpoint with these names holds; None for a model of no known kind."""
+    for prefix in PREFIXES:
+        for kind in KINDS:
+            if any(all(f"{prefix}{name}" in tensors for name in names) for names in kind.signs):
+                return DiffusionFile(kind, prefix)
+    return None
+
+
+def plain_type(name: str, shape: Shape, wanted: str) -> str:
+    """Return the type of a tensor of numbers of this name and shape that is not quantised.
+
+    Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
+    five axes, which ggml does not know.
+    """
+    if len(shape) < 2 or prod(shape) <= SMALL or len(shape) > AXES or not name.endswith(".weight"):
+        return "F32"
+    return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(wanted, wanted)
+
+
+def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing | None:
+    """Return how a weight of a checkpoint is stored as blocks of a type; None where it is not in the file, or its rows
+    do not fill blocks.
+    """
+    name, total, (block, size) = file.name(info.name), prod(info.shape), TYPES[dtype].unit
+    shape = info.shape
+    if shape[-1] % block and file.kind.reshaped and total % ROW == 0:
+        shape = total // ROW, ROW
+    if name is None or shape[-1] % block:
+        return None
+    codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)
+    return Packing(fresh(dtype), codes)
+
+
+def empty_header(kind: Kind, tensors: Sequence[tuple[str, str, Shape]], shapes: Mapping[str, Shape]) -> bytes:
+    """Return a header with entries and no tensors, from which `gguf_layout` makes that of an output.
+
+    `tensors`: (name, type, shape) of all tensors. `shapes`: name → original shape of those that are reshaped.
+    """
+    count: dict[str, int] = {}
+    for _, dtype, shape in tensors:
+        count[dtype] = count.get(dtype, 0) + prod(shape)
+    types = {dtype: n for dtype, n in count.items() if dtype in FILE_TYPES and dtype != "F32"}
+    main = max(types, key=lambda dtype: (TYPES[dtype].unit[0] > 1, types[dtype])) if types else "F32"
+    entries = [
+        string(ARCHITECTURE, kind.name), unsigned(BLOCKS, VERSION), unsigned(FILE_TYPE, FILE_TYPES[main]),
+        *(_shape(f"{ORIGINAL}{name}", shape) for name, shape in shapes.items()),
+    ]  # fmt: skip
+    return MAGIC + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
+
+
+def _shape(key: str, shape: Shape) -> bytes:
+    raw = key.encode()
+    start = struct.pack("<Q", len(raw)) + raw
+    return start + struct.pack(f"<IIQ{len(shape)}i", ARRAY, INT32, len(shape), *shape)

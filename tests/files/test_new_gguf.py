@@ -1,0 +1,159 @@
+"""GGUF files made of checkpoints in .safetensors: ComfyUI-GGUF's names, types and entries, as the `gguf` library reads
+them, with the numbers of base and change within the type's step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+
+import lora_merge
+from lora_merge.errors import FitError, InputError, MergeError, UsageError
+from lora_merge.proof.replay import prove
+
+from .. import gguf_files as by_library
+from ..hostile_inputs import command
+from ..support import Tensors, load, rand, save
+
+STEP = {"q8_0": 0.01, "q4_0": 0.15, "q4_k": 0.12, "fp16": 1e-3, "bf16": 8e-3, "keep": 8e-3, "fp32": 1e-6}
+"""Value of `--dtype` → the error of the numbers, as a share of their root mean square."""
+
+
+def checkpoint(shapes: dict[str, tuple[int, ...]], prefix: str = "") -> Tensors:
+    return {
+        f"{prefix}{name}": rand(*shape, seed=n, scale=0.02).bfloat16() for n, (name, shape) in enumerate(shapes.items())
+    }
+
+
+QKV = "double_blocks.0.img_attn.qkv"
+FLUX: dict[str, tuple[int, ...]] = {
+    "double_blocks.0.img_attn.proj.weight": (64, 256), f"{QKV}.weight": (96, 256), f"{QKV}.bias": (96,),
+    "double_blocks.0.img_attn.norm.query_norm.scale": (37,), "img_in.weight": (96, 64), "time_in.in_layer.weight": (8, 32),
+}  # fmt: skip
+WAN: dict[str, tuple[int, ...]] = {
+    "blocks.0.self_attn.norm_q.weight": (256,), "text_embedding.2.weight": (64, 256), "head.modulation": (1, 2, 640),
+    "patch_embedding.weight": (64, 8, 1, 2, 2), "blocks.0.self_attn.q.weight": (96, 256), "blocks.0.modulation": (1, 6, 256),
+}  # fmt: skip
+TO_Q = "input_blocks.4.1.transformer_blocks.0.attn1.to_q"
+SDXL: dict[str, tuple[int, ...]] = {
+    "input_blocks.3.0.op.weight": (32, 32, 3, 3), "label_emb.0.0.weight": (64, 96), f"{TO_Q}.weight": (96, 320),
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], str, str]] = {
+    "flux": (FLUX, QKV, "model.diffusion_model."), "wan": (WAN, "blocks.0.self_attn.q", ""), "sdxl": (SDXL, TO_Q, ""),
+}  # fmt: skip
+"""`general.architecture` → shapes, the layer that the adapter changes, prefix in the checkpoint."""
+
+
+def inputs(folder: Path, arch: str) -> tuple[Path, Path, dict[str, Any]]:
+    """Base, adapter, and name in the GGUF file → the wanted numbers."""
+    shapes, layer, prefix = CASES[arch]
+    base = checkpoint(shapes, prefix)
+    rows, cols = shapes[f"{layer}.weight"]
+    stem = "lora_unet_" + layer.replace(".", "_")
+    lora = {f"{stem}.lora_down.weight": rand(4, cols, scale=0.1), f"{stem}.lora_up.weight": rand(rows, 4, scale=0.1)}
+    want = {name.removeprefix(prefix): value.double() for name, value in base.items()}
+    want[f"{layer}.weight"] += lora[f"{stem}.lora_up.weight"].double() @ lora[f"{stem}.lora_down.weight"].double()
+    others = (
+        {"first_stage_model.decoder.conv_in.weight": rand(4, 4), "cond_stage_model.x": torch.zeros(2)} if prefix else {}
+    )
+    return save({**others, **base}, folder / "base.safetensors"), save(lora, folder / "lora.safetensors"), want
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_k", "bf16", "keep"])
+@pytest.mark.parametrize("arch", list(CASES))
+def test_a_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> None:
+    base, lora, want = inputs(tmp_path, arch)
+    out = tmp_path / "out.gguf"
+    assert command("merge", base, lora, "-o", out, "--dtype", dtype) == 0
+    assert prove(out, full=True)["full"]
+    read, fields = by_library.read(out), by_library.fields(out)
+    assert read.keys() == want.keys()
+    kind = dtype.upper() if dtype.startswith("q") else "BF16"
+    assert fields["general.architecture"] == arch
+    assert fields["general.quantization_version"] == 2
+    assert fields["general.file_type"] == {"Q8_0": 7, "Q4_K": 15, "BF16": 32}[kind]
+    for name, exact in want.items():
+        found, now = read[name]
+        shape = tuple(fields.get(f"comfy.gguf.orig_shape.{name}", exact.shape))
+        assert shape == tuple(exact.shape)
+        touched = name == f"{CASES[arch][1]}.weight"
+        vector = exact.dim() in (1, 3, 5) or exact.numel() <= 1024
+        assert now == (kind if touched else "F32" if vector else now)
+        assert (found.shape == shape) == (f"comfy.gguf.orig_shape.{name}" not in fields)
+        error = np.sqrt(np.mean((found.reshape(shape) - exact.numpy()) ** 2))
+        assert error <= (STEP[dtype] if now == kind else 1e-6) * np.sqrt(np.mean(exact.numpy() ** 2))
+
+
+def test_an_fp8_file_becomes_gguf_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From scaled fp8 to Q8_0 with a name by default, and that file as a base again."""
+    base, lora, want = inputs(tmp_path, "flux")
+    scaled, none = (
+        tmp_path / "scaled.safetensors",
+        save({k: v * 0 for k, v in load(lora).items()}, tmp_path / "n.safetensors"),
+    )
+    monkeypatch.chdir(tmp_path)
+    lora_merge.merge(base, none, scaled, dtype="fp8_scaled")
+    report = lora_merge.merge(scaled, lora, dtype="q8_0")
+    assert Path(report.output).name == "scaled+lora.gguf"
+    assert prove(Path(report.output), full=True)["full"]
+    lora_merge.merge(report.output, none, tmp_path / "plain.safetensors", dtype="fp32")
+    found = load(tmp_path / "plain.safetensors")[f"{QKV}.weight"].double()
+    assert (found - want[f"{QKV}.weight"]).norm() < 0.04 * want[f"{QKV}.weight"].norm()
+
+
+def test_what_is_quantised_again_says_so_in_its_header(tmp_path: Path) -> None:
+    shapes, layer, _ = CASES["flux"]
+    tensors = {name: (rand(*shape).numpy(), "F16" if len(shape) > 1 else "F32") for name, shape in shapes.items()}
+    base, (_, lora, _) = by_library.write(tmp_path / "flux.gguf", "flux", tensors), inputs(tmp_path, "flux")
+    lora_merge.merge(base, lora, tmp_path / "q.gguf", dtype="q5_0")
+    lora_merge.merge(base, lora, tmp_path / "same.gguf")
+    fields = by_library.fields(tmp_path / "q.gguf")
+    assert (fields["general.quantization_version"], fields["general.file_type"]) == (2, 8)
+    assert "general.quantization_version" not in by_library.fields(tmp_path / "same.gguf")
+    assert by_library.read(tmp_path / "q.gguf")[f"{layer}.weight"][1] == "Q5_0"
+    assert all(int(t.data_offset) % 32 == 0 for t in GGUFReader(tmp_path / "q.gguf").tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "what"),
+    [
+        ("names of diffusers", UsageError, "of no diffusion model that ComfyUI-GGUF loads"),
+        ("a folder", UsageError, "of folders no GGUF file is made"),
+        ("another type", UsageError, "GGUF has no such type"),
+        ("scaled codes kept", UsageError, "no type for the quantised weights"),
+        ("bytes", InputError, "GGUF has no type for U8"),
+        ("a text encoder", FitError, "a network that the GGUF file does not hold"),
+        ("another suffix", UsageError, "the output is GGUF"),
+    ],
+)
+def test_what_has_no_place_in_gguf_is_refused(tmp_path: Path, change: str, error: type[MergeError], what: str) -> None:
+    base, lora, _ = inputs(tmp_path, "flux")
+    tensors, options, out = load(base), {"dtype": "q8_0"}, tmp_path / "out.gguf"
+    if change == "names of diffusers":
+        tensors = {name.replace("img_attn.proj", "attn.to_out.0"): value for name, value in tensors.items()}
+    elif change == "another type":
+        options = {"dtype": "nvfp4"}
+    elif change == "bytes":
+        tensors["model.diffusion_model.mark"] = torch.zeros(3, dtype=torch.uint8)
+    elif change == "scaled codes kept":
+        lora_merge.merge(base, lora, tmp_path / "scaled.safetensors", dtype="fp8_scaled")
+        tensors, options = load(tmp_path / "scaled.safetensors"), {}
+    elif change == "a text encoder":
+        key = "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q"
+        tensors[f"{key}.weight"] = rand(64, 64)
+        stem = "lora_te1_" + key.partition("transformer.")[2].replace(".", "_")
+        more = {f"{stem}.lora_down.weight": rand(4, 64), f"{stem}.lora_up.weight": rand(64, 4)}
+        lora = save({**load(lora), **more}, tmp_path / "lora.safetensors")
+    elif change == "another suffix":
+        out = tmp_path / "out.safetensors"
+    base = save(tensors, base)
+    if change == "a folder":
+        (tmp_path / "folder").mkdir()
+        base = base.rename(tmp_path / "folder" / "model.safetensors").parent
+    with pytest.raises(error, match=what):
+        lora_merge.merge(base, lora, out, **options)
+    assert not out.exists()
