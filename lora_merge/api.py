@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .job import Adapter, make_job
 from .process import interruptible
+from .progress import Progress, watched
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from .job import Adapters, OneAdapter
     from .keywords import PythonOptions, VerifyOptions
     from .planning.plan import Plan
-    from .progress import Progress
     from .report import Report
     from .viewing.facts import Facts
 
@@ -101,7 +101,6 @@ def merge(
     from .engine.merge import run
     from .planning.cache import CheckpointCache
     from .planning.make_plan import make_plan, match, open_inputs
-    from .viewing.bar import watched
 
     with interruptible(), watched(progress) as watcher:
         job = make_job(base, adapters, output, **options)
@@ -173,7 +172,6 @@ def unmerge(
     from .engine.merge import run
     from .paths import expand
     from .proof.unmerge import plan_unmerge
-    from .viewing.bar import watched
 
     with interruptible(), watched(progress) as watcher:
         return run(admit(plan_unmerge(expand(merged), adapters, output, [*map(expand, search)], **options)), watcher)
@@ -216,7 +214,6 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .engine.merge import run
     from .paths import expand
     from .proof.replay import plan_again
-    from .viewing.bar import watched
 
     with interruptible(), watched(progress) as watcher:
         folders = [expand(folder) for folder in search]
@@ -277,7 +274,6 @@ def verify(  # noqa: PLR0913  # the options of the command
     """
     from .paths import expand
     from .proof.replay import prove
-    from .viewing.bar import watched
     from .viewing.facts import Facts
     from .viewing.text import proof_lines
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-Stage: TypeAlias = Literal["load", "merge", "flush", "prove"]
-"""`load`: inputs are opened and torch is imported. `merge`: bytes are written. `flush`: the disk takes the last of
-them. `prove`: the written file is read again."""
+from .options import unlike
+
+Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove"]
+"""`load`: inputs are opened and torch is imported. `merge`: bytes are written. `make`: the layers of an adapter are
+computed. `flush`: the disk takes the last of them. `prove`: the written file is read again."""
 
 APART: Final = 0.1
 """Seconds between two steps that `Gathered` passes on."""
@@ -19,7 +22,7 @@ class Step(NamedTuple):
 
     stage: Stage
     output: str = ""  # the output that it belongs to
-    done: int = 0  # since the step before: bytes written (merge), bytes of tensors that were looked at (prove)
+    done: int = 0  # since the step before: bytes written (merge), of the weights that were looked at (make, prove)
     total: int = 0  # of the stage, in the same unit; 0: not known
     limit: str = ""  # what the merge spends most time on: start (torch), read, hash, fold or write
 
@@ -30,6 +33,23 @@ Progress: TypeAlias = Callable[[Step], object]
 
 def unwatched(_: Step) -> None:
     """Do nothing with a step."""
+
+
+def counted(progress: Progress, stage: Stage, output: str, total: int) -> Callable[[int], object]:
+    """Begin a stage; return a function that reports so many bytes as done, in all not more than `total`."""
+    left = total
+    progress(Step(stage, output, total=total))
+
+    def told(count: int) -> None:
+        nonlocal left
+        left -= (done := min(count, left))
+        progress(Step(stage, output, done, total))
+
+    return told
+
+
+Counting: TypeAlias = Callable[[Stage, int], Callable[[int], object]]
+"""Begins a stage of so many bytes, and returns a function that reports how many of them were just done."""
 
 
 class Gathered:
@@ -54,3 +74,40 @@ class Gathered:
         for step in self._waiting.values():
             self._progress(step)
         self._waiting.clear()
+
+
+class Bar:
+    """A bar of tqdm for one run: the bytes written, then the bytes proven."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._stage = bar, ""
+
+    def __call__(self, step: Step) -> None:
+        """Take a step."""
+        if step.stage != self._stage:
+            self._stage = step.stage
+            self._bar.set_description(step.stage)
+            if step.stage == "prove":
+                self._bar.reset(step.total or None)
+        if step.total and step.total != self._bar.total:
+            self._bar.total = step.total
+        self._bar.update(step.done)
+
+
+@contextmanager
+def watched(progress: bool | Progress) -> Iterator[Progress]:  # noqa: FBT001  # the public keyword
+    """Give the block what a run calls with its steps: the caller's function, a bar for True, nothing for False.
+
+    Raises UsageError for other values.
+    """
+    if callable(progress):
+        yield progress
+    elif progress is True:
+        from tqdm.auto import tqdm  # a widget in notebooks
+
+        with tqdm(unit="B", unit_scale=True, unit_divisor=1024) as bar:
+            yield Bar(bar)
+    elif progress is False or progress is None:
+        yield unwatched
+    else:
+        raise unlike(progress, "progress", "True, False, or a function of a lora_merge.Step")

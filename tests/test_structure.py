@@ -43,7 +43,7 @@ LIBRARIES = {
     "torch": {"engine", "adapters_out", "memory", "files", "viewing", "cli"},
     "numpy": {"proof", "adapters", "engine", "adapters_out", "cli"},
     "typer": {"cli"},
-    "tqdm": {"cli", "viewing"},
+    "tqdm": {"cli", ""},
     "plotly": {"viewing"},
     "matplotlib": {"viewing"},
     "rich": {"cli"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..methods import SUM
 from ..process import interruptible
+from ..progress import Progress, watched
 from .extract.task import DEFAULT_RANK
 from .job import FACTORS, make_adapter_job
 from .rank_rules import EXACT, SAME
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def combine(  # noqa: PLR0913  # each is an option of the command
     adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
-    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", **options: Unpack[AdapterOptions],
+    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", progress: bool | Progress = False,
+    **options: Unpack[AdapterOptions],
 ) -> AdapterReport:  # fmt: skip
     """Combine adapters into one and write it: with the defaults, Δ = Σ sᵢΔWᵢ exactly, by concatenated factors.
 
@@ -36,6 +38,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
             "size:100MiB"; `conv_rank`, `max_rank` and `rank_for` as pairs of a part and a rule.
         algorithm: "lora", "full" (whole matrices), or "auto".
         alpha: "rank" (α = rank), "keep", or a number.
+        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
         An `AdapterReport`: `layers`, `residual`, `energy`, `written`, `verified`, `to_json()`.
@@ -49,8 +52,8 @@ def combine(  # noqa: PLR0913  # each is an option of the command
     from .run import run
 
     own = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
-    with interruptible():
-        return run(make_adapter_job("combine", adapters, output, base, {**own, **options}))
+    with interruptible(), watched(progress) as watcher:
+        return run(make_adapter_job("combine", adapters, output, base, {**own, **options}), watcher)
 
 
 def resize(
@@ -59,6 +62,7 @@ def resize(
     *,
     rank: str | int,
     base: str | Path | None = None,
+    progress: bool | Progress = False,
     **options: Unpack[ResizeOptions],
 ) -> AdapterReport:
     """Write an adapter again at other ranks: the best one of that rank, by Eckart and Young.
@@ -68,6 +72,7 @@ def resize(
         output: The file to write. None: `<stem>-r<rule>.safetensors` in the current folder.
         rank: A number or a rule, as for `combine`.
         base: The model that it was trained on, where its formula reads it.
+        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
         An `AdapterReport`.
@@ -81,15 +86,16 @@ def resize(
     """
     from .run import run
 
-    with interruptible():
-        return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}))
+    with interruptible(), watched(progress) as watcher:
+        return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}), watcher)
 
 
 def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
     rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
-    alpha: str | float = "keep", include: Sequence[str] = (), **options: Unpack[AdapterReading],
+    alpha: str | float = "keep", include: Sequence[str] = (), progress: bool | Progress = False,
+    **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
 
@@ -105,6 +111,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
         alpha: "keep", "rank" (α = rank) or a number, where the dialect stores α.
         include: The components to write, such as "unet".
+        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
         An `AdapterReport`.
@@ -118,10 +125,10 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     from .convert import make_conversion
     from .convert import run as run_conversion
 
-    with interruptible():
+    with interruptible(), watched(progress) as watcher:
         own = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
                "alpha": alpha, "include": include, **({"rank_for": rank_for} if rank_for else {})}  # fmt: skip
-        return run_conversion(make_conversion(adapter, output, base, {**own, **options}))
+        return run_conversion(make_conversion(adapter, output, base, {**own, **options}), watcher)
 
 
 def extract(  # noqa: PLR0913  # each is an option of the command
@@ -129,7 +136,8 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
     others: str = "diff", factor: int = -1, include: Sequence[str] = (), exclude: Sequence[str] = (),
-    format: str = "auto", alpha: str | float = "rank", **options: Unpack[AdapterReading],
+    format: str = "auto", alpha: str | float = "rank", progress: bool | Progress = False,
+    **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write the difference of two checkpoints as an adapter: merged into `base` at strength 1 it gives `tuned`.
 
@@ -150,6 +158,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
         exclude: The same, left out.
         format: A dialect of `convert`; "auto" is kohya's for models of images and a folder of PEFT for others.
         alpha: "rank" (α = rank), or a number.
+        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
         An `AdapterReport`.
@@ -167,14 +176,15 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
            "others": others, "include": include, "exclude": exclude, "factor": factor, "format": format,
            "alpha": alpha}  # fmt: skip
-    with interruptible():
-        return run(make_extraction(base, tuned, output, {**own, **options}))
+    with interruptible(), watched(progress) as watcher:
+        return run(make_extraction(base, tuned, output, {**own, **options}), watcher)
 
 
 def average(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
-    sigma_rel: float | None = None, rank: str | int = SAME, **options: Unpack[AdapterReading],
+    sigma_rel: float | None = None, rank: str | int = SAME, progress: bool | Progress = False,
+    **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
 
@@ -187,6 +197,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
         ema_to: β of its last step; in between it is linear.
         sigma_rel: The width of a post-hoc EMA, at most 0.288.
         rank: A number or a rule, as for `combine`.
+        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
         An `AdapterReport`.
@@ -200,7 +211,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
     from .average.weights import average_weights
     from .run import run
 
-    with interruptible():
+    with interruptible(), watched(progress) as watcher:
         found = average_weights(len(adapters), weights=weights, ema=ema, ema_to=ema_to, sigma_rel=sigma_rel)
         given = list(zip(adapters, found, strict=True))
-        return run(make_adapter_job("average", given, output, base, {"rank": rank, **options}))
+        return run(make_adapter_job("average", given, output, base, {"rank": rank, **options}), watcher)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,21 +21,20 @@ from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFai
 from ..job import Adapter
 from ..options import pairs, shown
 from ..paths import absolute
-from ..version import __version__
+from ..progress import Counting, Progress, unwatched
 from .changes import Evaluator
 from .conversion.assumed import WithoutBase, same_base, without_base
 from .converting import KEEP, Converter, Made
 from .dialects import DIALECTS, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
-from .layers import numbers_of
 from .peft.complete import completed
 from .peft.folder import config
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
-from .run import coverage, entry
+from .run import Facts, Outcome, Run, coverage, entry, left_out, planned
 from .sources import Sources, open_sources
-from .written import CONTENTS, Content, Entry, metadata, unique, write
+from .written import CONTENTS, Entry, unique
 
 BUDGET: Final = 2**27
 """Numbers of ΔW that are formed for a proof; weights are taken evenly over the file."""
@@ -101,34 +99,27 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
 
 
 @undisturbed()
-def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
-    started, job = time.monotonic(), task.job
+    job, this = task.job, Run(task.job, progress)
     sources, there, everywhere = opened(task)
     with ExitStack() as stack:
         reader = stack.enter_context(Reader(sources.indexes))
-        files = [p for i in sources.indexes for p in i.files]
         cache = cache_of(job, reader, sources)
         converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
-        made, zeros = _made(converter, there, progress)
+        made, zeros = _made(converter, there, this.counted)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
         entries = entries_of(task.to, completed(made, everywhere, task.to, converter.value))
-        facts = {prefix_name(task.to, m): numbers_of(m.layer) for m in made}
-        squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
-        residual = sqrt(lost / squares) if squares else 0.0
-        told = metadata(job, [a.index for a in sources.adapters], [*facts.values()], residual)
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
-        worst = max(float(f["residual"]) for f in facts.values())
-        written, proof = write(job, reader, files, Content(entries, told, own),
-                               lambda part: prove(task, sources, converter.evaluator, part, worst))  # fmt: skip
-    notes = [*dict.fromkeys(sources.notes)]
-    if zeros:
-        notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
-    dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
-    return AdapterReport(str(job.output), task.to.name, dtypes, coverage(job, sources), facts, residual,
-                         1 - residual**2, written, time.monotonic() - started, tuple(notes),
-                         proof, __version__)  # fmt: skip
+        layers = {prefix_name(task.to, m): m.layer for m in made}
+        outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own)
+        notes = (*dict.fromkeys(sources.notes), *left_out(zeros))
+        dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
+        worst = max(float(f["residual"]) for f in outcome.told.values())
+        return outcome.finish(reader, Facts(coverage(job, sources), dtypes, notes, task.to.name),
+                              lambda part: prove(task, sources, converter.evaluator, Claim(part, worst), this.counted),
+                              this)  # fmt: skip
 
 
 def plan(task: Conversion) -> AdapterReport:
@@ -142,8 +133,8 @@ def plan(task: Conversion) -> AdapterReport:
     job = task.job
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
     dtype = next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values())
-    return AdapterReport(str(job.output), task.to.name, dtype, coverage(job, sources), layers, 0.0, 1.0, size, 0.0,
-                         tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
+    facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name)
+    return planned(job, facts, layers, size)
 
 
 def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
@@ -166,9 +157,8 @@ def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
     return sources, there, everywhere
 
 
-def _made(
-    converter: Converter, there: Sequence[Filled], progress: Callable[[int], object]
-) -> tuple[list[Made], list[str]]:
+def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tuple[list[Made], list[str]]:
+    told = begin("make", sum(map(_numbers, there)))
     found, zeros, ranks = [], [], converter.ranks(there)
     for one in there:
         made = converter.made(one, ranks.get(one.place.label))
@@ -178,7 +168,7 @@ def _made(
             zeros.append(one.place.name)
         else:
             found.append(made)
-            progress(sum(t.nbytes for t in made.tensors.values()))
+        told(_numbers(one))
         converter.evaluator.forget()
     return found, zeros
 
@@ -187,6 +177,11 @@ def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
     """Return the reader of tensors; without a base, one that refuses those of the base."""
     own = frozenset(p for a in sources.adapters for p in a.index.files)
     return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own)
+
+
+def _numbers(one: Filled) -> int:
+    """Return the bytes of the weight that a module changes, in fp64."""
+    return 8 * prod(one.place.view.shape)
 
 
 def prefix_name(to: Dialect, made: Made) -> str:
@@ -207,25 +202,33 @@ def entries_of(to: Dialect, made: Sequence[Made]) -> list[Entry]:
     return found
 
 
-def prove(task: Conversion, sources: Sources, before: Evaluator, part: Path, told: float) -> dict[str, Any]:
+class Claim(NamedTuple):
+    """The file that a run has written, and the largest residual of a layer that it reports."""
+
+    part: Path
+    residual: float
+
+
+def prove(task: Conversion, sources: Sources, before: Evaluator, claim: Claim, begin: Counting) -> dict[str, Any]:
     """Read the output as an adapter of the base, and compare its changes with the input's in float64.
 
-    `told`: the largest residual of a layer that the run reports. VerificationFailed where a change differs by more.
+    VerificationFailed where a change differs by more than the run claims.
     """
-    out = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),)))
+    out = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(claim.part),)))
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, out)
     theirs = {t.key: t for t in again.targets}
     chosen = [t for t in sources.targets if not task.include or t.key in theirs]
-    step = max(1, -(-sum(t.matrix[0] * t.matrix[1] for t in chosen) // BUDGET))
-    worst, name = 0.0, ""
+    layers = len(chosen)
+    chosen = chosen[:: max(1, -(-sum(prod(t.matrix) for t in chosen) // BUDGET))]
+    worst, name, told = 0.0, "", begin("prove", sum(8 * prod(t.matrix) for t in chosen))
     with Reader(again.indexes) as reader:
         cache = cache_of(out, reader, again)
         for one in (cache, before.cache):
             if isinstance(one, WithoutBase):
                 one.drawn = True
         after = Evaluator(again, cache, before.at)
-        for target in chosen[::step]:
+        for target in chosen:
             wanted, held = (
                 sum((c.strength * c.dense() for c in e.changes(t)), torch.zeros(target.matrix, dtype=torch.float64))
                 if t is not None else torch.zeros(target.matrix, dtype=torch.float64)
@@ -234,10 +237,11 @@ def prove(task: Conversion, sources: Sources, before: Evaluator, part: Path, tol
             size = float(wanted.norm())
             off = float((wanted - held).norm()) / size if size else float(held.norm())
             worst, name = max((worst, name), (off, target.key))
-            if not off <= 1.01 * told + SLACK:
+            if not off <= 1.01 * claim.residual + SLACK:
                 where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
+            told(8 * prod(target.matrix))
             before.forget()
             after.forget()
-    return {"ok": True, "layers": len(chosen), "recomputed": len(chosen[::step]), "worst_residual": worst,
+    return {"ok": True, "layers": layers, "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip

@@ -24,6 +24,7 @@ from ..job import Job
 from ..methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
+from ..progress import Counting
 from ..proof.recompute import Made, Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
@@ -60,7 +61,7 @@ class Claims:
     nbytes: int  # of all tensors
 
 
-def prove(claims: Claims, reader: Reader, path: Path) -> dict[str, Any]:
+def prove(claims: Claims, reader: Reader, path: Path, begin: Counting) -> dict[str, Any]:
     """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
 
     Methods whose result is not a sum of the inputs' changes are not recomputed: only the tensors' bytes are counted.
@@ -71,22 +72,24 @@ def prove(claims: Claims, reader: Reader, path: Path) -> dict[str, Any]:
         raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {found} bytes", REDO)
     residuals: dict[str, float] = {}
     if claims.job.method in (SUM, "mean"):
-        residuals = _residuals(claims, reader, made, path)
+        residuals = _residuals(claims, reader, made, path, begin)
     worst = max(residuals, key=lambda name: residuals[name], default="")
     return {"ok": True, "layers": len(claims.layers), "recomputed": len(residuals),
             "worst_residual": residuals.get(worst, 0.0), "worst_layer": worst}  # fmt: skip
 
 
-def _residuals(claims: Claims, reader: Reader, made: Index, path: Path) -> dict[str, float]:
+def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: Counting) -> dict[str, float]:
     """Return layer → ‖Δ − Δ̂‖ / ‖Δ‖ of the file; VerificationFailed where it is not the stated one."""
     job, sources = claims.job, claims.sources
     modules = {(m.name, m.parameter): m for m in group(made).modules}
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
-    found = {}
+    found, chosen = {}, _chosen(sources, claims.layers)
+    told = begin("prove", 8 * sum(map(_count, chosen)))
     with ThreadPoolExecutor(1) as pool, Reader([made]) as own:
         again = Recomputation(facts, reader, pool, full=True)
-        for target in _chosen(sources, claims.layers):
+        for target in chosen:
             right = _right(job, target, again)
+            told(8 * _count(target))
             if right is None:
                 continue
             name = target.label

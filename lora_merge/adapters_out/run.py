@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from math import sqrt
+from functools import cached_property
+from math import prod, sqrt
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,8 +25,10 @@ from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError
+from ..files.checkpoint import Index
 from ..methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combining import Combining
+from ..progress import Counting, Progress, Stage, Step, counted, unwatched
 from ..version import __version__
 from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
@@ -34,16 +38,66 @@ from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
 from .truncation import STORED_IN_16
-from .written import Content, Entry, Spelling, metadata, unique, write
+from .written import Content, Entry, Proof, Spelling, metadata, unique, write
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a report of a run or of a plan tells beside its layers."""
+
+    coverage: Mapping[str, Any]
+    dtype: str
+    notes: tuple[str, ...] = ()
+    to: str = "keep"  # the dialect
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The layers that a run has made, before they are written."""
+
+    job: AdapterJob
+    inputs: Sequence[Index]  # whose metadata the output keeps, and whose hashes its recipe has
+    layers: Mapping[str, Layer]
+    entries: Sequence[Entry]
+    config: Mapping[str, Any] | None = None  # of a PEFT folder
+
+    @cached_property
+    def told(self) -> dict[str, dict[str, Any]]:
+        """Layer → what the report tells of it."""
+        return {name: numbers_of(layer) for name, layer in self.layers.items()}
+
+    def finish(self, reader: Reader, facts: Facts, prove: Callable[[Path], Proof], run: Run) -> AdapterReport:
+        """Write the output, prove it, and return the report."""
+        squares, lost = (sum(getattr(layer, what) for layer in self.layers.values()) for what in ("squares", "lost"))
+        residual = sqrt(lost / squares) if squares else 0.0
+        entries = metadata(self.job, self.inputs, [*self.told.values()], residual)
+        written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
+        return AdapterReport(
+            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
+            time.monotonic() - run.started, facts.notes, proof, __version__,
+        )  # fmt: skip
+
+
+class Run:
+    """A run that has begun."""
+
+    def __init__(self, job: AdapterJob, progress: Progress) -> None:
+        self.started, self.progress = time.monotonic(), progress
+        self._output = str(job.output)
+        progress(Step("load", self._output))
+
+    def counted(self, stage: Stage, total: int) -> Callable[[int], object]:
+        """Begin a stage of so many bytes; see `progress.counted`."""
+        return counted(self.progress, stage, self._output, total)
+
+
 @undisturbed()
-def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    started = time.monotonic()
+    this = Run(job, progress)
     sources = open_sources(job)
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
@@ -55,26 +109,23 @@ def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> 
         maker = Maker(job, sources, Evaluator(sources, cache, place("cpu", "F64")), dtype)
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
         kept: dict[str, dict[str, Entry]] = {}
-        layers, zeros = maker.layers(progress, lambda name, layer: kept.update({name: waiting(layer, heap)}))
+        layers, zeros = maker.layers(this.counted, lambda name, layer: kept.update({name: waiting(layer, heap)}))
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        entries = _entries(sources, layers, kept)
-        squares = sum(layer.squares for layer in layers.values())
-        residual = sqrt(sum(layer.lost for layer in layers.values()) / squares)
-        facts = {key: numbers_of(layer) for key, layer in layers.items()}
-        told = metadata(job, inputs, [*facts.values()], residual)
-        claims = Claims(job, sources, facts, sum(e.data.nbytes for e in entries))
-        written, proof = write(job, reader, files, Content(entries, told), lambda part: prove(claims, reader, part))
-    notes = [*dict.fromkeys(sources.notes), *maker.notes]
-    if zeros:
-        notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
-    highest = max(layer.rank for layer in layers.values())
-    if job.rules.linear.name == EXACT and highest > HIGH:
-        notes.append(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
-    return AdapterReport(
-        str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), facts, residual, 1 - residual**2, written,
-        time.monotonic() - started, tuple(notes), proof, __version__,
-    )  # fmt: skip
+        notes = (*dict.fromkeys(sources.notes), *maker.notes, *left_out(zeros))
+        highest = max(layer.rank for layer in layers.values())
+        if job.rules.linear.name == EXACT and highest > HIGH:
+            notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
+        made = Outcome(job, inputs, layers, _entries(sources, layers, kept))
+        claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
+        facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes)
+        return made.finish(reader, facts, lambda part: prove(claims, reader, part, this.counted), this)
+
+
+def left_out(zeros: Sequence[str]) -> list[str]:
+    """Return the note about layers that change nothing, if there are any."""
+    more = " …" if len(zeros) > 3 else ""
+    return [f"not written, because their change is zero: {', '.join(zeros[:3])}{more}"] if zeros else []
 
 
 def plan(job: AdapterJob) -> AdapterReport:
@@ -91,9 +142,14 @@ def plan(job: AdapterJob) -> AdapterReport:
         layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
         size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize
-    return AdapterReport(str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), layers, 0.0, 1.0, size,
-                         0.0,
-                         tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
+    facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], tuple(dict.fromkeys(sources.notes)))
+    return planned(job, facts, layers, size)
+
+
+def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
+    """Return the report of a plan; `size`: the bytes that it would write."""
+    return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
+                         facts.notes, None, __version__, planned=True)  # fmt: skip
 
 
 def planned_rank(job: AdapterJob, target: Target) -> int | None:
@@ -165,32 +221,40 @@ class Maker:
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.notes: list[str] = []
 
-    def layers(
-        self, progress: Callable[[int], object], keep: Callable[[str, Layer], object]
-    ) -> tuple[dict[str, Layer], list[str]]:
+    def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
         """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
         change is zero."""
-        ranks = self._shared_out() if self.job.rules.together else {}
+        together, numbers = self.job.rules.together, sum(prod(t.shape) for t in self.sources.targets)
+        told = begin("make", numbers * self.dtype.itemsize * (1 + together))
+        ranks = self._shared_out(told) if together else {}
         found: dict[str, Layer] = {}
         zeros = []
         for target in self.sources.targets:
-            wanted = self._wanted(target)
             name = target.label
-            if wanted is None or wanted.squares <= 0:
+            layer = self._made(target, ranks.get(name))
+            if layer is None:
                 zeros.append(name)
-                continue
-            layer = self._layer(target, wanted, ranks.get(name))
-            if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
-                raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {name}",
-                               "write it with --dtype fp32 or bf16")  # fmt: skip
-            if layer.algorithm == FACTORS and not layer.rank:
-                zeros.append(name)
-                continue
-            keep(name, layer)
-            found[name] = replace(layer, tensors={})
-            progress(sum(t.nbytes for t in layer.tensors.values()))
-            self.evaluator.forget()
+            else:
+                keep(name, layer)
+                found[name] = replace(layer, tensors={})
+            self._next(target, told)
         return found, zeros
+
+    def _made(self, target: Target, rank: int | None) -> Layer | None:
+        """Return the layer of a weight; None where its change is zero."""
+        wanted = self._wanted(target)
+        if wanted is None or wanted.squares <= 0:
+            return None
+        layer = self._layer(target, wanted, rank)
+        if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
+            raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {target.label}",
+                           "write it with --dtype fp32 or bf16")  # fmt: skip
+        return None if layer.algorithm == FACTORS and not layer.rank else layer
+
+    def _next(self, target: Target, told: Callable[[int], object]) -> None:
+        """Report a weight as done, and forget what was read for it."""
+        told(prod(target.shape) * self.dtype.itemsize)
+        self.evaluator.forget()
 
     def _wanted(self, target: Target) -> Wanted | None:
         changes = [c for c in self.evaluator.changes(target) if c.strength]
@@ -221,16 +285,16 @@ class Maker:
         plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
         return rank * scale if plain and scale and scale > 0 and patch.magnitude is None else None
 
-    def _shared_out(self) -> dict[str, int]:
+    def _shared_out(self, told: Callable[[int], object]) -> dict[str, int]:
         """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(), self.dtype.itemsize, self.noise)
+        return shared_out(self.job.rules.linear, self._matrices(told), self.dtype.itemsize, self.noise)
 
-    def _matrices(self) -> Iterator[tuple[str, Wanted]]:
+    def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
         for target in self.sources.targets:
             wanted = self._wanted(target) if len(target.shape) > 1 else None
             if wanted is not None:
                 yield target.label, wanted
-            self.evaluator.forget()
+            self._next(target, told)
 
 
 def _has_kernel(target: Target) -> bool:

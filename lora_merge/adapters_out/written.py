@@ -17,6 +17,7 @@ from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
 from ..planning.recipe import KEY, sha256
+from ..progress import Progress, Step
 from ..version import __version__
 from .job import AdapterJob
 
@@ -148,13 +149,16 @@ class Content(NamedTuple):
 
 
 def write(
-    job: AdapterJob, reader: Reader, inputs: Sequence[Path], content: Content, prove: Callable[[Path], Proof]
+    job: AdapterJob, reader: Reader, content: Content, prove: Callable[[Path], Proof], progress: Progress
 ) -> tuple[int, Proof | None]:
     """Write the file or folder under a temporary name, prove it, and give it its name; return its bytes and the proof.
 
-    `prove` gets the temporary path, if the job asks for a proof. The inputs must be as they were when they were opened.
+    `prove` gets the temporary path, if the job asks for a proof. The reader's files must be as they were when they were
+    opened.
     """
     entries, told, own = content
+    inputs = reader.paths
+    progress(Step("flush", str(job.output)))
     text = b"" if own is None else json.dumps(own, indent=2, sort_keys=True).encode()
     header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
     size = len(header) + sum(e.data.nbytes for e in entries) + len(text)
@@ -170,7 +174,7 @@ def write(
         if folder:
             (part / CONFIG).write_bytes(text)
         proof = prove(part) if job.inputs.verify else None
-        reader.check_unchanged(inputs)
+        reader.check_unchanged()
     return size, proof
 
 

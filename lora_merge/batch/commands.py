@@ -19,6 +19,7 @@ from ..job import Adapter, Job
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
     from ..adapters_out.report import AdapterReport
+    from ..progress import Progress
 
 MERGE: Final = "merge"
 """The command of a job that names none."""
@@ -58,7 +59,7 @@ class Task:
 
     job: AdapterJob
     plan: Callable[[], AdapterReport]
-    run: Callable[[], AdapterReport]
+    run: Callable[[Progress], AdapterReport]
 
 
 def _as_it_is(request: Request, options: Mapping[str, Any]) -> Task:
@@ -71,10 +72,10 @@ def _adapter_task(request: Request, adapters: Sequence[Adapter], options: Mappin
 
     job = make_adapter_job(request.command, adapters, request.output, request.base, options)
 
-    def does(what: str) -> AdapterReport:
+    def does(what: str, *progress: Progress) -> AdapterReport:
         from ..adapters_out import run
 
-        found: AdapterReport = getattr(run, what)(job)
+        found: AdapterReport = getattr(run, what)(job, *progress)
         return found
 
     return Task(job, partial(does, "plan"), partial(does, "run"))

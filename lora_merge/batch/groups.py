@@ -89,7 +89,7 @@ def _once(
     hashes = Hashes()
     for e in entries:
         if e.request is not None:
-            yield e, _caught_report(e, e.request, hashes, tries)
+            yield e, _caught_report(e, e.request, hashes, progress, tries)
             continue
         plan = _caught(partial(_needed, e, opened, hashes))
         if isinstance(plan, Plan):
@@ -106,13 +106,13 @@ def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | 
     return None if not entry.redo and done(job, contents(plan), opened, hashes) else plan
 
 
-def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, tries: int) -> JobReport:
+def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: Progress, tries: int) -> JobReport:
     """Make an adapter; return what became of it."""
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
         task = request.task(entry.job)
-        return None if not entry.redo and made(task.job, hashes) else task.run()
+        return None if not entry.redo and made(task.job, hashes) else task.run(progress)
 
     found = _caught(make)
     seconds = time.monotonic() - started

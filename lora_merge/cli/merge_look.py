@@ -127,9 +127,13 @@ def undo(done: Report) -> str:
     """Return how to undo a merge: the command that removes its output, as the base is still there."""
     if Path(done.output) == Path(done.base):
         return "the base was replaced: take it from where you have it from"
-    folder = Path(done.output).is_dir()
+    return f"{removal(done.output, folder=Path(done.output).is_dir())}   ({Path(done.base).name} is as it was)"
+
+
+def removal(path: str, *, folder: bool) -> str:
+    """Return the command that removes a file or a folder."""
     remove = ("rmdir /s" if folder else "del") if os.name == "nt" else "rm -r" if folder else "rm"
-    return f"{remove} {quoted(done.output)}   ({Path(done.base).name} is as it was)"
+    return f"{remove} {quoted(path)}"
 
 
 def nearest(path: str) -> str:

@@ -92,6 +92,11 @@ class Reader:
                 file.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(file) and file.hints
                 advise(file.fd, 0, 0, NORMAL)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The open files."""
+        return [*self._files]
+
     def read_into(self, buffer: memoryview, source: Source, offset: int) -> None:
         """Fill `buffer` with the bytes of a source from `offset` on; InputError if the source ends too early.
 

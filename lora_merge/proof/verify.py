@@ -25,7 +25,7 @@ from ..files.checkpoint import read_header
 from ..models.blocks import blocks
 from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
-from ..progress import Progress, Step, unwatched
+from ..progress import Progress, counted, unwatched
 from ..text import quoted
 from .account import account
 from .findings import RETAINED, Findings, remedy
@@ -80,15 +80,8 @@ def _telling(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], o
 
     A sample of the unchanged ones takes next to no time beside the merged ones, and is not counted.
     """
-    output, left = str(plan.job.output), sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
-    total = left
-
-    def told(count: int) -> None:
-        nonlocal left
-        left -= (done := min(count, left))
-        progress(Step("prove", output, done, total))
-
-    return told
+    total = sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
+    return counted(progress, "prove", str(plan.job.output), total)
 
 
 def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final, NamedTuple
 
 from ...errors import FitError, UsageError
@@ -34,6 +35,11 @@ class Pair(NamedTuple):
     def name(self) -> str:
         """The parameter as reports and errors name it."""
         return self.place.label
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers in fp32: what the work on it is measured by."""
+        return 4 * prod(self.place.view.shape)
 
 
 @dataclass(frozen=True)

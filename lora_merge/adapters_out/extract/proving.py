@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ...engine.tensors import TensorCache
 from ...errors import VerificationFailed
 from ...job import Adapter
 from ...models.weights import WeightView
+from ...progress import Counting
 from ..changes import Evaluator
 from ..converting import Made
 from ..sources import Target, open_sources
@@ -37,19 +38,26 @@ FLOOR: Final = 1e-6
 REPORT: Final = "report it with the two checkpoints"
 
 
-def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], part: Path, made: Sequence[Made]) -> dict[str, Any]:
-    """Return what was proven of the file at `part`; VerificationFailed where it is not what the run says."""
-    base, tuned = sides
+class Claim(NamedTuple):
+    """The file that a run has written, and the layers that it says are in it."""
+
+    part: Path
+    made: Sequence[Made]
+
+
+def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, begin: Counting) -> dict[str, Any]:
+    """Return what was proven of the file; VerificationFailed where it is not what the run says."""
+    (base, tuned), (part, made) = sides, claim
     given = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),), base=task.base, method="sum"))
     again = open_sources(given)
     targets = {t.key: t for t in again.targets}
     own = {id(p.place): p for p in pairs.pairs}
-    step = max(1, -(-sum(m.place.view.matrix[0] * m.place.view.matrix[1] for m in made) // BUDGET))
-    worst, name = 0.0, ""
+    chosen = made[:: max(1, -(-sum(prod(m.place.view.matrix) for m in made) // BUDGET))]
+    worst, name, told = 0.0, "", begin("prove", sum(own[id(m.place)].nbytes for m in chosen))
     with Reader(again.indexes) as reader:
         cache = TensorCache(reader, frozenset(f for a in again.adapters for f in a.index.files))
         after = Evaluator(again, cache, place("cpu", "F64"))
-        for one in made[::step]:
+        for one in chosen:
             pair = own[id(one.place)]
             wanted = tuned.rows(pair.tuned, 8) - base.rows(pair.place.view, 8)
             held = _held(pair.place.view, targets, after)
@@ -59,10 +67,11 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], part: Path, mad
                 where = f"{pair.name}: residual {off:.6g}, stated {stated:.6g}"
                 raise VerificationFailed("the written layer is not what the report says", where, REPORT)
             worst, name = max((worst, name), (off, pair.name))
+            told(pair.nbytes)
             for side in sides:
                 side.cache.forget()
             after.forget()
-    return {"ok": True, "layers": len(made), "recomputed": len(made[::step]), "worst_residual": worst,
+    return {"ok": True, "layers": len(made), "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
 
 

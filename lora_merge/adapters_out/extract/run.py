@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,22 @@ from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
-from ...version import __version__
+from ...progress import Counting, Progress, unwatched
 from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Storage, Wanted, numbers_of, shared_out
+from ..layers import Storage, Wanted, shared_out
 from ..peft.complete import completed
 from ..peft.folder import config
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..written import CONTENTS, Content, metadata, write
+from ..run import Facts, Outcome, Run, planned
+from ..written import CONTENTS
 from .making import Extractor, Side, difference
 from .pairs import Chosen, Pair, Pairs, paired
-from .proving import prove
+from .proving import Claim, prove
 from .task import Extraction
 
 
@@ -99,27 +99,27 @@ def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dty
 
 
 @undisturbed()
-def run(task: Extraction, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
     """Run an extraction: the output appears under its name when it is complete and verified, or not at all."""
-    started = time.monotonic()
+    this = Run(task.job, progress)
     found = opened(task)
     task, job = found.task, task.job
     with ExitStack() as stack:
         reader = stack.enter_context(Reader((found.base, found.tuned)))
-        files = [*found.base.files, *found.tuned.files]
         sides = tuple(Side(i, TensorCache(reader, frozenset())) for i in (found.base, found.tuned))
-        made, notes = _made(found, sides, progress)
+        made, notes = _made(found, sides, this.counted)
         whole = _completed(found, made, sides[1])
         entries = entries_of(found.to, whole)
-        facts = {prefix_name(found.to, m): numbers_of(m.layer) for m in made}
-        squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
-        residual = sqrt(lost / squares)
-        told = metadata(job, [found.tuned], [*facts.values()], residual)
-        content = Content(entries, told, config(whole, {}) if found.to.folder else None)
-        written, proof = write(job, reader, files, content, lambda part: prove(task, found.pairs, sides, part, made))
-    return AdapterReport(str(job.output), found.to.name, _called(found.dtype), _coverage(found, len(made)), facts,
-                         residual, 1 - residual**2, written, time.monotonic() - started, (*found.pairs.notes, *notes),
-                         proof, __version__)  # fmt: skip
+        layers = {prefix_name(found.to, m): m.layer for m in made}
+        outcome = Outcome(job, [found.tuned], layers, entries, config(whole, {}) if found.to.folder else None)
+        facts = _facts(found, len(made), (*found.pairs.notes, *notes))
+        return outcome.finish(
+            reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made), this.counted), this
+        )
+
+
+def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
+    return Facts(_coverage(found, layers), _called(found.dtype), notes, found.to.name)
 
 
 def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
@@ -154,15 +154,16 @@ def _coverage(found: Opened, layers: int) -> dict[str, Any]:
     }
 
 
-def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], object]) -> tuple[list[Made], list[str]]:
+def _made(found: Opened, sides: tuple[Side, ...], begin: Counting) -> tuple[list[Made], list[str]]:
     """Return the tensors of every parameter that changed, and notes."""
     base, tuned = sides
     storage = Storage(found.task.job.algorithm, found.dtype, 0.0)
     extractor = Extractor(found.task, storage, found.to.endings)
     made, skipped, equal = [], [], 0
-    rules = found.task.job.rules
-    ranks = shared_out(rules.linear, _matrices(found, sides), found.dtype.itemsize, 0.0) if rules.together else {}
-    for pair in found.pairs.pairs:
+    rules, pairs = found.task.job.rules, found.pairs.pairs
+    told = begin("make", sum(p.nbytes for p in pairs) * (1 + rules.together))
+    ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
+    for pair in pairs:
         changed = difference(pair, base, tuned)
         one = None if changed is None else extractor.made(changed, ranks.get(pair.name))
         if changed is None:
@@ -173,7 +174,7 @@ def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], obje
             if any(not bool(torch.isfinite(t).all()) for t in one.tensors.values()):
                 raise TooLarge("a number is too large for the dtype of the output", pair.name, "use --dtype fp32")
             made.append(one)
-        progress(prod(pair.place.view.shape) * found.dtype.itemsize)
+        told(pair.nbytes)
         for side in sides:
             side.cache.forget()
     if not made:
@@ -184,12 +185,13 @@ def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], obje
     return made, notes
 
 
-def _matrices(found: Opened, sides: tuple[Side, ...]) -> Iterator[tuple[str, Wanted]]:
+def _matrices(found: Opened, sides: tuple[Side, ...], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in found.pairs.pairs:
         changed = difference(pair, *sides) if len(pair.place.view.shape) > 1 else None
         if changed is not None:
             yield pair.name, Wanted(None, None, changed.change, 0)
+        told(pair.nbytes)
         for side in sides:
             side.cache.forget()
 
@@ -211,5 +213,4 @@ def plan(task: Extraction) -> AdapterReport:
             "rank": rank or 0,
         }
         size += (out * cols if whole else (out + cols) * (rank or 0)) * found.dtype.itemsize
-    return AdapterReport(str(task.job.output), found.to.name, _called(found.dtype), _coverage(found, len(layers)),
-                         layers, 0.0, 1.0, size, 0.0, found.pairs.notes, None, __version__, planned=True)  # fmt: skip
+    return planned(task.job, _facts(found, len(layers), found.pairs.notes), layers, size)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ...options import OPTIONS
-from ..habits import expanded
+from ...progress import unwatched
+from ..habits import completed, expanded
 from ..parameters import Command, read, with_options
-from ..text import echo, leave_lost_folder, silent
+from ..stages import watching
+from ..text import echo, leave_lost_folder
 from ..values import named_adapter, named_parts, with_strengths
+from .look import tell
 from .options import OWN
 
 if TYPE_CHECKING:
-    from ...adapters_out.job import AdapterJob
-    from ...adapters_out.report import AdapterReport
+    from ...batch.commands import Task
 
 SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "max_memory", "verify")
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
 PRINTED: Final = ("dry_run", "json", "report", "html", "plot", "quiet", "verbose", "debug")
+
+DONE: Final = {"combine": "combined", "resize": "resized", "convert": "converted", "average": "averaged",
+               "extract": "extracted"}  # fmt: skip
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER[:STRENGTH]", help="A file or a PEFT folder.")]
 
@@ -73,12 +79,17 @@ def convert(
     **options: Any,
 ) -> None:
     """Write an adapter in the dialect of another program."""
-    from ...adapters_out.convert import make_conversion, plan, run
-
     output, base, printed = _taken(options)
-    (given,), found = _given([named_adapter(adapter)], {"rank": rank, "include": include, **options})
-    task = make_conversion(given, output, base, {"to": to, **found})
-    show(task.job, lambda: plan(task) if printed["dry_run"] else run(task), printed)
+
+    def task() -> Task:
+        from ...adapters_out.convert import make_conversion, plan, run
+        from ...batch.commands import Task
+
+        (given,), found = _given([named_adapter(adapter)], {"rank": rank, "include": include, **options})
+        made = make_conversion(given, output, base, {"to": to, **found})
+        return Task(made.job, partial(plan, made), partial(run, made))
+
+    show("convert", task, printed)
 
 
 @_takes("base", "ema", "ema_to", "sigma_rel", *ADAPTERS[1:])
@@ -111,28 +122,39 @@ def extract(
     **options: Any,
 ) -> None:
     """Write as an adapter by what two checkpoints differ."""
-    from ...adapters_out.extract.run import plan, run
-    from ...adapters_out.extract.task import make_extraction
-
     output, _, printed = _taken(options)
-    task = make_extraction(base, tuned, output, _read({"rank": rank, **options}, 1))
-    show(task.job, lambda: plan(task) if printed["dry_run"] else run(task), printed)
+
+    def task() -> Task:
+        from ...adapters_out.extract.run import plan, run
+        from ...adapters_out.extract.task import make_extraction
+        from ...batch.commands import Task
+
+        made = make_extraction(completed(base), completed(tuned), output, _read({"rank": rank, **options}, 1))
+        return Task(made.job, partial(plan, made), partial(run, made))
+
+    show("extract", task, printed)
 
 
 def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -> None:
     """Run or plan `combine`, `resize` or `average`, and print the report."""
-    from ...adapters_out.job import make_adapter_job
-    from ...adapters_out.run import plan, run
-
     output, base, printed = _taken(options)
-    named, found = _given([named_adapter(a) for a in expanded(adapters)], options)
-    job = make_adapter_job(command, named, output, base, found)
-    show(job, lambda: plan(job) if printed["dry_run"] else run(job), printed)
+
+    def task() -> Task:
+        from ...adapters_out.job import make_adapter_job
+        from ...adapters_out.run import plan, run
+        from ...batch.commands import Task
+
+        named, found = _given([named_adapter(a) for a in expanded(adapters)], options)
+        job = make_adapter_job(command, named, output, base, found)
+        return Task(job, partial(plan, job), partial(run, job))
+
+    show(command, task, printed)
 
 
 def _taken(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
     """Return the output, the base, and the options of what is printed, taken out of the options."""
-    return options.pop("output"), options.pop("base", None), {name: options.pop(name) for name in PRINTED}
+    output, base = options.pop("output"), options.pop("base", None)
+    return output, base and completed(base), {name: options.pop(name) for name in PRINTED}
 
 
 def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
@@ -150,45 +172,26 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
     return named, {**found, "strength_for": parts}
 
 
-def show(job: AdapterJob, do: Callable[[], AdapterReport], printed: dict[str, Any]) -> None:
-    """Run or plan a job with `do`, and print its report."""
+def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> None:
+    """Run or plan a task, which is made while progress is shown, as torch is imported for it; print its report."""
+    from ...engine.torch_preload import preload
     from ..streams import Pictures, reporting
 
     pictures = Pictures(printed["html"], printed["plot"], dry_run=printed["dry_run"])
-    with reporting(printed["report"]) as told:
+    with reporting(printed["report"]) as told, watching(quiet=printed["quiet"]) as display:
+        preload(wait=True)
+        task = make()
         for file in (told, pictures):
             if file is not None:
-                file.protect([a.path for a in job.adapters], [job.output])
+                file.protect([a.path for a in task.job.adapters], [task.job.output])
         leave_lost_folder()
         if told is not None:
             told.begin()
-        done = do()
+        done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
         if told is not None:
             told.replace(done.to_json())
     pictures.write(lambda: json.loads(done.to_json()))
     if printed["json"]:
         echo(done.to_json())
         return
-    say = silent if printed["quiet"] else echo
-    for line in lines(done, verbose=printed["verbose"]):
-        say(line)
-    for note in done.notes:
-        echo(f"note: {note}", err=printed["quiet"])
-
-
-def lines(done: AdapterReport, *, verbose: bool) -> list[str]:
-    """Return the lines of a report."""
-    from ...text import size
-
-    found = [f"adapter  {name}: {facts['modules']} modules change {facts['layers']} layers, {facts['strength']:g}×"
-             for name, facts in done.coverage.items()]  # fmt: skip
-    if verbose:
-        for name, layer in done.layers.items():
-            lost = "" if done.planned else f", residual {layer['residual']:.3g}"
-            found.append(f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}")
-    found.append(f"output   {done.output}: {size(done.written)}, {done.dtype}, {len(done.layers)} layers")
-    found.append(f"  {done.summary}")
-    if done.verified:
-        found.append(f"verified {done.verified['recomputed']} of {done.verified['layers']} layers again in float64: "
-                     f"worst residual {done.verified['worst_residual']:.3g}")  # fmt: skip
-    return found
+    tell(done, DONE[command], quiet=printed["quiet"], verbose=printed["verbose"])

@@ -1,0 +1,81 @@
+"""The commands that write adapters, on a terminal, in pipes and from Python: stages of progress, and the last panel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import lora_merge
+from lora_merge.cli import main as program
+from lora_merge.cli import stages
+from lora_merge.progress import Step
+
+from ..support import kohya, save, sd1
+from .terminal import played_here
+
+COMMANDS = {
+    "combine": ["style.safetensors", "other.safetensors"],
+    "resize": ["style.safetensors", "--rank", "size:8KiB"],
+    "convert": ["style.safetensors", "--to", "diffusers", "--base", "base.safetensors"],
+    "average": ["style.safetensors", "other.safetensors"],
+    "extract": ["base.safetensors", "tuned.safetensors", "--rank", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("making")
+    base = sd1()
+    save(base, made / "base.safetensors")
+    save({k: v + 1 if "attn1" in k else v for k, v in base.items()}, made / "tuned.safetensors")
+    save(kohya(base), made / "style.safetensors")
+    save(kohya(base, seed=7), made / "other.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_terminal_shows_the_stages_and_then_a_panel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(stages, "BEAT", 0.0001)
+    monkeypatch.chdir(folder)
+    found = played_here([command, *COMMANDS[command], "-o", f"{command}.safetensors"], monkeypatch, columns=100)
+    assert found.code == 0, found.text
+    assert all(f" {stage} " in found.text for stage in ("load", "make", "prove"))
+    shown = "\n".join(found.screen)
+    assert not any("%|" in row for row in found.screen), "the bar is gone at the end"
+    for word in ("✓ ", "changed", f"lies in  {command}.safetensors", "proven", f"undo     rm {command}.safetensors"):
+        assert word in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_python_is_told_every_stage_and_all_of_its_bytes(folder: Path, tmp_path: Path, command: str) -> None:
+    steps: list[Step] = []
+    files = [folder / word if word.endswith(".safetensors") else word for word in COMMANDS[command]]
+    paths, rest = [f for f in files if isinstance(f, Path)], [str(f) for f in files if not isinstance(f, Path)]
+    options = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=False)}
+    if command == "convert":
+        options, paths = {"to": "diffusers", "base": str(paths[1])}, paths[:1]
+    given = [paths] if command in ("combine", "average") else paths
+    output = tmp_path / "out.safetensors"
+    getattr(lora_merge, command)(*given, output, progress=steps.append, **options)
+    assert list(dict.fromkeys(step.stage for step in steps)) == ["load", "make", "flush", "prove"]
+    assert {step.output for step in steps} == {str(output)}
+    for stage in ("make", "prove"):
+        own = [step for step in steps if step.stage == stage]
+        assert sum(step.done for step in own) == own[-1].total > 0
+
+
+def test_pipes_get_plain_lines_and_no_progress(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["lora-merge", "resize", "style.safetensors", "--rank", "2", "-o", "piped"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    assert out.startswith("adapter  style.safetensors: ")
+    assert "│" not in out
