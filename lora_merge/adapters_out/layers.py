@@ -16,15 +16,16 @@ from ..errors import FitError
 from ..methods import COMBINATIONS
 from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .rank_rules import EXACT, SAME, Rule, choose, share_out
+from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
-from .truncation import Triples, apart, inner, of_dense, of_factors, squares_of, stored
+from .truncation.dense import of_dense, squares_of_matrix, values_of
+from .truncation.factored import of_factors
+from .truncation.krylov import SINGLE
+from .truncation.storing import apart, inner, squares_of, stored
+from .truncation.triples import Triples
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
-
-SINGLE: Final = 1e-3
-"""The share of ‖Δ‖² that is left out is computed in single precision from this size on, exact to a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Wanted:
     def squares(self) -> float:
         """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
         if self.whole is not None:
-            return float(self.whole.double().square().sum())
+            return squares_of_matrix(self.whole)
         return squares_of(*self.factors)
 
 
@@ -127,9 +128,8 @@ def spectrum(wanted: Wanted, rule: Rule, noise: float) -> Triples:
         left, right = wanted.factors
         if left.shape[1] <= min(left.shape[0], right.shape[1]):
             return of_factors(left[None], right[None], noise)[0]
-        return of_dense(left @ right, None, noise)
-    ceiling = wanted.before or None if rule.name == SAME else rule.ceiling
-    return of_dense(wanted.whole, ceiling if rule.name in ("count", SAME) else None, noise)
+        return of_dense(left @ right, rule.of_inputs(wanted.before), noise)
+    return of_dense(wanted.whole, rule.of_inputs(wanted.before), noise)
 
 
 def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, noise: float) -> dict[str, int]:
@@ -138,7 +138,9 @@ def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, 
     everything = replace(rule, name="energy", value=1.0)
     for name, wanted in layers:
         if wanted.squares > 0:
-            values = spectrum(wanted, everything, noise).values.tolist()
+            whole = wanted.whole
+            found = spectrum(wanted, everything, noise).values if whole is None else values_of(whole)
+            values = found.tolist()
             spectra[name] = values[: choose(everything, values)]
             widths[name] = sum(wanted.matrix) * itemsize
     return share_out(spectra, widths, int(rule.value), rule.most)
@@ -199,7 +201,7 @@ class Storage:
         scale = alpha / left.shape[1]
         up, down = (left / scale).to(self.dtype), right.to(self.dtype)
         off = apart(left, right, up.double() * scale, down.double())
-        return self._pair(target, wanted, (up, down), alpha, off)
+        return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float | None) -> Layer:
         """Return the leading triples as factors.
@@ -218,10 +220,10 @@ class Storage:
             shared = inner(*wanted.factors, real, wide) if wanted.whole is None else _shared(
                 wanted.whole if tail > SINGLE * found.squares else wanted.whole.double(), real, wide)  # fmt: skip
             off += tail - 2 * (shared - inner(left, right, real, wide))
-        return self._pair(target, wanted, (up, down), alpha, max(0.0, off))
+        return self._pair(target, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
 
     def _pair(
-        self, target: Target, wanted: Wanted, pair: tuple[Tensor, Tensor], alpha: float, off: float
+        self, target: Target, before: int, pair: tuple[Tensor, Tensor], alpha: float, squares: tuple[float, float]
     ) -> Layer:  # fmt: skip
         """Return both factors in the shapes of a linear layer or of a convolution."""
         up, down = pair
@@ -229,7 +231,7 @@ class Storage:
             "down": down.reshape(down.shape[0], *target.shape[1:]).contiguous(),
             "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
         }
-        return Layer(tensors, FACTORS, down.shape[0], wanted.before, alpha, wanted.squares, off)
+        return Layer(tensors, FACTORS, down.shape[0], before, alpha, *squares)
 
 
 def _shared(whole: Tensor, up: Tensor, down: Tensor) -> float:

@@ -43,6 +43,17 @@ class Rule:
         own = [int(self.value)] if self.name == COUNT else []
         return min([*own, *([self.most] if self.most is not None else [])], default=None)
 
+    def of_inputs(self, rank: int) -> Rule:
+        """Return the rule with the rank of the input in place of `same`; `energy:1` for an input without a rank."""
+        if self.name != SAME:
+            return self
+        return replace(self, name=COUNT, value=rank) if rank else replace(self, name="energy", value=1.0)
+
+    @property
+    def leading(self) -> bool:
+        """Whether the largest singular values and ‖Δ‖² tell the rank."""
+        return self.name in (COUNT, *SHARES[:2], "ratio", "above") or self.most is not None
+
     @property
     def text(self) -> str:
         """The rule as the user writes it."""
@@ -115,6 +126,29 @@ def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None,
         k = len(spectrum)
     k = min(k, len(spectrum), k if rule.most is None else rule.most)
     return max(k, 1 if spectrum else 0)
+
+
+def reached(rule: Rule, values: Sequence[float], total: float) -> int | None:
+    """Return the rank of a layer where its largest singular values tell it; None where more of them are needed.
+
+    Parameters:
+        rule: Any rule but `size` and `same`.
+        values: The largest singular values, the largest first.
+        total: ‖Δ‖².
+    """
+    k = None
+    if rule.name == COUNT and len(values) >= rule.value:
+        k = int(rule.value)
+    elif rule.name in SHARES[:2]:
+        share = rule.value if rule.name == "energy" else rule.value**2
+        sums = accumulate(s * s for s in values)
+        k = next((n for n, found in enumerate(sums, 1) if found >= total * share * (1 - SLACK)), None)
+    elif rule.name in ("ratio", "above") and values:
+        least = rule.value if rule.name == "above" else values[0] / rule.value
+        k = next((max(n, 1) for n, found in enumerate(values) if found <= least), None)
+    if rule.most is not None and len(values) >= rule.most:
+        return rule.most if k is None else min(k, rule.most)
+    return k
 
 
 def _reached(terms: Sequence[float], wanted: float) -> int:

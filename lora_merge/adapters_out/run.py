@@ -37,7 +37,7 @@ from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
-from .truncation import STORED_IN_16
+from .truncation.factored import STORED_IN_16
 from .written import Content, Entry, Proof, Spelling, metadata, unique, write
 
 HIGH: Final = 256

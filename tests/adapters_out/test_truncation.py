@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.adapters_out import truncation
-from lora_merge.adapters_out.truncation import Triples, of_dense, of_factors, squares_of, stored
+from lora_merge.adapters_out.truncation import dense, krylov
+from lora_merge.adapters_out.rank_rules import COUNT, Rule
+from lora_merge.adapters_out.truncation.dense import of_dense
+from lora_merge.adapters_out.truncation.factored import of_factors
+from lora_merge.adapters_out.truncation.storing import squares_of, stored
+from lora_merge.adapters_out.truncation.triples import Triples
 
 
 def pair(rank: int, out: int = 30, cols: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,14 +63,14 @@ def test_directions_that_cancel_are_not_stored() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.7, 2.0])
 def test_the_search_is_within_its_promise(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truncation, "SMALL_SIDE", 16)
+    monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
     generator = torch.Generator().manual_seed(0)
     u = torch.linalg.qr(torch.randn(120, 96, generator=generator)).Q
     v = torch.linalg.qr(torch.randn(130, 96, generator=generator)).Q
     delta = (u * torch.arange(1, 97).float().pow(-decay)) @ v.mT
-    found = of_dense(delta, 8)
-    best = optimum(delta, 8)
-    assert best * (1 - 1e-6) <= error(delta.double(), found, 8) <= best * (1 + 2 * truncation.EXCESS)
+    found = of_dense(delta, Rule(COUNT, 7))
+    best = optimum(delta, 7)
+    assert best * (1 - 1e-6) <= error(delta.double(), found, 7) <= best * (1 + krylov.EXCESS)
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
@@ -92,9 +96,9 @@ def test_norms_of_products_keep_their_digits() -> None:
 
 def test_a_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding noise has one; without enough rounds each such layer took ten times as long."""
-    monkeypatch.setattr(truncation, "_decomposed", lambda _: pytest.fail("the exact way"))
+    monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
     noise = torch.randn(800, 800, generator=torch.Generator().manual_seed(1))
-    found = truncation.of_dense(noise, 16)
+    found = of_dense(noise, Rule(COUNT, 16))
     values = np.linalg.svd(noise.double().numpy(), compute_uv=False)
     lost = found.squares - float(found.values[:16].square().sum())
-    assert lost**0.5 <= (1 + truncation.EXCESS) * np.sqrt((values[16:] ** 2).sum())
+    assert lost**0.5 <= (1 + krylov.EXCESS) * np.sqrt((values[16:] ** 2).sum())

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ...algorithms.lokr import LOKR
 from ..layers import Layer
-from ..truncation import of_dense, stored
+from ..rank_rules import COUNT, Rule
+from ..truncation.dense import of_dense
+from ..truncation.storing import stored
 
 Choose = Callable[[list[float], float], int]
 
@@ -43,9 +45,9 @@ def kronecker(change: Tensor, shape: tuple[int, ...], factor: int, dtype: torch.
     (o1, o2), (i1, i2) = factored(shape[0], factor), factored(shape[1], factor)
     kernel = prod(shape[2:])
     turned = change.reshape(o1, o2, i1, i2, kernel).permute(0, 2, 1, 3, 4).reshape(o1 * i1, o2 * i2 * kernel)
-    left, right = of_dense(turned, 1).pair(1)
+    left, right = of_dense(turned, Rule(COUNT, 1)).pair(1)
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
-    found = of_dense(w2, None)
+    found = of_dense(w2)
     rank = choose(found.values.tolist(), found.squares)
     tensors = {"w1": w1.contiguous()}
     if rank < max(o2, i2) / 2:

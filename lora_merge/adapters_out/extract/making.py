@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ...algorithms.lokr import LOKR
-from ...engine.devices import place
-from ...engine.placement import Placement
-from ...engine.tensors import TensorCache, gathered, weight_values
+from ...disk.files import StoredTensor
+from ...disk.reader import Reader
+from ...engine.placement import finite, odd, pieces
+from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
 from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
@@ -39,25 +40,33 @@ DIGITS: Final[Mapping[str, tuple[int, int]]] = {
 STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Side:
-    """One checkpoint: reads rows of its weights."""
+    """One checkpoint: reads rows of its weights, from any thread."""
 
     index: Index
-    cache: TensorCache
-    at: dict[int, Placement] = field(default_factory=lambda: {4: place("cpu", "F32"), 8: place("cpu", "F64")})
+    reader: Reader
 
-    def rows(self, view: WeightView, width: int) -> Tensor:
-        """Return [rows, cols] of a view; `width`: bytes of a number of the result."""
-        return gathered(view, self._whole, self.at[width])
+    def rows(self, view: WeightView) -> Tensor:
+        """Return [rows, cols] of a view in the dtype that is stored, decoded where numbers are quantised."""
+        pieces = [self._piece(piece) for piece in view.row_slices]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _piece(self, piece: RowSlice) -> Tensor:
+        weight = self.weight(piece.key)
+        if weight.packed is None:
+            found = stored_numbers(weight, piece.start * piece.cols, piece.size, self._read).reshape(-1, piece.cols)
+        else:
+            found = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
+        return found.mT if piece.transposed else found
+
+    def _read(self, info: StoredTensor) -> Tensor:
+        return view_bytes(self.reader.view(info), info.dtype, info.shape)
 
     def weight(self, key: str) -> Weight:
         """Return a stored weight."""
         info = self.index.tensors[key]
         return Weight(info.shape, info, self.index.packed.get(key))
-
-    def _whole(self, piece: RowSlice) -> Tensor:
-        return weight_values(self.weight(piece.key), self.cache.fetch).reshape(-1, piece.cols)
 
     def dtypes(self, view: WeightView) -> set[str]:
         """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
@@ -70,7 +79,7 @@ class Difference:
 
     pair: Pair
     change: Tensor
-    value: Tensor  # of the tuned weight
+    value: Tensor  # of the tuned weight, in its own dtype
     dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
 
     @property
@@ -82,16 +91,19 @@ class Difference:
 def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
     """Return tuned − base; None where both are equal. InputError for NaN or infinite numbers."""
     dtypes = base.dtypes(pair.place.view) | tuned.dtypes(pair.tuned)
-    width = 8 if dtypes & {"F32", "F64"} else 4
-    old, new = base.rows(pair.place.view, width), tuned.rows(pair.tuned, width)
-    if torch.equal(old, new):
+    old, new = base.rows(pair.place.view), tuned.rows(pair.tuned)
+    if len(dtypes) == 1 and torch.equal(as_bytes(old), as_bytes(new)):
         return None
-    change = new - old
-    if not bool(torch.isfinite(change).all()):
-        side, view = (tuned, pair.tuned) if bool(torch.isfinite(old).all()) else (base, pair.place.view)
+    change = torch.empty(old.shape, dtype=torch.float64 if dtypes & {"F32", "F64"} else torch.float32)
+    for into, other in pieces(change, new):
+        into.copy_(other)
+    for into, other in pieces(change, old):
+        into -= other.to(into.dtype)
+    if odd(change) and not bool(torch.isfinite(change).all()):
+        side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, pair.place.view)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned)))
+    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned))) if bool(change.any()) else None
 
 
 def _noise(values: Tensor, dtypes: frozenset[str]) -> float | None:
@@ -99,8 +111,13 @@ def _noise(values: Tensor, dtypes: frozenset[str]) -> float | None:
     if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
         return None
     digits, least = DIGITS[next(iter(dtypes))]
-    exponents = torch.frexp(values).exponent.clamp_min(least).double()
-    return float((4.0 ** (exponents - digits)).mean()) / 12
+    total = 0.0
+    for some, _ in pieces(values, values):
+        wide = some.double() if some.dtype == torch.float64 else some.float()
+        steps = torch.frexp(wide).exponent.clamp_min(least) - least  # counted by size, as there are few sizes
+        counts = torch.bincount(steps.reshape(-1)).double()
+        total += float((counts * 4.0 ** (torch.arange(len(counts), dtype=torch.float64) + least - digits)).sum())
+    return total / max(values.numel(), 1) / 12
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
         after = Evaluator(again, cache, place("cpu", "F64"))
         for one in chosen:
             pair = own[id(one.place)]
-            wanted = tuned.rows(pair.tuned, 8) - base.rows(pair.place.view, 8)
+            wanted = tuned.rows(pair.tuned).double() - base.rows(pair.place.view).double()
             held = _held(pair.place.view, targets, after)
             off = float((wanted - held).norm()) / float(wanted.norm())
             stated = sqrt(one.layer.lost / one.layer.squares)
@@ -68,8 +68,6 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
                 raise VerificationFailed("the written layer is not what the report says", where, REPORT)
             worst, name = max((worst, name), (off, pair.name))
             told(pair.nbytes)
-            for side in sides:
-                side.cache.forget()
             after.forget()
     return {"ok": True, "layers": len(made), "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,7 +16,6 @@ from ...disk.destination import check_output
 from ...disk.reader import Reader
 from ...dtypes import DTYPES, ITEM_BYTES
 from ...engine.placement import TORCH_DTYPES
-from ...engine.tensors import TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import InputError, TooLarge, UsageError
 from ...files.checkpoint import Index
@@ -35,11 +34,15 @@ from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
 from ..run import Facts, Outcome, Run, planned
+from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .making import Extractor, Side, difference
 from .pairs import Chosen, Pair, Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
+
+NUMBER: Final = 10
+"""Bytes for each number of a weight under way: Δ in fp32, both weights in 16 bits, and the bases of a search."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
     task, job = found.task, task.job
     with ExitStack() as stack:
         reader = stack.enter_context(Reader((found.base, found.tuned)))
-        sides = tuple(Side(i, TensorCache(reader, frozenset())) for i in (found.base, found.tuned))
+        sides = Side(found.base, reader), Side(found.tuned, reader)
         made, notes = _made(found, sides, this.counted)
         whole = _completed(found, made, sides[1])
         entries = entries_of(found.to, whole)
@@ -129,7 +132,7 @@ def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
         made = [*made, *_head(found, made)]
 
     def value(place: Place) -> torch.Tensor:
-        return tuned.rows(own[place.label].tuned, 4).to(found.dtype)
+        return tuned.rows(own[place.label].tuned).to(found.dtype)
 
     return completed(made, [p.place for p in own.values()], found.to, value)
 
@@ -154,29 +157,30 @@ def _coverage(found: Opened, layers: int) -> dict[str, Any]:
     }
 
 
-def _made(found: Opened, sides: tuple[Side, ...], begin: Counting) -> tuple[list[Made], list[str]]:
+def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[list[Made], list[str]]:
     """Return the tensors of every parameter that changed, and notes."""
-    base, tuned = sides
-    storage = Storage(found.task.job.algorithm, found.dtype, 0.0)
-    extractor = Extractor(found.task, storage, found.to.endings)
+    task = found.task
+    extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0), found.to.endings)
     made, skipped, equal = [], [], 0
-    rules, pairs = found.task.job.rules, found.pairs.pairs
+    rules, pairs = task.job.rules, found.pairs.pairs
     told = begin("make", sum(p.nbytes for p in pairs) * (1 + rules.together))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
-    for pair in pairs:
-        changed = difference(pair, base, tuned)
-        one = None if changed is None else extractor.made(changed, ranks.get(pair.name))
-        if changed is None:
+
+    def work(pair: Pair) -> Made | Pair | None:
+        """Return the tensors; the pair where they are not to be written, None where nothing changed."""
+        changed = difference(pair, *sides)
+        return None if changed is None else extractor.made(changed, ranks.get(pair.name)) or pair
+
+    for pair, one in zip(pairs, side_by_side(pairs, work, _nbytes, task.job.inputs.max_memory), strict=True):
+        if one is None:
             equal += 1
-        elif one is None:
+        elif isinstance(one, Pair):
             skipped.append(pair.name)
         else:
             if any(not bool(torch.isfinite(t).all()) for t in one.tensors.values()):
                 raise TooLarge("a number is too large for the dtype of the output", pair.name, "use --dtype fp32")
             made.append(one)
         told(pair.nbytes)
-        for side in sides:
-            side.cache.forget()
     if not made:
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
@@ -185,15 +189,18 @@ def _made(found: Opened, sides: tuple[Side, ...], begin: Counting) -> tuple[list
     return made, notes
 
 
-def _matrices(found: Opened, sides: tuple[Side, ...], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
+def _nbytes(pair: Pair) -> int:
+    """Return about how many bytes the difference of a parameter takes, with both weights as they are stored."""
+    return prod(pair.place.view.shape) * NUMBER
+
+
+def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in found.pairs.pairs:
         changed = difference(pair, *sides) if len(pair.place.view.shape) > 1 else None
         if changed is not None:
             yield pair.name, Wanted(None, None, changed.change, 0)
         told(pair.nbytes)
-        for side in sides:
-            side.cache.forget()
 
 
 def plan(task: Extraction) -> AdapterReport:

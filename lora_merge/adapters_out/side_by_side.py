@@ -1,0 +1,44 @@
+"""Works at several layers at a time, each on one core: their results do not depend on the number of cores."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from ..engine.devices import one_core, threads
+from ..engine.placement import HOST
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 2
+"""How many results may wait for an earlier one, for each thread."""
+
+
+def side_by_side(
+    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int
+) -> Iterator[R]:  # fmt: skip
+    """Yield the result of each task, in the order of the tasks; the first error ends the work.
+
+    Parameters:
+        tasks: What is worked at.
+        work: Makes the result of one; it is called in several threads.
+        nbytes: How many bytes a task takes while it is under way.
+        bound: How many bytes all tasks under way may take; one alone may take more.
+    """
+    count = threads([HOST])
+    waiting: deque[tuple[Future[R], int]] = deque()
+    left = deque(tasks)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=one_core)
+    try:
+        while left or waiting:
+            taken = sum(size for future, size in waiting if not future.done())
+            while left and len(waiting) < count * AHEAD and (not taken or taken + nbytes(left[0]) <= bound):
+                task = left.popleft()
+                waiting.append((pool.submit(work, task), nbytes(task)))
+                taken += waiting[-1][1]
+            yield waiting.popleft()[0].result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,1 @@
+"""The best factors of a given rank."""

@@ -1,0 +1,108 @@
+"""From ΔW itself: the leading triples by a search, or all of them from the Gram matrix of the shorter side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..rank_rules import Rule, choose, reached
+from .krylov import WIDTH, searched
+from .triples import Triples, numeric_rank
+
+WORTH: Final = 8
+"""How many blocks of a search the shorter side holds at least, where it is searched: otherwise the exact way is as
+fast."""
+
+TINY: Final = 128
+"""The shorter side up to which a matrix is decomposed without its Gram matrix, with all digits."""
+
+DIGITS: Final = 1e-4
+"""The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""
+
+PIECE: Final = 2**18
+"""Numbers that are squared in fp64 at once: more would leave the caches."""
+
+
+def of_dense(change: Tensor, rule: Rule | None = None, noise: float = 0.0) -> Triples:
+    """Return the triples of one ΔW [out, cols], as many as a rule chooses or more; without a rule, all.
+
+    The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`.
+    """
+    return of_stack(change[None], [rule], noise)[0]
+
+
+def of_stack(stack: Tensor, rules: Sequence[Rule | None], noise: float = 0.0) -> list[Triples]:
+    """Return what `of_dense` returns for each ΔW of [n, out, cols]; `stack` may be on any device, the triples are on
+    the host."""
+    squares = [squares_of_matrix(change) for change in stack]
+    width = max(_width(rule) for rule in rules)
+    found: list[Triples | None] = [None] * len(stack)
+    if width and width * WORTH <= min(stack.shape[1:]) and all(squares):
+        found = searched(stack, squares, [partial(_reach, rule) for rule in rules], width)
+    bound = max(max(stack.shape[1:]) * 2.0**-52, noise)
+    whole = (
+        one or exactly(change, rule, size) for one, change, rule, size in zip(found, stack, rules, squares, strict=True)
+    )
+    return [one.first(numeric_rank(one.values, bound)) for one in whole]
+
+
+def _width(rule: Rule | None) -> int:
+    """Return how many columns a block of the search has for a rule; 0 for one that needs all singular values."""
+    if rule is None or not rule.leading:
+        return 0
+    most = rule.ceiling
+    return WIDTH if most is None else most + max(8, most // 8)
+
+
+def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | None:
+    assert rule is not None, "a search has a rule"
+    return reached(rule, values, total)
+
+
+def exactly(change: Tensor, rule: Rule | None, squares: float) -> Triples:
+    """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
+    in that matrix have too few digits for the rule."""
+    matrix = change.double()
+    if min(matrix.shape) <= TINY or rule is None:
+        return _decomposed(matrix, squares)
+    wide = matrix.shape[0] <= matrix.shape[1]
+    found, vectors = torch.linalg.eigh(matrix @ matrix.mT if wide else matrix.mT @ matrix)
+    values = found.flip(0).clamp_min(0).sqrt().cpu()
+    rank = choose(rule, values.tolist(), total=squares)
+    if not rank or values[rank - 1] < DIGITS * values[0]:
+        return _decomposed(matrix, squares)
+    own = vectors.flip(1)[:, :rank].cpu()
+    other = (own.mT @ matrix.cpu() if wide else matrix.cpu() @ own) / (values[:rank, None] if wide else values[:rank])
+    one = torch.eye(rank, dtype=torch.float64)
+    return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
+
+
+def _decomposed(matrix: Tensor, squares: float) -> Triples:
+    """Return all triples: QR brings a long matrix to a square one first."""
+    long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+    q, r = torch.linalg.qr(long)
+    u, s, v = torch.linalg.svd(r)
+    q, u, s, v = q.cpu(), u.cpu(), s.cpu(), v.cpu()
+    one = torch.eye(len(s), dtype=torch.float64)
+    if long is matrix:
+        return Triples((q, v), (u, one), s, squares)
+    return Triples((v.mT, q.mT), (one, u.mT), s, squares)
+
+
+def values_of(change: Tensor) -> Tensor:
+    """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
+    matrix = change.double()
+    if min(matrix.shape) <= TINY:
+        return torch.linalg.svdvals(matrix)
+    gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
+    return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
+
+
+def squares_of_matrix(matrix: Tensor) -> float:
+    """Return ‖ΔW‖², summed in fp64."""
+    rows = max(1, PIECE // max(matrix.shape[-1], 1))
+    return sum(float(matrix[at : at + rows].double().square().sum()) for at in range(0, len(matrix), rows))
