@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.adapters_out.truncation import dense, krylov
 from lora_merge.adapters_out.rank_rules import COUNT, Rule
+from lora_merge.adapters_out.truncation import dense, krylov
 from lora_merge.adapters_out.truncation.dense import of_dense
 from lora_merge.adapters_out.truncation.factored import of_factors
 from lora_merge.adapters_out.truncation.storing import squares_of, stored

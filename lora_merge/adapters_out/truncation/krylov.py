@@ -2,8 +2,8 @@
 
 Golub, Luk and Overton 1981, doi:10.1145/355945.355946: from random columns Ω, blocks Uⱼ and Vⱼ with orthonormal columns
 span what ΔΔᵀ and ΔᵀΔ make of Ω. Within them P = UᵀΔ = B Vᵀ, so the singular values of the small B are those of P, and
-‖Δ − U_k P_k‖² = ‖Δ‖² − Σσᵢ² is exact. Musco and Musco 2015, arXiv:1504.05477: where singular values lie close together, as
-those of rounding errors do, such a basis needs the root of the number of steps that repeated powers need.
+‖Δ − U_k P_k‖² = ‖Δ‖² − Σσᵢ² is exact. Musco and Musco 2015, arXiv:1504.05477: where singular values lie close together,
+as those of rounding errors do, such a basis needs the root of the number of steps that repeated powers need.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def searched(
     lefts, rights = block, stack.new_zeros(n, cols, 0)
     core = torch.zeros(n, 0, 0, dtype=torch.float64)
     for _ in range(min(out, cols) // 2 // width):
-        block, over, own = _apart(stack.mT @ block, rights)
+        block, over, own = _apart((block.mT @ stack).mT, rights)
         core = _grown(core, over.mT, own.mT)
         rights = torch.cat((rights, block), 2)
         values = torch.linalg.eigvalsh(core @ core.mT).flip(1).clamp_min(0)
@@ -111,7 +111,7 @@ def searched(
 
 def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block without its share of the basis, with orthonormal columns; and both its shares, in fp64 on the
-    host: block = basis · first + result · second. Taking away twice leaves nothing that rounding has left the first time."""
+    host: block = basis · first + result · second. What rounding leaves the first time is taken away the second time."""
     whole = block
     for _ in range(2):
         block, _ = triangular(block - basis @ (basis.mT @ block))
