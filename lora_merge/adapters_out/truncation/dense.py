@@ -97,9 +97,11 @@ def values_of(change: Tensor) -> Tensor:
     """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
     matrix = change.double()
     if min(matrix.shape) <= TINY:
-        return torch.linalg.svdvals(matrix)
+        values: Tensor = torch.linalg.svdvals(matrix)
+        return values
     gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
-    return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
+    squares: Tensor = torch.linalg.eigvalsh(gram)
+    return squares.flip(0).clamp_min(0).sqrt()
 
 
 def squares_of_matrix(matrix: Tensor) -> float:
