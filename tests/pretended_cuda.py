@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -239,6 +241,25 @@ class There(Tensor):
         with gpu().lock:
             return copied(self, source, non_blocking=non_blocking)
 
+    def tolist(self) -> Any:
+        gpu().stream(self.number).synchronize()
+        return self.values.tolist()  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.tolist())
+
+    def __int__(self) -> int:
+        return int(self.tolist())
+
+    def __invert__(self) -> Tensor:
+        """Torch's own asks a real device for a guard."""
+        return aten.bitwise_not.default(self)  # type: ignore[no-any-return]
+
+    def nonzero(self) -> Tensor:  # type: ignore[override]
+        """Torch's own asks a real device for a guard; it waits, as the shape depends on the values."""
+        with gpu().lock:
+            return operated(aten.nonzero.default, (self,), {}).to(self.device)  # type: ignore[no-any-return]
+
     def contiguous(self) -> Tensor:  # type: ignore[override]
         """Torch's own asks for a guard where it copies."""
         return self if self.is_contiguous() else aten.clone.default(self, memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
@@ -406,7 +427,8 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         return out
 
     def moved(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        return tensor(*args, **kwargs).to(device) if device is not None else tensor(*args, **kwargs)
+        usual = (m.device for m in reversed(_get_current_function_mode_stack()) if isinstance(m, DeviceContext))
+        return tensor(*args, device="cpu", **kwargs).to(device or next(usual, "cpu"))
 
     instead = {
         "Stream": Stream, "Event": Event, "cudart": lambda: Runtime, "stream": found.using, "device": found.on, "current_stream": found.stream,

@@ -27,8 +27,9 @@ from .device.memory import DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import new_weights
 from .patch_tensors import PatchTensors
-from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, stage, sum_too_large
-from .tensors import Codes, Fetch, decoded, recode, stored_numbers
+from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
+from .storing.recoding import Codes, NewParts, recode
+from .tensors import Item, apart, base_values, codecs_on, in_place, stored_numbers
 from .torch_state import exact_products
 
 STAGED: Final = 2**23
@@ -38,15 +39,6 @@ Result = TypeVar("Result")
 
 ERRAND: Final = 2**16
 """The least numbers that a thread of the pool gets to fold, where there are as many."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A block with its stored base values and the tensor for its result, both on the host."""
-
-    block: Block
-    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
-    into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
 
 
 @dataclass(frozen=True)
@@ -171,7 +163,9 @@ class BlockMerger:
             return Outcome()
         if isinstance(merged, str):
             return merged
-        return self._cut(group, merged) if group[0].block.target.packed is None else self._recoded(group, merged)
+        if group[0].block.target.packed is None:
+            return self._cut(group, merged)
+        return self._recoded(group, merged, lane)
 
     def turn(self, work: Callable[[DeviceStream], Result], lane: DeviceStream | None = None) -> Result | str:
         """Return the result of work in one turn of a lane, by default the calling thread's; the device's message if it
@@ -198,9 +192,9 @@ class BlockMerger:
         """Fold blocks and write the results; return the merged values if some may be too large for their dtype."""
         blocks = [i.block for i in group]
         stacks = self.tensors.stacks(blocks, at, lane)
-        base = self._base(group, at, lane)
+        base = base_values(group, at, lane, self.tensors.fetch)
         merged = new_weights(blocks, base, stacks)
-        if merged is base and _in_place(group, at):
+        if merged is base and in_place(group, at):
             return merged if odd(merged) else None
         if blocks[0].target.packed is not None:
             return merged
@@ -219,20 +213,28 @@ class BlockMerger:
             return values
         return to_floats(host(values).reshape(-1), block.target.dtype, uniform).view(values.shape)
 
-    def _recoded(self, group: Sequence[Item], merged: Tensor) -> Outcome:
-        """Store merged blocks that are not plain numbers."""
+    def _recoded(self, group: Sequence[Item], merged: Tensor, lane: DeviceStream | None) -> Outcome | str:
+        """Store merged blocks that are not plain numbers; nothing is written if the device is out of memory."""
+        made = self.turn(lambda _: [*map(self._stored, group, merged.unbind())], lane)
+        if isinstance(made, str):
+            return made
         outcome = Outcome()
-        for item, values in zip(group, merged.unbind(), strict=True):
-            target, own = item.block.target, host(values)
-            if odd(own) and self._overflown(item, values):
-                raise sum_too_large(target.name, values.dtype)
-            codes = Codes(item.base, item.into, self._uniform(item.block))
-            parts = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
-            if parts is None:
-                outcome += Outcome(largest={target.name: largest(own)})
+        for item, found in zip(group, made, strict=True):
+            if isinstance(found, Outcome):
+                outcome += found
             else:
-                outcome += Outcome(parts=parts)
+                item.into.copy_(found.codes)
+                outcome += Outcome(parts=found.others)
         return outcome
+
+    def _stored(self, item: Item, values: Tensor) -> NewParts | Outcome:
+        """Return how a merged block is stored, or its largest number where no scale covers it."""
+        target, own = item.block.target, values if codecs_on(values.device) else host(values)
+        if odd(own) and self._overflown(item, values):
+            raise sum_too_large(target.name, values.dtype)
+        codes = Codes(item.base, item.into, self._uniform(item.block))
+        found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
+        return Outcome(largest={target.name: largest(own)}) if found is None else found
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Outcome:
         """Write the numbers again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
@@ -258,15 +260,8 @@ class BlockMerger:
         if base is item.into and block.target.packed is None:  # overwritten
             base = stored_numbers(block.target.weight, *block.stored, self.tensors.fetch)
             base = base.view(block.last - block.first, block.cols)
-        finite_base = finite(self._base([replace(item, base=base)], HOST, DeviceStream(HOST))[0])
+        finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.tensors.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
-
-    def _values(self, item: Item) -> Tensor:
-        block, weight = item.block, item.block.target.weight
-        if weight.packed is None:
-            return item.base
-        found = decoded(item.base, weight, *block.stored, self.tensors.fetch)
-        return found.view(block.last - block.first, block.cols)
 
     def _lane(self) -> DeviceStream:
         """Return the calling thread's lane; lanes are distributed over the placements in turn."""
@@ -285,20 +280,6 @@ class BlockMerger:
         text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"
         if text not in self.notes:
             self.notes.append(text)
-
-    def _base(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor:
-        """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
-        stored values first along every axis, then zeros."""
-        block = group[0].block
-        if not block.target.weight.padded:
-            return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([*map(self._values, group)], at, lane)
-        out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
-        for rows, item in zip(out, group, strict=True):
-            if item.base.numel():
-                weight = item.block.target.weight
-                corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
-                rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
-        return out
 
 
 def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:
@@ -321,22 +302,8 @@ def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
     return sum((done.result() for done in under_way), Outcome())
 
 
-def _in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
-    item = group[0]
-    return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
-
-
 def _block(item: Item) -> Block:
     return item.block
-
-
-def apart(block: Block, fetch: Fetch) -> Item:
-    """Return a block with base values of its own, and memory of its own for its codes."""
-    weight, made = block.target.weight, block.target.packing.encoding
-    numbers = stored_numbers(weight, *block.stored, fetch)
-    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain else numbers
-    return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
 
 
 def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:

@@ -18,11 +18,12 @@ from .device.adapters import AdaptersOnDevice
 from .device.choice import choose
 from .device.windows import DeviceWindows
 from .devices import device_bytes, one_core, places, release, threads
-from .fold_blocks import BlockMerger, Item, made_again, settled
+from .fold_blocks import BlockMerger, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .storing.new_codes import NewCodes
-from .tensors import TensorCache, decoded, new_parts, packed, raw, refitted
+from .storing.recoding import new_parts, refitted
+from .tensors import Item, TensorCache, decoded, packed, raw
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24

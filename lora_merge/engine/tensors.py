@@ -3,25 +3,25 @@ tensors that many blocks use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..disk.files import Memory, Source, StoredTensor
+from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
-from ..disk.spool import PartBytes
 from ..dtypes import ITEM_BYTES
-from ..errors import InputError, TooLarge
-from ..files.codecs.base import CODES, DRAW, InvalidPart, OutOfRange, Packing
+from ..errors import InputError
+from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
-from ..planning.plan import OutputTensor
-from .placement import TORCH_DTYPES, Placement, host, odd, stage
+from .blocks import Block
+from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, host, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -88,14 +88,31 @@ class DeviceCache:
 
 
 def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
-    """Return the stored parts of `count` numbers of a weight from `first` on; `numbers` are the codes."""
+    """Return the stored parts of `count` numbers of a weight from `first` on, on the device of the codes, `numbers`; a
+    single number of the whole weight stays on the CPU."""
     found = {CODES: numbers}
     for role, part in packing.parts.items():
         info, (low, size) = part.info, part.span(first, count)
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
-        found[role] = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+        own = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+        found[role] = own if shape == (1,) and not part.numbers else beside(own, numbers)
     return found
+
+
+def beside(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor on the device of another."""
+    return tensor if tensor.device == other.device else stage([tensor], Placement(other.device, tensor.dtype))[0]
+
+
+def codecs_on(device: torch.device) -> bool:
+    """Return whether codecs compute on a device other than the host: it must have all dtypes and operations."""
+    return device.type != "cpu" and device.type in WHOLE
+
+
+def computing(device: torch.device) -> AbstractContextManager[Any]:
+    """Let codecs make their own tensors on a device."""
+    return nullcontext() if device.type == "cpu" else device
 
 
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
@@ -107,7 +124,8 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
     if encoding.plain:
         return numbers
     try:
-        values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
+        with computing(numbers.device):
+            values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
     except InvalidPart as e:
         where = f"{weight.stored.file}: {weight.stored.name}"
         raise InputError(f"a weight cannot be decoded: {e}", where, "download the model again") from e
@@ -147,6 +165,58 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Item:
+    """A block with its stored base values and the tensor for its result, both on the host."""
+
+    block: Block
+    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
+    into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
+
+
+def apart(block: Block, fetch: Fetch) -> Item:
+    """Return a block with base values of its own, and memory of its own for its codes."""
+    weight, made = block.target.weight, block.target.packing.encoding
+    numbers = stored_numbers(weight, *block.stored, fetch)
+    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain else numbers
+    return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
+
+
+def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream, fetch: Fetch) -> Tensor:
+    """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
+    stored values first along every axis, then zeros."""
+    block = group[0].block
+    if not block.target.weight.padded:
+        return (
+            group[0].base.unsqueeze(0)
+            if in_place(group, at)
+            else stage([_values(i, at, fetch) for i in group], at, lane)
+        )
+    out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
+    for rows, item in zip(out, group, strict=True):
+        if item.base.numel():
+            weight = item.block.target.weight
+            corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
+            rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
+    return out
+
+
+def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
+    """Return the numbers of a block, [rows, cols]; those of codes are on the device if it runs codecs."""
+    block, weight = item.block, item.block.target.weight
+    if weight.packed is None:
+        return item.base
+    there = Placement(at.device, torch.uint8)
+    codes = stage([item.base], there)[0] if codecs_on(at.device) else item.base
+    return decoded(codes, weight, *block.stored, fetch).view(block.last - block.first, block.cols)
+
+
+def in_place(group: Sequence[Item], at: Placement) -> bool:
+    """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
+    item = group[0]
+    return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
+
+
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return the bytes as a tensor that shares them."""
     kind = TORCH_DTYPES[dtype]
@@ -165,91 +235,10 @@ def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]
     return view_bytes(raw, dtype, shape) if packing.encoding.plain else view_bytes(raw, "U8", (raw.nbytes,))
 
 
-class Codes(NamedTuple):
-    """The codes of some numbers, as bytes: those of the base, and the tensor for the new ones, which may share memory;
-    and uniform numbers, for stochastic rounding."""
-
-    base: Tensor
-    into: Tensor
-    uniform: Tensor | None
-
-
-def recode(
-    target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
-) -> tuple[PartBytes, ...] | None:
-    """Write the codes of merged numbers from `first` on; return the bytes of the other parts that changed.
-
-    Returns None, and writes nothing, where a part of the whole weight does not cover the numbers.
-    """
-    old, new = _encoded(target, first, values, codes, fetch)
-    if new is None:
-        return None
-    changed = []
-    for role, numbers in new.items():
-        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
-            part = target.packing.parts[role]
-            changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
-    codes.into.copy_(as_bytes(new[CODES]))
-    return tuple(changed)
-
-
-def read_back(target: OutputTensor, first: int, values: Tensor, fetch: Fetch) -> Tensor | None:
-    """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
-    where a part of the whole weight does not cover them."""
-    base = stored_numbers(target.weight, first, values.numel(), fetch)
-    old, new = _encoded(target, first, values, Codes(base, base, None), fetch)
-    if new is None:
-        return None
-    parts = {role: as_bytes(n) if role == CODES else as_bytes(n).view(old[role].dtype) for role, n in new.items()}
-    return target.packing.encoding.decode({**old, **parts}, first, values.numel()).reshape(-1)
-
-
-def _encoded(
-    target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
-) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    """Return the stored parts of some numbers: the base's, and those of the merged values; None where no part covers
-    them."""
-    packing, count = target.packing, values.numel()
-    afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
-    wide = host(values, torch.float64 if values.dtype == torch.float64 else torch.float32).reshape(-1)
-    if afresh and odd(wide):
-        raise InputError("the base holds NaN or infinite numbers, which no code stands for",
-                         f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
-    old = parts_of(torch.zeros_like(codes.into) if afresh else codes.base, packing, first, count, fetch)
-    if codes.uniform is not None:
-        old[DRAW] = codes.uniform
-    try:
-        new = packing.encoding.encode(wide, old, first)
-    except OutOfRange as e:
-        raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
-    return old, None if new is None else dict(new)
-
-
 def raw(numbers: Tensor) -> bytes:
     """Return the bytes of a tensor."""
-    found: Any = as_bytes(numbers).numpy()
+    found: Any = host(as_bytes(numbers)).numpy()
     return bytes(found.tobytes())
-
-
-def refitted(target: OutputTensor, largest: float, fetch: Fetch) -> OutputTensor:
-    """Return the target with parts of the whole weight, held in memory, that cover this largest magnitude."""
-    encoding, _, parts, _ = target.packing
-    whole = {role: fetch(part.info) for role, part in parts.items() if not part.numbers}
-    made = {
-        role: replace(
-            parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(numbers)))), offset=0
-        )
-        for role, numbers in encoding.refit(whole, largest).items()
-    }
-    found = {role: part._replace(info=made.get(role, part.info)) for role, part in parts.items()}
-    return target._replace(packed=target.packing._replace(parts=found))
-
-
-def new_parts(target: OutputTensor) -> Iterator[PartBytes]:
-    """Yield the parts of a refitted target that are held in memory."""
-    for part in target.packing.parts.values():
-        if isinstance(part.info.source, Memory) and not part.numbers:
-            yield PartBytes(part.info.name, 0, bytes(part.info.source.content()))
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:

@@ -23,10 +23,11 @@ from ..engine.blocks import Block, blocks
 from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
 from ..engine.devices import places
-from ..engine.fold_blocks import BlockMerger, Item, made_again
+from ..engine.fold_blocks import BlockMerger, made_again
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
-from ..engine.tensors import TensorCache, as_bytes, decoded, new_parts, refitted, stored_numbers
+from ..engine.storing.recoding import new_parts, refitted
+from ..engine.tensors import Item, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint

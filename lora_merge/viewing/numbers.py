@@ -20,7 +20,8 @@ from ..engine.devices import place
 from ..engine.fold import new_weights
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
-from ..engine.tensors import TensorCache, read_back, refitted, weight_values
+from ..engine.storing.recoding import read_back, refitted
+from ..engine.tensors import TensorCache, weight_values
 from ..engine.torch_state import undisturbed
 from ..errors import misfit
 from ..models.blocks import blocks

@@ -14,9 +14,10 @@ import torch
 from lora_merge.adapters.file import Module
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
-from lora_merge.engine.fold_blocks import BlockMerger, Item
+from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, Placement
+from lora_merge.engine.tensors import Item
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView

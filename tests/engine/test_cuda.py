@@ -21,9 +21,10 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import BlockMerger, Item
+from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
+from lora_merge.engine.tensors import Item
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView

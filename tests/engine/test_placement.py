@@ -29,9 +29,10 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.engine.device.choice import Choice
 from lora_merge.engine.devices import place, places, precise, stack_size, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.fold_blocks import BlockMerger, Item
+from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
+from lora_merge.engine.tensors import Item
 
 from ..support import Tensors, assert_rounded, rand, save
 

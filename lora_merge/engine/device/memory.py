@@ -29,6 +29,9 @@ one that forms ΔW first, one that decomposes the weight."""
 ROUNDED: Final = 36
 """Bytes for a number while fp64 is rounded to 16 or 8 bits."""
 
+CODED: Final = 32
+"""Bytes for a number while it is decoded, or encoded: places in tables, levels, codes."""
+
 SPILLED: Final = 3
 """Blocks that do not fit, after which all others go to the CPU at once."""
 
@@ -98,7 +101,8 @@ def block_bytes(block: Block, at: Placement) -> int:
     formed = max((_formed(s, block) for s in block.slices), default=block.elements)
     combined = len(block.slices) if target.combining is not None else 0
     held = (1 + combined) * block.elements + formed
-    return stored + rounded * block.elements + item * (held + sum(2 * _factors(s) for s in block.slices))
+    coded = CODED if target.packed is not None or target.weight.packed is not None else 0
+    return stored + (rounded + coded) * block.elements + item * (held + sum(2 * _factors(s) for s in block.slices))
 
 
 def _formed(s: BlockPart, block: Block) -> int:

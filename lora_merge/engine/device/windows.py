@@ -21,8 +21,9 @@ from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold import new_weights
-from ..fold_blocks import BlockMerger, Item
+from ..fold_blocks import BlockMerger
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
+from ..tensors import Item
 from ..windows import Fold, Window
 from .memory import base_share, block_bytes
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
@@ -79,11 +80,12 @@ class DeviceWindows:
     def _takes(self, f: Fold) -> bool:
         target, at = f.block.target, self.blocks.at[0]
         weight = target.weight
-        plain = target.packing.encoding.plain and weight.packing.encoding.plain and not weight.padded
+        if not (target.packing.encoding.plain and weight.packing.encoding.plain) or weight.padded:
+            return False
         dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
         aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
-        return plain and aligned and alike and self.blocks.draw is None
+        return aligned and alike and self.blocks.draw is None
 
     def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
         """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding

@@ -20,9 +20,10 @@ from ...files.codecs.arithmetic import largest
 from ...planning.plan import OutputTensor, Plan
 from ..blocks import BLOCK_ELEMENTS, Block, blocks
 from ..buffers import Outcome
-from ..fold_blocks import BlockMerger, apart, settled
-from ..tensors import Codes, Fetch, decoded, new_parts, packed, recode, refitted, stored_numbers
+from ..fold_blocks import BlockMerger, settled
+from ..tensors import Fetch, apart, decoded, packed, stored_numbers
 from ..windows import Change, Convert
+from .recoding import Codes, new_parts, recode, refitted
 
 AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
 
@@ -95,5 +96,8 @@ class NewCodes:
 def _store(target: OutputTensor, span: tuple[int, int], numbers: Tensor, into: Tensor, fetch: Fetch) -> Outcome:
     """Store (first, count) numbers in another way."""
     values = decoded(numbers, target.weight, *span, fetch)
-    parts = recode(target, span[0], values, Codes(into, into, None), fetch)
-    return Outcome(largest={target.name: largest(values)}) if parts is None else Outcome(parts=parts)
+    made = recode(target, span[0], values, Codes(into, into, None), fetch)
+    if made is None:
+        return Outcome(largest={target.name: largest(values)})
+    into.copy_(made.codes)
+    return Outcome(parts=made.others)

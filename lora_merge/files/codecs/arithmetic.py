@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from math import isfinite
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, ParamSpec
 
 import torch
 
@@ -18,7 +18,32 @@ FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch
 FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", "F8_E5M2")}
 
 
-@cache
+Given = ParamSpec("Given")
+
+
+def a_table(make: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+    """Keep the last tensors that a function makes. They are made on the CPU and copied to torch's default device, which
+    is the one that a codec computes on."""
+
+    @lru_cache(maxsize=64)
+    def kept(device: torch.device, *given: Given.args, **named: Given.kwargs) -> Tensor:
+        with torch.device("cpu"):
+            made = make(*given, **named)
+        return made if device.type == "cpu" else torch.empty_like(made, device=device).copy_(made)
+
+    @wraps(make)
+    def table(*given: Given.args, **named: Given.kwargs) -> Tensor:
+        return kept(torch.get_default_device(), *given, **named)  # type: ignore[arg-type]
+
+    TABLES.append(kept.cache_clear)
+    return table
+
+
+TABLES: Final[list[Callable[[], None]]] = []
+"""Functions that forget the tables, for tests of devices."""
+
+
+@a_table
 def _fp8_values(dtype: str) -> Tensor:
     """Return the number that each byte stands for, in fp32."""
     return torch.arange(256, dtype=torch.uint8).view(FP8[dtype]).float()
@@ -80,7 +105,7 @@ def cut_to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor:
     return levels.round().clamp_(lowest, 127).to(torch.int8).view(torch.uint8)
 
 
-@cache
+@a_table
 def _powers() -> Tensor:
     """Return the number that each byte of e8m0 stands for: 2 ** (b - 127), and NaN for 255."""
     found = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
@@ -105,7 +130,7 @@ def exponents(numbers: Tensor) -> Tensor:
     return (torch.frexp(numbers.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
 
 
-@lru_cache(maxsize=64)
+@a_table
 def swizzle(rows: int, cols: int) -> Tensor:
     """Return the place of each scale [rows, cols], flat, in cuBLAS's tiles of 128 rows and 4 columns.
 
@@ -116,7 +141,7 @@ def swizzle(rows: int, cols: int) -> Tensor:
     return (tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4).reshape(-1)
 
 
-@cache
+@a_table
 def _hadamard(size: int) -> Tensor:
     """Return the regular Hadamard matrix of this size, a power of 4, divided by its root: its own inverse."""
     four = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
@@ -134,14 +159,17 @@ def rotated(values: Tensor, size: int) -> Tensor:
 BYTE: Final = torch.uint8
 
 
-@cache
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each 4-bit code."""
+
+
+@a_table
 def e2m1() -> Tensor:
     """Return the number of each 4-bit code, in fp32."""
-    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    return torch.cat([half, -half])
+    return torch.tensor(E2M1)
 
 
-@cache
+@a_table
 def _e2m1_codes() -> Tensor:
     """Return the code for each number of bf16, by its bits; numbers beyond the range give the largest."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
@@ -164,7 +192,7 @@ def e2m1_codes(levels: Tensor) -> Tensor:
     return _e2m1_codes().index_select(0, index)
 
 
-@lru_cache(maxsize=64)
+@a_table
 def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
     """Return the two numbers of each byte of two codes."""
     codes, numbers = torch.arange(256), torch.tensor(table)
@@ -172,9 +200,9 @@ def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT00
     return torch.stack([high, low] if high_first else [low, high], 1)
 
 
-def from_halves(raw: Tensor, table: Tensor, *, high_first: bool) -> Tensor:
+def from_halves(raw: Tensor, table: Sequence[float], *, high_first: bool) -> Tensor:
     """Return the numbers of bytes that hold two codes each, flat, by a table of 16 numbers."""
-    return _pairs(tuple(table.tolist()), high_first).index_select(0, raw.reshape(-1).int()).view(-1)
+    return _pairs(tuple(table), high_first).index_select(0, raw.reshape(-1).int()).view(-1)
 
 
 def in_halves(codes: Tensor, *, high_first: bool) -> Tensor:

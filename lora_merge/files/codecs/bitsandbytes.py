@@ -47,7 +47,7 @@ class Bnb4(Encoding):
         """Return map[q] · a in fp32."""
         from . import arithmetic
 
-        values = arithmetic.from_halves(parts[CODES], parts[MAP], high_first=True)[:count]
+        values = arithmetic.from_halves(parts[CODES], parts[MAP].tolist(), high_first=True)[:count]
         scale = self._scale(parts)
         whole = count // self.size * self.size
         values[:whole].view(-1, self.size).mul_(scale[: whole // self.size, None])

@@ -61,7 +61,7 @@ class Fp4(Encoding):
         """Return e2m1 · s · g in fp32."""
         from . import arithmetic
 
-        values = arithmetic.from_halves(parts[CODES], arithmetic.e2m1(), high_first=self.high_first)
+        values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
         found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         return found.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else found
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arithmetic import a_table
 from .base import InvalidPart, OutOfRange
 from .draws import to_integers, to_table
 from .ggml_layouts import LAYOUTS, Layout, half, put_half
@@ -69,7 +69,7 @@ class Levels:
         return (values.sub_(self.first) if self.first else values).to(torch.uint8)
 
 
-@cache
+@a_table
 def _nearest(table: tuple[int, ...]) -> Tensor:
     """Return the code of the nearest level for n/2 to (n + 1)/2, n from -256 to 255: all middles are such numbers."""
     order = sorted({level: code for code, level in reversed([*enumerate(table)])}.items())
