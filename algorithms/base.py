@@ -120,7 +120,7 @@ class Algorithm:
     low_rank: LowRank | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     weight_shape: Callable[[Shapes], Shape | None] | None = None
-    """(stored shape of each slot) → shape of the weight; None where the slots do not show it."""
+    """(stored shape of each slot) → shape of the weight; None where the slots do not show it. Ask `shown_shape`."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
@@ -189,6 +189,14 @@ class Algorithm:
     def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
         """Return the slots that `rebuild` computes, or nothing if the file stores all of them."""
         return self.rebuild(loaded) if self.rebuild is not None and self.is_rebuilt(loaded.shapes) else {}
+
+    def shown_shape(self, stored: Shapes) -> Shape | None:
+        """Return the shape of the weight as the stored shapes show it; None where they do not, or a tensor has fewer
+        axes than the formula needs."""
+        try:
+            return self.weight_shape(stored) if self.weight_shape is not None else None
+        except IndexError:
+            return None
 
     @property
     def rank(self) -> Callable[[Shapes], int] | None:
@@ -259,9 +267,9 @@ def tucker(core: Tensor, inner: Tensor) -> Tensor:
     """Return Σ_j core[i, j, k] inner[j, c] as [n, i, c·k], for core [n, i, j, k] and inner [n, j, c].
 
     The caller multiplies the outer factor from the left. einsum would choose a slower order."""
-    n, rank, inner_rank, kernel = core.shape
+    (n, rank, inner_rank, kernel), cols = core.shape, inner.shape[2]
     rows = core.permute(0, 1, 3, 2).reshape(n, rank * kernel, inner_rank)
-    return (rows @ inner).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
+    return (rows @ inner).reshape(n, rank, kernel, cols).transpose(2, 3).reshape(n, rank, cols * kernel)
 
 
 def rank_of(slot: str, axis: int = 0) -> Callable[[Shapes, Shape], int]:

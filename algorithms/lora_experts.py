@@ -61,8 +61,9 @@ def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes
 
 def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
-    up = t.up.reshape(-1, *t.up.shape[-3:]).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
-    if t.up.dim() == 5:
+    transposed = t.up.dim() == 5
+    up = (t.up[:, 0] if transposed else t.up).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
+    if transposed:
         return (t.down.transpose(2, 3) @ up.transpose(2, 3)).reshape(base.shape)
     return (up @ t.down).reshape(base.shape)
 

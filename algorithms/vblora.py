@@ -68,7 +68,7 @@ def fitted_shapes_top(shapes: Shapes, target: Shape) -> Shapes:
 def _three(shapes: Shapes, down: str, up: str) -> tuple[Shape, Shape, Shape]:
     a, b, bank = shapes[down], shapes[up], shapes.get("bank", ())
     expect(
-        holds=len(a) == 3 == len(b) and len(bank) == 2,
+        holds=len(a) == 3 == len(b) and len(bank) == 2 and bank[0] > 0,
         otherwise=f"they are {list(a)}, {list(b)}, {list(bank)}",
     )
     return a, b, bank
@@ -128,7 +128,7 @@ def _weigh(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
 
 def _pair(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return B and A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
-    return up.transpose(2, 3).reshape(up.shape[0], -1, up.shape[2]), down.flatten(2)
+    return up.transpose(2, 3).flatten(1, 2), down.flatten(2)
 
 
 VBLORA = Algorithm(

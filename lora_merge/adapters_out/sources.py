@@ -223,12 +223,10 @@ def _joined_target(
 
 
 def shape_of(module: Module) -> Shape | None:
-    """Return the shape of the weight that a module changes, where its tensors show it."""
-    for name in module.complete:
-        found = ALGORITHMS[name].weight_shape
-        if found is not None and (shape := found(module.shapes)) is not None:
-            return shape
-    return None
+    """Return the shape of the weight that a module changes, where its tensors show it; a bias is a vector."""
+    shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
+    shape = next((shape for shape in shown if shape is not None), None)
+    return (prod(shape),) if shape is not None and module.parameter == "bias" else shape
 
 
 def _check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:

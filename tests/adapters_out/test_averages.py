@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import lora_merge
 from lora_merge.adapters_out.average.weights import average_weights
 from lora_merge.cli.main import app
-from lora_merge.errors import UsageError
+from lora_merge.errors import MergeError, UsageError
 from tests.support import kohya, sd1
 
 
@@ -70,3 +70,18 @@ def test_the_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> No
     found = CliRunner().invoke(app, ["average", *given, "-o", str(output), "-q", *options])
     assert found.exit_code == 0, found.exception
     assert output.exists()
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4), (4, 4), (2, 2, 1), ()])
+def test_a_bias_is_a_vector_in_whatever_shape_its_change_is_stored(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Without a base. Written as it was stored, [4, 4] would be found again as no change of a bias: exit 6."""
+    save_file({"b.diff_b": torch.ones(shape)}, tmp_path / "a.safetensors")
+    save_file({"b.diff_b": torch.zeros(4)}, tmp_path / "b.safetensors")
+    output = tmp_path / "mean.safetensors"
+    done = CliRunner().invoke(app, ["average", *map(str, tmp_path.glob("*.safetensors")), "-o", str(output)])
+    if shape in ((4,), (4, 1)):
+        assert torch.equal(load_file(output)["b.diff_b"].flatten(), torch.full((4,), 0.5)), done.output
+    else:
+        assert isinstance(done.exception, MergeError)
+        assert done.exception.exit_code == 4
+        assert not output.exists()

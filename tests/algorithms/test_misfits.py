@@ -74,6 +74,14 @@ def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
 
 
 @every
+def test_the_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: str, example: Example) -> None:
+    for slot, shape in example.slots.items():
+        for count in range(len(shape)):
+            shown = ALGORITHMS[name].shown_shape({**example.slots, slot: shape[:count]})
+            assert shown is None or isinstance(shown, tuple)
+
+
+@every
 def test_each_tensor_missing_in_turn(name: str, example: Example) -> None:
     """What is left either fits no row of the table, by slots or shapes, or the slot was optional."""
     spelled = {r.slot: set(r.algorithms) for r in SUFFIXES if name in r.algorithms}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from adapter_examples import Example, stacked
 from peft_examples import ALL_EXAMPLES
 from pipeline import Stacked
 
-from lora_merge.algorithms import ALGORITHMS
+from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.algorithms.peanut import ACTIVATIONS
 from lora_merge.proof.reference import REFERENCE, FormulaInput
 from tests.mutator import Change, changes
@@ -121,6 +121,27 @@ def test_the_reference_agrees_on_every_example(name: str) -> None:
     assert mine
     for case in mine:
         assert is_right(REFERENCE[name].formula, case)
+
+
+def emptied(example: Example) -> Iterator[Example]:
+    """The example with rank 0 in the place of each of its ranks: a size that two slots share and the weight lacks."""
+    sizes = [size for shape in example.slots.values() for size in set(shape)]
+    for rank in sorted({size for size in sizes if sizes.count(size) > 1 and size not in example.target}):
+        slots = {slot: tuple(0 if n == rank else n for n in shape) for slot, shape in example.slots.items()}
+        yield replace(example, slots=slots)
+
+
+@pytest.mark.parametrize("name", ALL_EXAMPLES)
+def test_rank_zero_is_refused_or_computed_by_both(name: str) -> None:
+    """Neither takes the last 0 rows for all rows, divides by the rank or cannot tell the shape of nothing."""
+    for example in (empty for full in ALL_EXAMPLES[name] for empty in emptied(full)):
+        try:
+            layers = stacked(name, example, n=1)
+        except DoesNotFit:
+            continue
+        want = layers.delta()[0].numpy()
+        case = Case(name, given(name, example, layers), given(name, example, layers, np.array([0])), want)
+        assert is_right(REFERENCE[name].formula, case), example.slots
 
 
 def test_every_line_of_every_reference_formula_is_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
@@ -17,7 +18,7 @@ def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
     if core not in g.slots:
         return g[inner]
     joined = np.einsum("ijk,jc->ick", g[core], g[inner])
-    return joined.reshape(joined.shape[0], -1)
+    return joined.reshape(len(joined), prod(joined.shape[1:]))
 
 
 def lora(g: FormulaInput) -> Array:
@@ -57,7 +58,7 @@ def lora_fused(g: FormulaInput) -> Array:
 def lora_transposed(g: FormulaInput) -> Array:
     """Return (A B)ᵀ with A (in, r) and B (r, out)."""
     a, b = g["down"], g["up"]
-    scale = g.settings["lora_alpha"] / (a.shape[1] if g.settings.get("over_rank", True) else 1)
+    scale = g.settings["lora_alpha"] / (max(a.shape[1], 1) if g.settings.get("over_rank", True) else 1)
     return scale * (a @ b[:, g.rows]).T
 
 
@@ -77,7 +78,7 @@ def lora_switch(g: FormulaInput) -> Array:
     for e in np.unique(which):
         up, down = (g.read(slot, np.array([e]))[0] for slot in ("up", "down"))
         result[which == e] = up[inside[which == e]] @ down
-    scale = g.settings["lora_alpha"] / (down.shape[0] if g.settings.get("over_rank", True) else 1)
+    scale = g.settings["lora_alpha"] / (max(down.shape[0], 1) if g.settings.get("over_rank", True) else 1)
     return scale * result.reshape(len(g.rows), g.cols)
 
 
@@ -135,7 +136,7 @@ def triples(g: FormulaInput, count: int, which: str) -> Array:
     (`last`), or those in the middle."""
     u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
     middle = (len(s) - count) // 2
-    part = {"principal": slice(count), "last": slice(-count, None)}.get(which, slice(middle, middle + count))
+    part = {"principal": slice(count), "last": slice(len(s) - count, None)}.get(which, slice(middle, middle + count))
     return np.asarray(u[g.rows, part] @ np.diag(s[part]) @ v[part])
 
 

@@ -254,7 +254,7 @@ def vblora_top(g: FormulaInput) -> Array:
 def _from_pieces(g: FormulaInput, down: Array, up: Array) -> Array:
     """Return B A, from rows of A in pieces [r, in/L, L] and columns of B in pieces [out/L, r, L]."""
     piece, inside = np.divmod(g.rows, up.shape[2])
-    return up[piece, :, inside] @ down.reshape(len(down), -1)
+    return up[piece, :, inside] @ down.reshape(len(down), g.cols)
 
 
 def vera(g: FormulaInput) -> Array:
