@@ -28,8 +28,9 @@ class BdLoraTensors:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up and down with an axis of length k."""
-    out, cols = flat(target)
-    (rows, up_rank), (rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    (out, cols), up, down = flat(target), shapes["up"], shapes["down"]
+    expect(holds=len(up) == len(down) == 2, otherwise=f"up is {list(up)}, down {list(down)}; they have two axes")
+    (rows, up_rank), (rank, width) = up, down
     expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")
     expect(
         holds=width > 0 and cols % width == 0,

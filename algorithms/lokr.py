@@ -45,8 +45,9 @@ class LokrTensors:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in LokrTensors."""
-    fitted, (l, m), _ = _factor("w1", shapes)  # noqa: E741
+    fitted, (l, m), ones = _factor("w1", shapes)  # noqa: E741
     second, (p, inner), kernel = _factor("w2", shapes)
+    expect(holds=prod(ones) == 1, otherwise=f"w1 has the kernel {list(ones)}, which only w2 can have")
     expect(
         holds=len(target) > 1 and l * p == target[0] and same_inputs((m * inner, *kernel), target[1:]),
         otherwise=f"w1 ⊗ w2 is {[l * p, m * inner, *kernel]}, the weight is {list(target)}",

@@ -74,6 +74,12 @@ def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
 
 
 @every
+def test_an_axis_too_many(name: str, example: Example) -> None:
+    for slot, shape in example.slots.items():
+        assert refused(name, example, {**example.slots, slot: (*shape, 2)}, example.target), slot
+
+
+@every
 def test_the_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         for count in range(len(shape)):
