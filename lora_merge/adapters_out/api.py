@@ -91,19 +91,21 @@ def resize(
 
 
 def convert(  # noqa: PLR0913  # each is an option of the command
-    adapter: OneAdapter, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
+    adapter: OneAdapter, output: str | Path | None = None, *, to: str = "keep", base: str | Path | None = None,
     rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
     alpha: str | float = "keep", include: Sequence[str] = (), progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
-    """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
+    """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft (a
+    folder).
 
     Parameters:
         adapter: A path, a pair `(path, strength)`, or an `Adapter`; the strength goes into the file.
         output: The file or folder to write. None: `<stem>.<format>.safetensors` in the current folder.
-        to: The dialect.
-        base: The model that it was trained on; of it only names are read, unless a formula reads its weights.
+        to: The dialect. "keep": that of the input, with another dtype, α, rank or algorithm.
+        base: The model that it was trained on, where the adapter's names and shapes do not tell those of the output, or
+            a formula reads its weights.
         rank: A rule that brings every module to LoRA at a rank, as for `combine`.
         conv_rank: The rule for convolutions.
         rank_for: Pairs of a part of the model and its rule.

@@ -64,6 +64,18 @@ class Evaluator:
             found.append(joined([p for p in parts if p.adapter == number]))
         return found
 
+    def rounding(self, dtype: torch.dtype, some: Sequence[StoredTensor]) -> Evaluator:
+        """Return an evaluator for which some tensors are rounded to a dtype."""
+        rounded = {id(info) for info in some}
+
+        def fetch(info: StoredTensor) -> Tensor:
+            value = self.cache.fetch(info)
+            return value.to(dtype).to(value.dtype) if id(info) in rounded and value.is_floating_point() else value
+
+        made = Evaluator(self.sources, self.cache, self.at)
+        made.tensors = PatchTensors(fetch, self.sources.weights)
+        return made
+
     def forget(self) -> None:
         """Drop the tensors that were read."""
         self.cache.forget()

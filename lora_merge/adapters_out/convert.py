@@ -6,26 +6,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from ..disk.destination import check_output
 from ..disk.reader import Reader
 from ..engine.devices import place
-from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFailed
-from ..job import Adapter
+from ..errors import FitError, InputError, TooLarge, UsageError
 from ..options import pairs, shown
 from ..paths import absolute
+from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import Evaluator
-from .conversion.assumed import WithoutBase, same_base, without_base
-from .converting import KEEP, Converter, Made
-from .dialects import DIALECTS, Dialect, dialect, names
+from .conversion.assumed import as_named, cache_of, without_base
+from .conversion.own import own_dialect, own_places
+from .conversion.proof import Claim, prove
+from .converting import Converter, Made
+from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .peft.complete import completed
 from .peft.folder import config
@@ -35,15 +37,6 @@ from .report import AdapterReport
 from .run import Facts, Outcome, Run, coverage, entry, left_out, planned
 from .sources import Sources, open_sources
 from .written import CONTENTS, Entry, unique
-
-BUDGET: Final = 2**27
-"""Numbers of ΔW that are formed for a proof; weights are taken evenly over the file."""
-
-REPORT: Final = "report it with the two inputs"
-
-SLACK: Final = 1e-6
-"""By how much the change of the output may differ from the input's, beyond the loss that was reported."""
-
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "include", "alpha", *RANKS)
@@ -58,6 +51,16 @@ class Conversion:
     to: Dialect
     rules: RankRules | None  # None: exactly
     include: tuple[str, ...] = ()
+    unnamed: bool = False  # whether the output gets its name from the dialect
+
+    def written_as(self, to: Dialect) -> Conversion:
+        """Return the conversion to the dialect that is written."""
+        job = self.job
+        if self.unnamed:
+            stem = job.adapters[0].path.name if job.adapters[0].path.is_dir() else job.adapters[0].path.stem
+            name = f"{stem}.{to.name}" + ("" if to.folder else ".safetensors")
+            job = replace(job, inputs=replace(job.inputs, output=absolute(Path()) / name))
+        return replace(self, job=job, to=to)
 
 
 def make_conversion(
@@ -65,7 +68,7 @@ def make_conversion(
 ) -> Conversion:
     """Return the job of `convert`; UsageError for an option or a value that is wrong."""
     given = {name: value for name, value in options.items() if value is not None}
-    to, algorithm, include = given.pop("to", None), given.pop("algorithm", KEEP), given.pop("include", ())
+    to, algorithm, include = given.pop("to", KEEP), given.pop("algorithm", KEEP), given.pop("include", ())
     ranks: dict[str, Any] = {name: given.pop(name) for name in RANKS if name in given}
     found = dialect(to) if isinstance(to, str) else None
     if found is None:
@@ -74,15 +77,12 @@ def make_conversion(
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
-    if output is None:
-        name = made.adapters[0].path.stem + f".{found.name}"
-        made = replace(made, inputs=replace(made.inputs, output=absolute(Path()) / name))
-        if not found.folder:
-            made = replace(made, inputs=replace(made.inputs, output=made.output.with_name(f"{name}.safetensors")))
     include = (include,) if isinstance(include, str) else tuple(include)
     told = {"to": found.name, "algorithm": algorithm, "include": [*include], **ranks}
     recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP, [])))
-    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), include)
+    return Conversion(
+        replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), include, output is None
+    )
 
 
 def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
@@ -101,8 +101,8 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
 @undisturbed()
 def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
+    task, sources, there, everywhere = opened(task)
     job, this = task.job, Run(task.job, progress)
-    sources, there, everywhere = opened(task)
     with ExitStack() as stack:
         reader = stack.enter_context(Reader(sources.indexes))
         cache = cache_of(job, reader, sources)
@@ -117,14 +117,18 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         notes = (*dict.fromkeys(sources.notes), *left_out(zeros))
         dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
         worst = max(float(f["residual"]) for f in outcome.told.values())
-        return outcome.finish(reader, Facts(coverage(job, sources), dtypes, notes, task.to.name),
-                              lambda part: prove(task, sources, converter.evaluator, Claim(part, worst), this.counted),
-                              this)  # fmt: skip
+        facts = Facts(coverage(job, sources), dtypes, notes, task.to.name)
+
+        def proven(part: Path) -> Mapping[str, Any]:
+            claim = Claim(job, part, worst, partly=bool(task.include))
+            return prove(claim, sources, converter.evaluator, this.counted)
+
+        return outcome.finish(reader, facts, proven, this)
 
 
 def plan(task: Conversion) -> AdapterReport:
     """Return what `run` would do, from headers alone."""
-    sources, there, _ = opened(task)
+    task, sources, there, _ = opened(task)
     layers = {}
     for one in there:
         ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
@@ -137,14 +141,18 @@ def plan(task: Conversion) -> AdapterReport:
     return planned(job, facts, layers, size)
 
 
-def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
-    """Return the adapter's changes of the base, the modules that they become, and all modules that the dialect has."""
-    job = task.job
-    check_output(job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
-                 contents=CONTENTS)  # fmt: skip
-    sources = open_sources(job) if job.base is not None else without_base(job, task.to)
+def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[Place]]:
+    """Return the task with the dialect that is written, the adapter's changes of the base, the modules that they
+    become, and all modules that the dialect has."""
+    job, kept = given.job, given.to is OF_INPUT
+    to = own_dialect(CheckpointCache().adapter(job.adapters[0].path)) if kept else given.to
+    alone = as_named if kept else partial(without_base, to=to)
+    sources = alone(job) if job.base is None else open_sources(job)
     assert sources.inputs is not None, "it has a base, or one is assumed"
-    everywhere = [*places(sources.inputs.names, task.to)]
+    task = given.written_as(to.of(sources.inputs.names.known))
+    check_output(task.job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
+                 contents=CONTENTS)  # fmt: skip
+    everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
     there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
@@ -154,7 +162,7 @@ def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
     if task.to.folder and len(components) > 1:
         raise UsageError(f"a folder of PEFT is for one component, the adapter changes {', '.join(sorted(components))}",
                          "--include", f"choose one: --include {min(components)}")  # fmt: skip
-    return sources, there, everywhere
+    return task, sources, there, everywhere
 
 
 def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tuple[list[Made], list[str]]:
@@ -164,19 +172,13 @@ def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tup
         made = converter.made(one, ranks.get(one.place.label))
         if any(not bool(torch.isfinite(t).all()) for t in made.tensors.values() if t.dtype.itemsize > 1):
             raise TooLarge("a number is too large for the dtype of the output", one.place.name, "use --dtype fp32")
-        if made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
+        if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
             found.append(made)
         told(_numbers(one))
         converter.evaluator.forget()
     return found, zeros
-
-
-def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
-    """Return the reader of tensors; without a base, one that refuses those of the base."""
-    own = frozenset(p for a in sources.adapters for p in a.index.files)
-    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own)
 
 
 def _numbers(one: Filled) -> int:
@@ -200,48 +202,3 @@ def entries_of(to: Dialect, made: Sequence[Made]) -> list[Entry]:
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
     return found
-
-
-class Claim(NamedTuple):
-    """The file that a run has written, and the largest residual of a layer that it reports."""
-
-    part: Path
-    residual: float
-
-
-def prove(task: Conversion, sources: Sources, before: Evaluator, claim: Claim, begin: Counting) -> dict[str, Any]:
-    """Read the output as an adapter of the base, and compare its changes with the input's in float64.
-
-    VerificationFailed where a change differs by more than the run claims.
-    """
-    out = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(claim.part),)))
-    assert sources.inputs is not None, "a conversion has a base"
-    again = same_base(sources.inputs, out)
-    theirs = {t.key: t for t in again.targets}
-    chosen = [t for t in sources.targets if not task.include or t.key in theirs]
-    layers = len(chosen)
-    chosen = chosen[:: max(1, -(-sum(prod(t.matrix) for t in chosen) // BUDGET))]
-    worst, name, told = 0.0, "", begin("prove", sum(8 * prod(t.matrix) for t in chosen))
-    with Reader(again.indexes) as reader:
-        cache = cache_of(out, reader, again)
-        for one in (cache, before.cache):
-            if isinstance(one, WithoutBase):
-                one.drawn = True
-        after = Evaluator(again, cache, before.at)
-        for target in chosen:
-            wanted, held = (
-                sum((c.strength * c.dense() for c in e.changes(t)), torch.zeros(target.matrix, dtype=torch.float64))
-                if t is not None else torch.zeros(target.matrix, dtype=torch.float64)
-                for e, t in ((before, target), (after, theirs.get(target.key)))
-            )  # fmt: skip
-            size = float(wanted.norm())
-            off = float((wanted - held).norm()) / size if size else float(held.norm())
-            worst, name = max((worst, name), (off, target.key))
-            if not off <= 1.01 * claim.residual + SLACK:
-                where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
-                raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
-            told(8 * prod(target.matrix))
-            before.forget()
-            after.forget()
-    return {"ok": True, "layers": layers, "recomputed": len(chosen), "worst_residual": worst,
-            "worst_layer": name}  # fmt: skip

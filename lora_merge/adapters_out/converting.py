@@ -18,14 +18,13 @@ from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .changes import Change, Evaluator
-from .dialects import COPIED, Dialect
+from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .sources import Target
 
-KEEP: Final = "keep"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
 
 
@@ -36,6 +35,7 @@ class Made:
     place: Place
     tensors: Mapping[str, Tensor]
     layer: Layer
+    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,38 @@ class Converter:
             return None
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
-        endings = {slot: COPIED.get((patch.algorithm, place.parameter, slot)) for slot in patch.module.slots}
+        endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
+                   for slot in patch.module.slots}  # fmt: skip
         alpha = self._alpha(share)
-        if others or not share.is_all(place) or not self.to.copies or None in endings.values() or alpha is None:
+        if others or not share.is_all(place) or None in endings.values() or alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name,
                            "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank")  # fmt: skip
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if patch.magnitude is not None:
-            tensors[".dora_scale"] = self._stored(patch.module.shared["magnitude"]).reshape(_magnitude(patch))
+            tensors[self.to.endings["magnitude"]] = self._stored(patch.module.shared["magnitude"]).reshape(
+                _magnitude(patch)
+            )
         tensors |= alpha
         rank = row.rank(patch.shapes) if row.rank is not None else 0
-        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, 0.0, 0.0))
+        squares, lost = self._rounding(patch)
+        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, squares, lost), copied=True)
+
+    def _rounding(self, patch: Patch) -> tuple[float, float]:
+        """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
+        dtype, cache = self._dtype(()), self.evaluator.cache
+        used = [*patch.module.slots.values(), *([patch.module.shared["magnitude"]] if patch.magnitude else ())]
+        if dtype is None or all(_holds(dtype, cache.fetch(info)) for info in used):
+            return 0.0, 0.0
+        stored = self._change(patch).dense()
+        rounded = replace(self, evaluator=self.evaluator.rounding(dtype, used))._change(patch).dense()
+        return float(stored.square().sum()), float((stored - rounded).square().sum())
 
     def _alpha(self, share: Share) -> Mapping[str, Tensor] | None:
         """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         info = patch.module.shared.get("alpha")
         alpha = None if info is None else self.evaluator.cache.fetch(info).float().reshape(())
-        kept = {} if alpha is None else {".alpha": alpha}
+        kept = {} if alpha is None else {self.to.endings.get("alpha", ".alpha"): alpha}
         if "scale" not in patch.numbers:
             return kept if share.strength == 1 else None
 
@@ -102,7 +116,7 @@ class Converter:
         if scale(None if alpha is None else float(alpha)) == wanted:
             return kept
         one = scale(1.0)
-        return {".alpha": torch.tensor(wanted / one)} if scale(2.0) != one else None
+        return {self.to.endings.get("alpha", ".alpha"): torch.tensor(wanted / one)} if scale(2.0) != one else None
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()
@@ -146,7 +160,7 @@ class Converter:
                            "give --rank, or convert to kohya or comfy")  # fmt: skip
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.to.alpha:
-            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+            tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
         return Made(place, tensors, layer)
@@ -188,6 +202,14 @@ class Converter:
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
+        (share, *others) = shares
+        if (
+            (share.patch.magnitude or ("out",))[0] == "in"
+            and not others
+            and share.is_all(place)
+            and (share.strength == 1 and self.to.copies and "magnitude" in self.to.endings)
+        ):
+            return self._stored(share.patch.module.shared["magnitude"]).reshape(_magnitude(share.patch))
         total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
@@ -265,6 +287,11 @@ def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) 
     lost = float((rounded.double() - value.double()).square().sum())
     tensors = {f".{place.parameter}": rounded.contiguous()}
     return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
+
+
+def _holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Return whether a dtype holds all numbers of a tensor."""
+    return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
 
 
 def is_plain(patch: Patch) -> bool:

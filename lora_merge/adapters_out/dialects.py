@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from ..adapters.file import Module
 from ..adapters.peft.methods import METHODS
 from ..adapters.suffixes import SUFFIXES
+from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, UNSURE
 from ..models.spellings import Component
 
@@ -16,6 +18,9 @@ NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 
 DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage"})
 """Architectures that kohya's and musubi's trainers load in diffusers' words; all others in those of their authors."""
+
+OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux", "auraflow", "pixart", "lumina2")
+"""Architectures whose adapters ai-toolkit writes as diffusers does; those of later ones begin with diffusion_model."""
 
 _OF_PEFT: Final = frozenset(ending for method in METHODS.values() for ending in method.suffixes)
 
@@ -55,13 +60,35 @@ class Dialect:
     folder: bool = False
     whole: bool = False
     """Whether new values of whole tensors are stored under the parameter's name."""
+    table: str = ""
+    """The only table whose names it has, such as XLabs' for the attention of Flux."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Architecture → the dialect that the program writes for it instead."""
+    canonical: frozenset[str] = DIFFUSERS_WORDS
+    """Architectures whose modules have diffusers' words in spite of `words`."""
     aliases: tuple[str, ...] = field(default=())
+
+    @property
+    def whole_models(self) -> bool:
+        """Whether it has names for the layers of any model, and not of some layers or one file alone."""
+        return bool(self.endings) and not self.table and not self.others
+
+    def of(self, architecture: Architecture | None) -> Dialect:
+        """Return the dialect that the program writes for a model."""
+        name = self.others.get(architecture.file.stem, "") if architecture else ""
+        return DIALECTS[name] if name else self
+
+    def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
+        """Return the ending of a tensor that is copied; None where the dialect has none."""
+        return COPIED.get((algorithm, parameter, slot)) if self.copies else None
 
     def layout(self, part: Component) -> str:
         """Return the layout whose words the modules of a network have."""
+        if self.table:
+            return self.table
         if part.kind or part.role != "denoiser" or self.words == CANONICAL:
             return CANONICAL
-        if part.architecture is None or (self.flat and part.architecture.file.stem in DIFFUSERS_WORDS):
+        if part.architecture is None or part.architecture.file.stem in self.canonical:
             return CANONICAL
         return COMFYUI if not self.flat and COMFYUI in part.architecture.tables else self.words
 
@@ -107,9 +134,13 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
             Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True),
             Dialect("onetrainer", "lora_{label}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True),
             Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
-                    aliases=("native", "onetrainer-comfy")),
+                    canonical=frozenset(), aliases=("native", "onetrainer-comfy")),
             Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", CANONICAL, _DIFFUSERS, alpha=False,
-                    copies=False, aliases=("ai-toolkit",)),
+                    copies=False),
+            Dialect("ai-toolkit", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
+                    others=dict.fromkeys(OLDER_IN_AI_TOOLKIT, "diffusers")),
+            Dialect("xlabs", "", "", "", "xlabs", {"up": ".up.weight", "down": ".down.weight"}, alpha=False,
+                    copies=False, table="xlabs"),
             Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", CANONICAL, _PEFT,
                     alpha=False, copies=False, folder=True, whole=True),
         )
@@ -118,12 +149,20 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
 """Name of a dialect → how it is written (adapter-formats: containers, suffixes)."""
 
 
+KEEP: Final = "keep"
+OF_INPUT: Final = Dialect(KEEP, "", "", "", CANONICAL, {})
+"""Stands for the dialect of the input, which is known when the input is opened."""
+
+
 def names() -> Iterator[str]:
     """Yield every name that `--to` takes."""
+    yield KEEP
     for row in DIALECTS.values():
         yield from (row.name, *row.aliases)
 
 
 def dialect(name: str) -> Dialect | None:
     """Return the dialect with a name or an alias."""
-    return next((row for row in DIALECTS.values() if name in (row.name, *row.aliases)), None)
+    return (
+        OF_INPUT if name == KEEP else next((row for row in DIALECTS.values() if name in (row.name, *row.aliases)), None)
+    )

@@ -77,6 +77,8 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
     for part in names.parts:
         prefix = dialect.prefix(part, encoders)
         views = part.views(dialect.layout(part))
+        if dialect.table:
+            views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}
         for name, view in views.items():
             module, dot, parameter = name.rpartition(".")
             if not dot or parameter not in ("weight", "bias"):

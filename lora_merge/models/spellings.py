@@ -85,6 +85,11 @@ class Component:
                     taken.setdefault(piece.key, []).append(piece)
         return {name: view for name, view in (known | joined).items() if name in chosen}
 
+    def named_in(self, table: str, name: str) -> bool:
+        """Return whether a table has this name."""
+        own = self.architecture.spellings.get(table, NO_TABLE) if self.architecture else NO_TABLE
+        return own.canonical(tuple(name.split("."))) is not None
+
     @cached_property
     def _table(self) -> NameTable:
         """The names; made on first use, because `inspect` and encoders without an adapter need none."""

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from ...adapters.file import AdapterFile
 from ...disk.files import StoredTensor
+from ...disk.reader import Reader
 from ...engine.tensors import TensorCache
 from ...errors import UsageError
 from ...files.checkpoint import Index
+from ...files.layouts import PEFT
 from ...models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete
 from ...models.names import Names
+from ...models.spellings import Component
 from ...planning.cache import CheckpointCache
 from ...planning.make_plan import Inputs
 from ..dialects import Dialect
@@ -36,22 +39,36 @@ def without_base(job: AdapterJob, to: Dialect) -> Sources:
     changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         for architecture in candidates(changes):
+            if to.table and to.table not in architecture.spellings:
+                why = f"{to.name} has no names for {architecture.title}"
+                continue
             try:
                 parts = assumed(changes, architecture)
             except OtherModel as e:
                 why = str(e)
                 continue
             for part in parts:
-                complete(part, to.layout(part))
+                complete(part, to.of(architecture).layout(part))
             names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
-            found[architecture.title] = names, {*places(names, to)}
+            found[architecture.title] = names, {*places(names, to.of(architecture))}
         if not found:
             raise NotTold(why)
         if any(there != next(iter(found.values()))[1] for _, there in found.values()):
             raise NotTold(f"it may be for {' or '.join(found)}")
     except NotTold as e:
         raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
-    names, _ = next(iter(found.values()))
+    return _on_shapes(job, next(iter(found.values()))[0], file)
+
+
+def as_named(job: AdapterJob) -> Sources:
+    """Return the sources of a job on a base whose weights have the adapter's own names."""
+    file = CheckpointCache().adapter(job.adapters[0].path)
+    shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(file)}
+    part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
+    return _on_shapes(job, Names([part], shapes), file)
+
+
+def _on_shapes(job: AdapterJob, names: Names, file: AdapterFile) -> Sources:
     tensors = {key: StoredTensor(key, "F32", shape, NOWHERE, 0, 0) for key, shape in names.shapes.items()}
     return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, ()), names, (file,)), stored=False)
 
@@ -93,3 +110,9 @@ class WithoutBase(TensorCache):
             raise UsageError("a formula reads the weights of the base", info.name, GIVE_BASE)
         generator = torch.Generator().manual_seed(sum(info.name.encode()))
         return torch.randn(info.shape, generator=generator)
+
+
+def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
+    """Return the reader of tensors; without a base, one that refuses those of the base."""
+    own = frozenset(p for a in sources.adapters for p in a.index.files)
+    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ...errors import UsageError
 from ...options import shown
 from ...paths import absolute, expand
-from ..dialects import Dialect, dialect, names
+from ..dialects import DIALECTS, Dialect, dialect
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
 
@@ -53,10 +53,9 @@ def make_extraction(
     given = {name: value for name, value in options.items() if value is not None}
     own = {**OWN, **{name: given.pop(name) for name in OWN if name in given}}
     to = None if own["format"] == FORMAT else dialect(str(own["format"]))
-    if own["format"] != FORMAT and to is None:
-        raise UsageError(
-            f"the format {shown(own['format'])!r} does not exist", "--format", f"use one of {', '.join(names())}"
-        )
+    if own["format"] != FORMAT and (to is None or not to.whole_models):
+        known = ", ".join(row.name for row in DIALECTS.values() if row.whole_models)
+        raise UsageError(f"{shown(own['format'])!r} is no format of a difference", "--format", f"use one of {known}")
     if own["others"] not in OTHERS:
         raise UsageError(f"biases and norms cannot be treated as {shown(own['others'])!r}", "--others",
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip

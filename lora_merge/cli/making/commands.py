@@ -71,7 +71,7 @@ def resize(
 @_takes("base", *RANKS, "algorithm", "alpha", *ADAPTERS)
 def convert(
     adapter: Adapter,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help=OWN["format"].help)],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.")] = "keep",
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="COMPONENT", help="Write only these; repeatable.")

@@ -25,7 +25,7 @@ OWN: Final = MappingProxyType({
         _row("rank_for", "parts", "PART=RULE", "The rule for a part; repeatable."),
         _row("algorithm", "text", "WAY", "lora, full (whole matrices) or auto; extract: lokr too."),
         _row("alpha", "text", "ALPHA", "rank (alpha = rank), keep, or a number."),
-        _row("format", "text", "FORMAT", "kohya, lycoris, onetrainer, comfy, diffusers or peft."),
+        _row("format", "text", "FORMAT", "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."),
         _row("include", "parts", "PART", "Compare only these; re:REGEX of base keys."),
         _row("exclude", "parts", "PART", "Leave these out; re:REGEX of base keys."),
         _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff."),

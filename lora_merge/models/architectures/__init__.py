@@ -12,6 +12,7 @@ canonical: diffusers                # the layout that the right-hand sides below
 native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # notation.py
 native in shards: {…}               # the table if several files hold the base, if the names then mean other rows
 spellings: {…}                      # further names that only adapters use, same notation
+xlabs: {…}                          # those of XLabs' files
 native: sdxl                        # or: the same table as in sdxl.yaml
 adapter:                            # conditions on an adapter's names, see guess.py
 lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights; such a file may hold nothing else
@@ -37,6 +38,9 @@ from .notation import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent
 IN_SHARDS: Final = " in shards"
+OF_ADAPTERS: Final = ("spellings", "xlabs")
+"""Tables of names that only adapters have."""
+
 MOST_ROWS: Final = 50_000  # of a table
 LONGEST: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
 
@@ -163,7 +167,7 @@ class _Reader:
             return Architecture("", self.file, lbw=found["lbw"])
         if "title" not in found:
             raise _bad(self.file, 1, "it has no title")
-        layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {"spellings"}
+        layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
         if strange := [t for t in tables if t not in layouts]:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
         made = Architecture(file=self.file, tables=tables, **found)

@@ -1,0 +1,112 @@
+"""The proof of a conversion: the output is read as an adapter of the same base, and its changes are compared with the
+input's in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...disk.reader import Reader
+from ...errors import VerificationFailed
+from ...job import Adapter
+from ...progress import Counting
+from ..changes import Change, Evaluator
+from ..job import AdapterJob
+from ..sources import Sources, Target
+from ..truncation.storing import squares_of
+from .assumed import WithoutBase, cache_of, same_base
+
+BUDGET: Final = 2**27
+"""Multiplications of the comparison; weights are taken evenly over the file."""
+
+PROBES: Final = 8
+"""Random vectors x of a comparison of factors. ‖E x‖² has the mean ‖E‖², so an error that all of them miss is one of
+probability 0; the estimate is larger than half of ‖E‖ in all but one of 10⁴ cases."""
+
+SLACK: Final = 1e-6
+"""By how much the change of the output may differ from the input's, beyond the loss that was reported."""
+
+REPORT: Final = "report it with the two inputs"
+
+
+class Claim(NamedTuple):
+    """What a run says of the file that it has written."""
+
+    job: AdapterJob
+    part: Path
+    residual: float  # the largest of a layer
+    partly: bool  # whether it leaves components of the adapter out
+
+
+def prove(claim: Claim, sources: Sources, before: Evaluator, begin: Counting) -> dict[str, Any]:
+    """Compare the changes of an output with those of the input; VerificationFailed where one differs by more than it
+    should."""
+    job = replace(claim.job, inputs=replace(claim.job.inputs, adapters=(Adapter(claim.part),)))
+    assert sources.inputs is not None, "a conversion has a base"
+    again = same_base(sources.inputs, job)
+    theirs = {t.key: t for t in again.targets}
+    chosen = [t for t in sources.targets if not claim.partly or t.key in theirs]
+    layers = len(chosen)
+    chosen = chosen[:: max(1, -(-sum(map(_cost, chosen)) // BUDGET))]
+    worst, name, allowed = 0.0, "", 1.01 * claim.residual + SLACK
+    done = begin("prove", sum(map(_cost, chosen)))
+    with Reader(again.indexes) as reader:
+        cache = cache_of(job, reader, again)
+        for one in (cache, before.cache):
+            if isinstance(one, WithoutBase):
+                one.drawn = True
+        after = Evaluator(again, cache, before.at)
+        for target in chosen:
+            theirs_here = theirs.get(target.key)
+            held = after.changes(theirs_here) if theirs_here is not None else []
+            off = difference(target, before.changes(target), held, allowed)
+            worst, name = max((worst, name), (off, target.key))
+            if not off <= allowed:
+                where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
+                raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
+            done(_cost(target))
+            before.forget()
+            after.forget()
+    return {"ok": True, "layers": layers, "recomputed": len(chosen), "worst_residual": worst,
+            "worst_layer": name}  # fmt: skip
+
+
+def _cost(target: Target) -> int:
+    """Return about how many multiplications the comparison of one weight takes."""
+    out, cols = target.matrix
+    ranks = [use.patch.shapes["down"][0] for use in target.uses if "down" in use.patch.shapes]
+    factored = ranks and len(ranks) == len(target.uses)
+    return 2 * PROBES * sum(ranks) * (out + cols) if factored else out * cols
+
+
+def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], allowed: float) -> float:
+    """Return ‖Δ − Δ̂‖ / ‖Δ‖ of one weight, ‖Δ̂‖ where Δ is zero; an estimate where it is within what is allowed."""
+    if any(c.left is None for c in (*wanted, *held)):
+        zero = torch.zeros(target.matrix, dtype=torch.float64)
+        return _share(*(sum((c.strength * c.dense() for c in changes), zero) for changes in (wanted, held)))
+    (left, right), (up, down) = _factors(target, wanted), _factors(target, held)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5
+    found = _share(left @ (right @ vectors), up @ (down @ vectors))
+    if found <= allowed:
+        return found
+    size: float = squares_of(left, right)
+    off: float = squares_of(torch.cat((left, -up), 1), torch.cat((right, down)))
+    return sqrt(off / (size or 1.0))
+
+
+def _share(wanted: Tensor, held: Tensor) -> float:
+    return float((wanted - held).norm()) / (float(wanted.norm()) or 1.0)
+
+
+def _factors(target: Target, changes: Sequence[Change]) -> tuple[Tensor, Tensor]:
+    out, cols = target.matrix
+    lefts = [torch.zeros(out, 0, dtype=torch.float64), *(c.strength * c.left for c in changes if c.left is not None)]
+    rights = [torch.zeros(0, cols, dtype=torch.float64), *(c.right for c in changes if c.right is not None)]
+    return torch.cat(lefts, 1), torch.cat(rights)
