@@ -23,13 +23,13 @@ from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks, groups
 from .buffers import Outcome, Room
-from .device.memory import DeviceMemory, block_bytes, lane_share, lanes
+from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import new_weights
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
-from .tensors import Item, apart, base_values, codecs_on, in_place, stored_numbers
+from .tensors import Item, apart, base_values, codecs_on, computing, in_place, stored_numbers
 from .torch_state import exact_products
 
 STAGED: Final = 2**23
@@ -97,7 +97,7 @@ class BlockMerger:
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
         share of a device's memory and its pinned memory."""
-        size = self._size(block)
+        size = self.size(block)
         if not size:
             return stack_size(block.last - block.first, block.cols)
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
@@ -113,7 +113,7 @@ class BlockMerger:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
-            host, size = self._elsewhere(group[0].block), self._size(group[0].block) * len(group)
+            host, size = self._elsewhere(group[0].block), self.size(group[0].block) * len(group)
             large = host is None and size > self.share
             with self.room.alone() if large else self.room.shared(), self.host.hold(sum(i.block.room for i in group)):
                 found = self._attempt(group, host)
@@ -136,10 +136,11 @@ class BlockMerger:
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])
 
-    def _size(self, block: Block) -> int:
+    def size(self, block: Block) -> int:
         """Return the bytes of the device's memory that folding a block takes; 0 on a CPU."""
         at = precise_at(self.at[0], block)
-        return 0 if at.device.type == "cpu" else block_bytes(block, at)
+        drawn = DRAWN * block.elements if self.draw is not None else 0
+        return 0 if at.device.type == "cpu" else block_bytes(block, at) + drawn
 
     def exceeds(self, size: int) -> bool:
         """Return whether so many bytes are more than `--max-vram` leaves for all lanes together; False without it."""
@@ -148,7 +149,7 @@ class BlockMerger:
     def _elsewhere(self, block: Block) -> DeviceStream | None:
         """Return a lane of the CPU for a block that needs more than `--max-vram`, or while the device has no room."""
         cpu = self.fallback_device if self.room.full else None
-        if self.exceeds(self._size(block)):
+        if self.exceeds(self.size(block)):
             self.note("a block that needs more than --max-vram was folded on the CPU")
             cpu = Placement(HOST.device, self.at[0].dtype)
         return DeviceStream(cpu) if cpu else None
@@ -199,19 +200,21 @@ class BlockMerger:
         if blocks[0].target.packed is not None:
             return merged
         if self.draw is not None and group[0].into.dtype.itemsize < 4:
-            merged = torch.stack([self._drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
+            merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
         return None if land(merged, [i.into for i in group], lane) else merged
 
-    def _uniform(self, block: Block) -> Tensor | None:
-        """Return the draws of a block's numbers; None for rounding to the nearest."""
-        return self.draw(block.target.stored, block.first * block.cols, block.elements) if self.draw else None
+    def _uniform(self, block: Block, device: torch.device) -> Tensor | None:
+        """Return the draws of a block's numbers, made on a device; None for rounding to the nearest."""
+        if self.draw is None:
+            return None
+        with computing(device):
+            return self.draw(block.target.stored, block.first * block.cols, block.elements)
 
-    def _drawn(self, block: Block, values: Tensor) -> Tensor:
+    def drawn(self, block: Block, values: Tensor) -> Tensor:
         """Return merged values as numbers of the output's dtype, rounded stochastically where that is asked for."""
-        uniform = self._uniform(block)
-        if uniform is None:
-            return values
-        return to_floats(host(values).reshape(-1), block.target.dtype, uniform).view(values.shape)
+        own = values if codecs_on(values.device) else host(values)
+        uniform = self._uniform(block, own.device)
+        return own if uniform is None else to_floats(own.reshape(-1), block.target.dtype, uniform).view(values.shape)
 
     def _recoded(self, group: Sequence[Item], merged: Tensor, lane: DeviceStream | None) -> Outcome | str:
         """Store merged blocks that are not plain numbers; nothing is written if the device is out of memory."""
@@ -232,7 +235,7 @@ class BlockMerger:
         target, own = item.block.target, values if codecs_on(values.device) else host(values)
         if odd(own) and self._overflown(item, values):
             raise sum_too_large(target.name, values.dtype)
-        codes = Codes(item.base, item.into, self._uniform(item.block))
+        codes = Codes(item.base, item.into, self._uniform(item.block, own.device))
         found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
         return Outcome(largest={target.name: largest(own)}) if found is None else found
 

@@ -217,6 +217,20 @@ def test_pinned_memory_and_windows_stay_within_max_memory(
     assert not cuda.races
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3fn", "keep"])
+def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
+    dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    """Draws depend on names and places alone, so devices make the same; sums may differ in their last bit."""
+    options: dict[str, Any] = {"rounding": "stochastic", "dtype": dtype, "seed": 5, "on_overflow": "saturate"}
+    lora_merge.merge(*files, tmp_path / "want", device="cpu", verify=False, **options)
+    lora_merge.merge(*files, tmp_path / "got", device="cuda", verify=False, **options)
+    ours, theirs = load(tmp_path / "got"), load(tmp_path / "want")
+    for name, tensor in theirs.items():
+        assert (ours[name].double() != tensor.double()).logical_and(tensor.double().isfinite()).double().mean() < 0.01
+    assert not cuda.races and cuda.counts["up"] <= 4, "one for the adapter, one for the window"
+
+
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

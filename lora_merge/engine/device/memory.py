@@ -32,6 +32,9 @@ ROUNDED: Final = 36
 CODED: Final = 32
 """Bytes for a number while it is decoded, or encoded: places in tables, levels, codes."""
 
+DRAWN: Final = 40
+"""Bytes for a number while it is rounded stochastically: two counters of 64 bits, their product, and the draws."""
+
 SPILLED: Final = 3
 """Blocks that do not fit, after which all others go to the CPU at once."""
 

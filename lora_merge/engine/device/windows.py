@@ -23,9 +23,9 @@ from ..devices import device_bytes, precise_at
 from ..fold import new_weights
 from ..fold_blocks import BlockMerger
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
-from ..tensors import Item
+from ..tensors import Item, codecs_on
 from ..windows import Fold, Window
-from .memory import base_share, block_bytes
+from .memory import base_share
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
 from .registered import RegisteredBuffers
 
@@ -85,7 +85,7 @@ class DeviceWindows:
         dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
         aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
-        return aligned and alike and self.blocks.draw is None
+        return aligned and alike and (self.blocks.draw is None or codecs_on(at.device))
 
     def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
         """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
@@ -95,7 +95,7 @@ class DeviceWindows:
         for f in folds:
             if f.block.target is not target:  # its blocks are alike
                 target = f.block.target
-                rate = block_bytes(f.block, precise_at(self.blocks.at[0], f.block)) / max(f.block.elements, 1)
+                rate = self.blocks.size(f.block) / max(f.block.elements, 1)
             needed = int(rate * f.block.elements)
             full = bool(run) and used + needed > self.blocks.share
             if run and (full or not _follows(run[-1], f)):
@@ -148,10 +148,10 @@ class DeviceWindows:
         if not all(map(fit, ends, dtypes)):
             return False
         for (folds, work, sizes), dtype in zip(found, dtypes, strict=True):
-            cast_all(
-                rounded(work, dtype).split_with_sizes(sizes),
-                [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds],
-            )
+            made: Sequence[Tensor] = rounded(work, dtype).split_with_sizes(sizes)
+            if self.blocks.draw is not None and dtype.itemsize < 4:
+                made = [self.blocks.drawn(f.block, v) for f, v in zip(folds, work.split_with_sizes(sizes), strict=True)]
+            cast_all(made, [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds])
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
             download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
