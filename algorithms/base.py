@@ -216,6 +216,11 @@ class Algorithm:
         return MappingProxyType({f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds})
 
     @cached_property
+    def required(self) -> frozenset[str]:
+        """Slots without which the formula cannot be computed."""
+        return frozenset(slot for slot, must in self.slots.items() if must)
+
+    @cached_property
     def integer_slots(self) -> frozenset[str]:
         """Slots whose tensors stay integers."""
         return frozenset(f.name for f in fields(self.tensors) if str(f.type).startswith("Indices"))

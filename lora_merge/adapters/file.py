@@ -113,10 +113,7 @@ class Module:
 def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
     rows = [ALGORITHMS[name] for name in algorithms]
     return tuple(
-        row.name
-        for row in rows
-        if slots <= row.slots.keys()
-        and all(slot in {*slots, *row.shared, *row.beside} for slot, required in row.slots.items() if required)
+        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.beside}
     )
 
 

@@ -135,20 +135,20 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
 _PAIR: Final = r"\.(up|down)\.weight"
 
 REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
-    (contains, re.compile(pattern, re.DOTALL), template)
-    for contains, pattern, template in (
+    (sign, re.compile(pattern, re.DOTALL), template)
+    for sign, pattern, template in (
         # old diffusers attached the LoRA to the attention processor, not to the layer
-        ("_lora.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
-        ("_lora.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
+        (r"_lora\.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
+        (r"_lora\.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
         # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
-        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
-        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
-        ("_lora1.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
-        ("_lora2.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
-        ("_lora.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        ("_lora.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
-        ("_lora.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        ("_lora.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
+        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
+        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
+        (r"_lora1\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
+        (r"_lora2\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
+        (r"_lora\.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        (r"_lora\.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
+        (r"_lora\.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        (r"_lora\.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
         # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
         (
             "_custom_diff",
@@ -156,20 +156,21 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
             r"\1.\2\3.set_weight",
         ),
         # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
-        (".lora_", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
-        (".oft_blocks.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
+        (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
+        (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
         # LLMs-from-scratch wraps the layer and keeps it as `linear`
-        (".lora.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
+        (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
         # MiniMax-H3: the adapter's name tells the order of the rows (architectures/minimax_h3.yaml)
-        (".default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
+        (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
         # Flux control LoRAs carry whole norm scales under the base's own names
-        ("_norm.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
+        (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
         ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
     )
 )
-"""(text that the key contains, pattern of the whole key, the key in a known spelling); the first match is applied."""
+"""(pattern of a text in the key, pattern of the whole key, the key in a known spelling); the first match is applied."""
 
-_BY_MARK: Final = {mark: [row[1:] for row in REWRITES if row[0] == mark] for mark, *_ in REWRITES}
+_BY_SIGN: Final = {sign: [row[1:] for row in REWRITES if row[0] == sign] for sign, *_ in REWRITES}
+_SIGNS: Final = re.compile("|".join(_BY_SIGN))
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
@@ -177,17 +178,18 @@ DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writ
 
 def split(key: str) -> tuple[str, Suffix] | None:
     """Return ("unet.q", row) for "unet.q.lora_up.weight"; None where no row fits, which matching reports."""
-    for pattern, template in [row for mark in _BY_MARK if mark in key for row in _BY_MARK[mark]]:
+    if _SIGNS.search(key):
+        key = _rewritten(key)
+    head, *tail = key.rsplit(".", LONGEST)
+    found = _longest(tuple(tail if head else tail[1:]))
+    return (key[: -found[0]], found[1]) if found else None
+
+
+def _rewritten(key: str) -> str:
+    for pattern, template in [row for sign, rows in _BY_SIGN.items() if re.search(sign, key) for row in rows]:
         if match := pattern.fullmatch(key):
-            key = match.expand(template)
-            break
-    dots = [len(key)]
-    while len(dots) <= LONGEST and (dot := key.rfind(".", 0, dots[-1])) > 0:
-        dots.append(dot)
-    for dot in reversed(dots[1:]):
-        if row := _row(key[dot:]):
-            return key[:dot], row
-    return None
+            return match.expand(template)
+    return key
 
 
 def split_row_part(path: str) -> tuple[str, int | None]:
@@ -196,12 +198,17 @@ def split_row_part(path: str) -> tuple[str, int | None]:
     return (module, int(number)) if mark and number.isdecimal() and len(number) <= DIGITS else (path, None)
 
 
-@lru_cache(maxsize=10_000)
-def _row(ending: str) -> Suffix | None:
-    return _BY_ENDING.get(ending) or _without_name(ending[1:].split("."))
+@lru_cache(maxsize=10_000)  # a file has thousands of keys with a few endings
+def _longest(tail: tuple[str, ...]) -> tuple[int, Suffix] | None:
+    """Return (length, row) of the longest known ending of a key with these last parts; None if there is none."""
+    for parts in (tail[n:] for n in range(len(tail))):
+        ending = "".join(f".{part}" for part in parts)
+        if row := _BY_ENDING.get(ending) or _without_name(parts):
+            return len(ending), row
+    return None
 
 
-def _without_name(parts: list[str]) -> Suffix | None:
+def _without_name(parts: tuple[str, ...]) -> Suffix | None:
     """Return the row for `.lora_A.default.weight` or `.ia3_l.default`, without the adapter's name in it."""
     stem, tail = parts[0], parts[-1]
     if len(parts) == 3 and (tail in ("weight", "bias") or f".{stem}.{tail}" in _BY_ENDING):

@@ -15,6 +15,7 @@ import json
 import re
 import struct
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -82,7 +83,7 @@ def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, St
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _Malformed("its __metadata__ is not a table of strings")
     known: dict[Any, Any] = {name: name for name in ITEM_BITS}
-    infos = sorted((_entry(n, e, path, data, known) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
+    infos = sorted((_entry(n, e, path, data, known) for n, e in table.items()), key=attrgetter("offset", "nbytes"))
     end = data
     for t in infos:
         if t.offset != end:
@@ -110,7 +111,7 @@ def _json(raw: bytes) -> Any:
             object_pairs_hook=_unique,
             parse_constant=_no_number,
             parse_float=_float,
-            parse_int=_int if _MINUS_ZERO.search(text) else int,
+            parse_int=_int if "-0" in text and _MINUS_ZERO.search(text) else int,
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for a lone surrogate

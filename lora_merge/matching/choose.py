@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import isfinite, isnan, prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -126,9 +127,10 @@ class _Chooser:
 
     def _check_factors(self, module: Module, name: str) -> None:
         """Raise InputError if a factor of the formula holds whole numbers, because no scale for them is stored."""
-        integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
-        for slot, info in {**module.shared, **module.slots}.items():
-            if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is not a number
+        for slot, info in chain(module.shared.items(), module.slots.items()):
+            if info.dtype not in WHOLE or info.dtype == "BOOL":  # a switch is not a number
+                continue
+            if slot not in {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}:
                 where = f"{info.file}: {info.name} is {info.dtype}"
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
@@ -202,6 +204,8 @@ class _Chooser:
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the formula's settings from metadata, configuration and user, and `widest` if the formula needs it."""
         row = ALGORITHMS[name]
+        if not row.settings:
+            return {}
         stated = {k: v for k, v in self.context.given.items() if k in row.settings}
         return {
             **self.context.trained(name).settings,
@@ -212,9 +216,8 @@ class _Chooser:
 
     def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
         row = ALGORITHMS[name]
-        partial = self.context.trained(name).partial - self.context.given.keys()
-        missing = row.missing_settings(settings) or sorted(partial)
-        if missing:
+        partial = self.context.trained(name).partial - self.context.given.keys() if row.settings else ()
+        if missing := row.missing_settings(settings) or sorted(partial):
             raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
         row.check_given(settings, shapes, shape)
 

@@ -97,7 +97,7 @@ def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     For these modules (orthogonal and scaling formulas, DoRA, all others that read the base) the sum of differences is
     not what the adapters give one after the other. Who names another method wants another rule, and needs no note.
     """
-    if job.method != SUM:
+    if job.method != SUM or len(matched) < 2:
         return tuple(matched)
     changed = [_Changed(one) for one in matched]
     return tuple(replace(one, notes=(*one.notes, *_meetings(job, one, changed[:n]))) for n, one in enumerate(matched))

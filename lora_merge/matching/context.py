@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
+from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
 from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
 from ..algorithms.lora import LORA
@@ -69,6 +70,8 @@ class AdapterContext:
 
     def with_shared(self, module: Module, name: str) -> Module:
         """Return the module with the shared tensors of the file that a formula takes."""
+        if name not in SHARED:
+            return module
         keys, tensors = self.rules.of(module.name).shared(name, module.name), self.adapter.index.tensors
         found = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
         return replace(module, slots={**found, **module.slots}) if found else module
@@ -127,4 +130,4 @@ def _takes(name: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
 
 def _has_all(module: Module, name: str, near: Mapping[str, WeightView]) -> bool:
     row = ALGORITHMS[name]
-    return all(slot in module.slots or row.beside.get(slot) in near for slot, must in row.slots.items() if must)
+    return all(row.beside.get(slot) in near for slot in row.required - module.slots.keys())

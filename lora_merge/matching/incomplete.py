@@ -32,13 +32,12 @@ MOST: Final = 2  # so many other modules must have the tensor that one module la
 
 def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
     """Return the incomplete modules, each with the slot that it lacks."""
-    weights = [m for m in modules if m.parameter == "weight"]
+    weights = [(m, _has(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
-    kinds = Counter((_has(m), m.algorithms) for m in weights)
-    paired = any({"up", "down"} <= m.slots.keys() for m in weights)
+    kinds = Counter((has, m.algorithms) for m, has in weights)
+    paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
     found: dict[str, str] = {}
-    for m in weights:
-        has = _has(m)
+    for m, has in weights:
         if {"up", "down"} <= has:
             missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
         else:

@@ -70,8 +70,11 @@ class Places:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
-        found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in wanted}
+        found = {
+            parameter: self.named(split_row_part(module.name)[0], parameter)
+            for name in module.complete
+            for parameter in ALGORITHMS[name].beside.values()
+        }
         found |= {f"{LAYER}{n}": self.named(name, "weight") for n, name in enumerate(relatives)}
         return {parameter: view for parameter, view in found.items() if view is not None}
 

@@ -37,7 +37,8 @@ def with_values(
 ) -> tuple[list[Module], list[StoredTensor]]:
     """Return the modules, with the trained value of their parameter as one more tensor where the formula needs it, and
     the strange tensors that are left."""
-    wanted = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
+    valued = {name for name, row in ALGORITHMS.items() if row.value}
+    wanted = {f"{m.name}.{m.parameter}" for m in modules if not valued.isdisjoint(m.algorithms)}
     stored = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if wanted else []
     found = {value.target: info for info, value in stored if value and value.kind == "value" and value.rows is None}
     taken = {target: info for target, info in found.items() if target in wanted}

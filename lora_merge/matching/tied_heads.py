@@ -51,8 +51,6 @@ class AdapterPair:
         self.sources = tied.sources if tied else {}
         self.weight = next(iter(self.sources), "")  # name of a new head
         self.own = {key: replace(info, name=key) for key, info in self.sources.items()}
-        named = {part for key in context.adapter.index.tensors for part in key.split(".")}
-        self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
 
     def is_head(self, name: str) -> bool:
         """Return whether a module's name is that of the head."""
@@ -107,6 +105,12 @@ class AdapterPair:
     def parts(self, name: str) -> bool:
         """Return whether a module of the adapter changes one end alone, and the two ends can be stored separately."""
         return bool(self.own and self.context.rules.of(name).kind) and not self.as_one(name)
+
+    @cached_property
+    def _has_both(self) -> bool:
+        """Whether the adapter has tensors of both ends by the names that PEFT looks for."""
+        named = {part for key in self.context.adapter.index.tensors for part in key.split(".")}
+        return self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
 
     @cached_property
     def _unlike(self) -> frozenset[str]:

@@ -69,7 +69,7 @@ class NameTable:
         self._made: dict[str, Names] = {}
         self._rules: dict[str, Row | bool] = {}
         self._live: dict[str, list[Way]] = {}  # weak form → the ways to strong forms
-        self._layers: dict[str, dict[str, set[RowSlice]]] = {}
+        self._layers: dict[str, list[RowSlice]] = {}
 
     def knows(self, name: str) -> bool:
         """Return whether a name, dotted or flat, is known with some numbers, perhaps with others than its own."""
@@ -95,16 +95,17 @@ class NameTable:
 
     def layers(self, body: str) -> list[RowSlice]:
         """Return the row ranges of a tensor that are canonical weights, in order; only those of consecutive rows."""
-        of = form(body)
-        if of not in self._layers:
+        if body not in self._layers:
+            of = form(body)
             forms = [of, *(".".join(path) for _, path in self._native.names_of(tuple(of.split("."))))]
             sources = dict.fromkeys(source for other in forms for source in self._sources[other])
             found, _ = self._canonical(sources)
-            slices = self._layers[of] = {}
+            slices: dict[str, set[RowSlice]] = {}
             for pieces in (view.row_slices for view in found.values() if view is not None):
                 if len(pieces) == 1 and not pieces[0].transposed:
                     slices.setdefault(pieces[0].key, set()).add(pieces[0])
-        return sorted(self._layers[of].get(self._keys[body], ()))
+            self._layers |= {one: sorted(slices.get(self._keys[one], ())) for one in self._bodies[of]}
+        return self._layers[body]
 
     def _canonical(self, sources: Iterable[str]) -> tuple[Names, list[tuple[str, WeightView]]]:
         bodies = (body for source in sources for body in self._bodies[source])

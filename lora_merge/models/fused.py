@@ -67,8 +67,10 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     """
     stem, _, parameter = name.rpartition(".")
     module, dot, leaf = stem.rpartition(".")
-    match, weight = FUSED.fullmatch(leaf), shapes.get(f"{stem}.weight", ())
-    if match is None or parameter not in ("weight", "bias") or len(weight) < 2:
+    if (match := FUSED.fullmatch(leaf)) is None or parameter not in ("weight", "bias"):
+        return {}
+    weight = shapes.get(f"{stem}.weight", ())
+    if len(weight) < 2:
         return {}
     if match["qkv"] and not IN_TURN.isdisjoint((kind, str(config.get("model_type")))):
         return {}

@@ -9,7 +9,8 @@ places is refused. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -168,17 +169,18 @@ class Names:
 
         For a model with an architecture file, its table is the only source.
         """
-        pieces = [p._replace(key=self.without_wrappers(p.key)) for p in view.row_slices]
-        found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
+        parts = [self._part(p.key) for p in view.row_slices]
+        pieces = view.row_slices
+        if self._stored:
+            pieces = tuple(p._replace(key=self.without_wrappers(p.key)) for p in pieces)
+        found = [part.cut(p) if part else () for part, p in zip(parts, pieces, strict=True)]
         if not all(found):
             return {}
         if sum(map(len, found)) > 1:
             return {f"the table of {self.architecture}": tuple(chain.from_iterable(found))}
-        name, shapes = pieces[0].key, self.shapes
-        part = self._part(name)
-        kind = part.architecture.file.stem if part and part.architecture else ""
-        is_whole = whole(name, shapes[name]).row_slices == (*pieces,)
-        return splits(name, shapes, self._config, kind) if is_whole else {}
+        name, shapes, known = pieces[0].key, self.shapes, parts[0] and parts[0].architecture
+        split = splits(name, shapes, self._config, known.file.stem if known else "")
+        return split if split and whole(name, shapes[name]).row_slices == pieces else {}
 
     def component(self, key: str) -> str:
         """Return the component of a base tensor: unet, transformer, te, te1, te2, te3, vae, model."""
@@ -187,8 +189,12 @@ class Names:
 
     def _part(self, key: str) -> Component | None:
         """Return the network of a base tensor; None for tensors of ignored networks."""
-        name = self.without_wrappers(key)
-        return next((part for part in self.parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
+        return self._homes.get(self.without_wrappers(key))
+
+    @cached_property
+    def _homes(self) -> Mapping[str, Component]:
+        """Name of a tensor without wrappers → its network."""
+        return {name: part for part in self.parts for name in part.keys.values()}
 
     def without_wrappers(self, key: str) -> str:
         """Return the name of a base tensor without the levels that training adds."""
@@ -300,9 +306,11 @@ def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
 
 
-def _look(parts: Iterable[Component], body: str, parameter: str) -> list[WeightView | None]:
+def _look(parts: Sequence[Component], body: str, parameter: str) -> list[WeightView | None]:
     """Return all places of a name in these components: only those in a denoiser, if there are any."""
     found = [(part.role, *part.find(body, parameter)) for part in parts]
+    if len(found) == 1:
+        return [view for _, view, known in found if known]
     of_denoisers = [view for role, view, known in found if known and role == "denoiser"]
     return of_denoisers or [view for _, view, known in found if known]
 

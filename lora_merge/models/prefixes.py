@@ -101,7 +101,7 @@ def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
         for prefix in (*prefixes, "text_encoders.0.")
         for m in NUMBER.finditer(prefix)
     }
-    return re.compile("".join(sorted(kept)) + NUMBER.pattern)
+    return re.compile("(?=[0-9])" + "".join(sorted(kept)) + NUMBER.pattern)  # the first test decides fast
 
 
 LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)

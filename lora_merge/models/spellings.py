@@ -56,6 +56,9 @@ class Component:
     def cut(self, piece: RowSlice) -> tuple[int, ...]:
         """Return the rows of every layer in a range of rows of a tensor; () if the layers do not fill the range."""
         layers = self._table.layers(piece.key.removeprefix(self.prefix))
+        if len(layers) == 1:  # nearly all: a tensor of one layer
+            (p,) = layers
+            return (p.rows,) if (p.start, p.stop) == (piece.start, piece.stop) else ()
         inside = [p for p in layers if piece.start <= p.start and p.stop <= piece.stop]
         bounds = [piece.start, *(p.stop for p in inside)]
         return tuple(p.rows for p in inside) if bounds == [*(p.start for p in inside), piece.stop] else ()

@@ -94,7 +94,8 @@ class WeightView(NamedTuple):
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
         first = self.row_slices[0]
-        return sum(p.rows for p in self.row_slices), first.stop - first.start if first.transposed else first.cols
+        rows = first.rows if len(self.row_slices) == 1 else sum(p.rows for p in self.row_slices)
+        return rows, first.stop - first.start if first.transposed else first.cols
 
 
 def whole(key: str, shape: Shape) -> WeightView:
