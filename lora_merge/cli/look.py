@@ -55,9 +55,13 @@ def chosen() -> str:
 
 
 def styled(stream: Any) -> bool:
-    """Return whether a stream gets tables and colours: a terminal does, unless the user says otherwise."""
-    mode = chosen()
-    return mode == "always" or (mode != "never" and stream.isatty() and os.environ.get("TERM") != "dumb")
+    """Return whether a stream gets tables: a terminal does, and whatever there is with `--color always`."""
+    return chosen() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def colored() -> bool:
+    """Return whether tables and pictures have colours."""
+    return chosen() == "always" or (chosen() != "never" and not os.environ.get("NO_COLOR"))
 
 
 class _Ours:
@@ -69,10 +73,10 @@ class _Ours:
 
 
 def console(stream: Any) -> Console:
-    """Return a console of Rich on a stream, as wide as the terminal; without colours where NO_COLOR is set."""
+    """Return a console of Rich on a stream, as wide as the terminal; with colours where they are wanted."""
     from rich.console import Console
 
-    plain = bool(os.environ.get("NO_COLOR")) and chosen() != "always"
+    plain = not colored()
     width = shutil.get_terminal_size().columns
     return Console(
         file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
@@ -99,12 +103,16 @@ def text(content: object, style: str = "") -> Text:
 def mark(name: Literal["done", "failed", "note"], stream: Any | None = None) -> str:
     """Return ✓, ✗ or !, or what stands for them where the terminal lacks these letters."""
     letters = {"done": ("✓", "OK"), "failed": ("✗", "X"), "note": ("!", "!")}[name]
-    encoding = getattr(stream or sys.stdout, "encoding", None) or "ascii"
+    return letters[0 if has(stream or sys.stdout, letters[0]) else 1]
+
+
+def has(stream: Any, letters: str) -> bool:
+    """Return whether a stream can show these letters."""
     try:
-        letters[0].encode(encoding)
+        letters.encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeError, LookupError):
-        return letters[1]
-    return letters[0]
+        return False
+    return True
 
 
 def cell(content: object) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Final
 from ..progress import Stage, Step
 from ..text import one_line
 from ..text import size as in_units
+from .look import has
 from .streams import commanding
 
 BEAT: Final = 0.2
@@ -211,7 +213,7 @@ class Display:
         """Return one line: heartbeat, stage, bar, facts; on a narrow terminal the last facts are left out."""
         from tqdm import tqdm
 
-        letters = SPINNER[0 if _has(self.stream, SPINNER[0]) else 1]
+        letters = SPINNER[0 if has(self.stream, SPINNER[0]) else 1]
         beat = letters[self.beats % len(letters)] if beats else " "
         prefix = f"{beat} {head} {share:4.0%} " if share is not None else f"{beat} {head} "
         told = [fact for fact in facts if fact]
@@ -221,7 +223,7 @@ class Display:
         if share is None:
             return f"{prefix}{text}"[: width - 1]
         whole = tqdm.format_meter(
-            share, 1, 1, ncols=width - 1, prefix=prefix, ascii=not _has(self.stream, "█▏"),
+            share, 1, 1, ncols=width - 1, prefix=prefix, ascii=not has(self.stream, "█▏"),
             bar_format="{desc}|{bar}| " + text.replace("{", "{{").replace("}", "}}"),
         )  # fmt: skip
         return str(whole)[: width - 1]
@@ -256,15 +258,6 @@ class Display:
             self.stream.flush()
 
 
-def _has(stream: Any, letters: str) -> bool:
-    """Return whether a stream can show these letters."""
-    try:
-        letters.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeError, LookupError):
-        return False
-    return True
-
-
 def interval(seconds: float) -> str:
     """Return "0:07", "12:30" or "1:02:03"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -284,7 +277,7 @@ def watching(
     *, quiet: bool, total: int = 0, jobs: int = 0, weights: dict[str, float] | None = None
 ) -> Iterator[Display | None]:
     """Give the block a `Display` that is redrawn until the block ends; None with `quiet`, or without a terminal."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
     display = Display(sys.stderr, total, jobs, weights or dict(WEIGHTS))

@@ -49,9 +49,13 @@ def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pyte
     found = played_here(MERGE, monkeypatch, keep=("NO_COLOR",))
     assert any("✓ merged" in row for row in found.screen)
     assert not re.search("\x1b\\[[0-9;]*m", found.text)
-    found = played_here([*MERGE, "--color", "never"], monkeypatch)
-    assert not any("╭" in row for row in found.screen)
-    assert any(row.startswith("verified 24 of 24") for row in found.screen)
+    assert played_here([*MERGE, "--color", "never", "--overwrite"], monkeypatch).screen[:5] == found.screen[:5]
+    for words in (["inspect", "base.safetensors", "style.safetensors", "--weights"], ["inspect", "no.safetensors"],
+                  ["compare", "base.safetensors", "o.safetensors"], ["parts", "base.safetensors"]):  # fmt: skip
+        coloured, plain = played_here(words, monkeypatch), played_here([*words, "--color", "never"], monkeypatch)
+        assert re.search("\x1b\\[[0-9;]*m", coloured.text), words
+        assert "\x1b" not in plain.text
+        assert len(plain.screen) == len(coloured.screen), words
     assert played_here([*MERGE, "--color=pink"], monkeypatch).code == 2
 
 

@@ -20,6 +20,9 @@ RAMP: Final[Ramp] = ((40, 52, 92), (52, 104, 178), (98, 178, 190), (240, 226, 14
 SIGNED: Final[Ramp] = ((214, 118, 42), (96, 96, 100), (52, 134, 208))
 """Colours of −1, 0 and 1."""
 
+SHADES: Final = ("░▒▓█", "-+*#")
+"""Cells without colours, for terminals with and without these letters."""
+
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 NARROWEST: Final = 2  # columns of a cell
 WIDEST: Final = 6
@@ -49,10 +52,18 @@ def colored(share: float, ramp: Ramp = RAMP) -> Style:
     return Style(bgcolor=Color.from_rgb(*mixed))
 
 
-def heat_map(found: Mapping[str, Any], width: int) -> Iterator[Text]:
+def _filled(share: float, cell: int, ramp: Ramp, shades: str) -> Text:
+    """Return a cell, for a share from 0 to 1 of the way from the least to the greatest number."""
+    if shades:
+        return Text(shades[min(int(max(share, 0.0) * len(shades)), len(shades) - 1)] * cell)
+    return Text(" " * cell, colored(share, ramp))
+
+
+def heat_map(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
     """Yield the lines of a heat map of a page: a cell for each block and kind of layer, at most `width` columns.
 
     The columns are numbered, and named below. Kinds of layers that find no room stand in a second picture below.
+    `shades`: letters for the cells, from the least number to the greatest, where colours are not to be used.
     """
     metric = found["metrics"][0]
     values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in found["cells"]}
@@ -67,7 +78,7 @@ def heat_map(found: Mapping[str, Any], width: int) -> Iterator[Text]:
     yield text(shortened(found["title"], width), "bold")
     scale = Text(f"{metric['title']}  {number(least, metric['unit'])} ", "dim")
     for n in range(SCALE):
-        scale.append(" ", colored(n / (SCALE - 1), ramp))
+        scale.append_text(_filled(n / (SCALE - 1), 1, ramp, shades))
     yield scale.append(f" {number(most, metric['unit'])}", "dim")
     for first in range(0, len(found["columns"]), count):
         shown = range(first, min(first + count, len(found["columns"])))
@@ -77,7 +88,8 @@ def heat_map(found: Mapping[str, Any], width: int) -> Iterator[Text]:
             for column in shown:
                 value = values.get((row, column))
                 share = (value - least) / (most - least) if value is not None and most > least else 1.0
-                line.append(*((" " * cell, colored(share, ramp)) if value is not None else ("·".center(cell), "dim")))
+                empty = Text(("." if shades == SHADES[1] else "·").center(cell), "dim")
+                line.append_text(_filled(share, cell, ramp, shades) if value is not None else empty)
             yield line
     yield from _columns(found["columns"], width)
 

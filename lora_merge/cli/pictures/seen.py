@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -10,7 +9,7 @@ from typing import Any, Final
 from ...text import Lines
 from ...viewing.compare import compare_lines
 from ...viewing.text import lines, match_lines
-from ..look import chosen, console, grid, show, styled, text
+from ..look import colored, console, grid, has, show, styled, text
 from ..text import echo
 
 NAME: Final = 13  # columns of a name in plain lines
@@ -23,7 +22,7 @@ WIDEST: Final = 200
 def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
     """Say what a file is; `again`: only how its adapter fits, as the base was described before."""
     match = facts.get("match")
-    if not _pictured():
+    if not styled(sys.stdout):
         echo(Lines.of(match_lines(facts["match"]) if again and match else lines(facts)))
         return
     told = dict(facts)
@@ -36,15 +35,10 @@ def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
 
 def show_comparison(found: Mapping[str, Any]) -> None:
     """Say where two files differ."""
-    if _pictured():
+    if styled(sys.stdout):
         _show(compare_lines({**found, "blocks": {}}), found)
     else:
         echo(Lines.of(compare_lines(found)))
-
-
-def _pictured() -> bool:
-    """Return whether stdout shows pictures, whose cells are colours."""
-    return styled(sys.stdout) and (not os.environ.get("NO_COLOR") or chosen() == "always")
 
 
 def _row(line: str, width: int) -> str:
@@ -59,7 +53,7 @@ def _row(line: str, width: int) -> str:
 def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
     """Print lines as a table of names and values, and below it the pictures of the page."""
     from ...viewing.pages.page import content
-    from .drawn import bars, heat_map
+    from .drawn import SHADES, bars, heat_map
 
     width, rows, before = min(console(sys.stdout).width, WIDEST), [], ""
     for one in told:
@@ -72,6 +66,6 @@ def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
     page = content(dict(found))
     show(grid(rows))
     for one in page["heat_maps"]:
-        show("", *heat_map(one, width))
+        show("", *heat_map(one, width, "" if colored() else next(s for s in SHADES if has(sys.stdout, s))))
     for one in page["bars"]:
         show("", *bars(one, width))

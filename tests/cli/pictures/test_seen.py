@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from lora_merge.cli.pictures import seen
-from lora_merge.cli.pictures.drawn import RAMP, SIGNED, bars, colored, heat_map
+from lora_merge.cli.pictures.drawn import RAMP, SHADES, SIGNED, bars, colored, heat_map
 from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_lines
 from lora_merge.viewing.inspect import inspect
@@ -66,12 +66,20 @@ def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
     assert "█" in printed(monkeypatch, found[0], width)
 
 
-def test_without_colours_the_lines_are_those_of_a_pipe(
+def test_without_colours_the_tables_stay_and_cells_are_shades(
     found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for facts in found:
+        out = printed(monkeypatch, facts, NO_COLOR="1")
+        assert "\x1b" not in out
+        colours = printed(monkeypatch, facts)
+        assert len(out.splitlines()) == len(colours.splitlines())
+        assert ("·" in out) == ("·" in colours)
+        assert any(shade in out for shade in SHADES[0][:3])
+        monkeypatch.setattr(Terminal, "encoding", "ascii")
+        assert "░" not in printed(monkeypatch, facts, NO_COLOR="1")
+        monkeypatch.setattr(Terminal, "encoding", "utf-8")
         plain = Lines.of(compare_lines(facts) if "a" in facts else lines(facts)) + "\n"
-        assert printed(monkeypatch, facts, NO_COLOR="1") == plain
         assert printed(monkeypatch, facts, TERM="dumb") == plain
 
 
