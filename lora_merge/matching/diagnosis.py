@@ -31,6 +31,7 @@ SHARED: Final = re.compile(r"(?:^|\.)shared$")
 
 NO_NAMES: Final = "has no tensors of these names"
 OWN_BASE: Final = "use the base the adapter was trained on"
+WHOLE_BASE: Final = "use a checkpoint or folder that holds all of these"
 
 GROUPED: Final = (
     "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "
@@ -112,7 +113,7 @@ def absence(absent: Sequence[str], held: Sequence[str]) -> str:
     missing, present = (" and ".join(map(_part, labels)) for labels in (absent, held))
     if list(held) == ["model"]:
         return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
-    return f"some modules are for {missing}, the base holds only {present}"
+    return f"some modules are for {missing}, the base holds only {present}; {WHOLE_BASE}"
 
 
 def _part(label: str) -> str:
@@ -168,7 +169,7 @@ def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
     if wanted <= last or last < 0:
         return ""
-    return f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model"
+    return f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model; {OWN_BASE}"
 
 
 def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
@@ -213,7 +214,7 @@ def grouped(down: Shape, weight: Shape) -> str:
     return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
 
 
-FEW: Final = 2  # patterns of names that an error shows: what to do comes after them
+FEW: Final = 1  # patterns of names, or modules, that an error shows: what to do comes after them
 STRANGE: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
 OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
@@ -228,18 +229,19 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        why = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
+        why, fix = _parted(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
         others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
-        raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
+        raise type(worst)(why or worst.what, f"{path}: {listed(same, FEW)}", (fix or worst.fix) + others)
     left = counted(by_pattern(result.unmatched), FEW)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)
+    why, fix = _parted(reason)
     if result.modules == 0:
         raise UnmatchedModules(
-            f"no module of the adapter is in the base (0 of {result.total})",
+            f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",
             f"{path}: {left}; the base is {names.architecture}",
-            reason,
+            fix,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
         raise UnmatchedModules(
@@ -249,10 +251,16 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(
-            f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
+            f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}",
             f"{path}: {left}; the base is {names.architecture}",
-            f"{reason}; or leave them out with --unmatched skip",
+            f"{fix}; or leave them out with --unmatched skip",
         )
+
+
+def _parted(reason: str) -> tuple[str, str]:
+    """Return a reason and what to do; all is advice where the reason cannot be told from it."""
+    why, _, fix = reason.rpartition("; ")
+    return why, fix
 
 
 def doubtful(result: Match, names: Names, unmatched: Unmatched) -> str:
