@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -62,10 +62,10 @@ _HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|b
 _ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
 
-def check_options(args: Sequence[str], known: Collection[str]) -> None:
+def check_options(args: Sequence[str], known: Set[str]) -> None:
     """Raise UsageError for an option that only other programs have. `known`: the options of the command."""
     names = dict.fromkeys(arg.partition("=")[0] for arg in args)
-    found = [name for name in names if name in FOREIGN and name not in known]
+    found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known]
     if found:
         fix = "; ".join(dict.fromkeys(FOREIGN[name] for name in found))
         raise UsageError(f"there is no option {' nor '.join(found)} here", " ".join(args)[:200], fix)
@@ -82,7 +82,7 @@ def check_command(word: str, commands: Collection[str]) -> None:
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
-ENDINGS: Final = (".safetensors", ".ckpt", ".pt", ".bin")
+ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 """Endings that are tried where a name has none."""
 
 
@@ -100,7 +100,12 @@ def completed(path: str) -> str:
 
 
 def with_ending(output: str | None, base: str) -> str | None:
-    """Return the output's name, for a base that is one file with the ending that programs look for."""
+    """Return the output's name, for a base that is one file with the ending that programs look for.
+
+    UsageError for "-", the output of other programs: a file is written under a name.
+    """
+    if output == "-":
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
     return f"{output}.safetensors" if plain and Path(base).is_file() and not exists(str(output)) else output
 
@@ -117,7 +122,8 @@ def check_adapter(text: str) -> None:
     if exists(text):
         return
     if _NUMBER.fullmatch(text):
-        raise UsageError("a number where an adapter belongs", text, "write a strength behind its file: ADAPTER:0.8")
+        fix = f"give each strength its own -s: -s 0.8 -s {text}; or write it behind its file: ADAPTER:{text}"
+        raise UsageError("a number where an adapter belongs", text, fix)
     for pattern in _SPELLINGS:
         if match := pattern.fullmatch(text):
             found = match.groupdict()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import re
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +14,7 @@ from typing import Any, Final
 import typer
 
 from ..errors import UsageError
+from .habits import FOREIGN
 from .look import COLORS, FLAG
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
@@ -85,13 +88,34 @@ NEEDED: Final = {
 """Argument of `merge` that is missing → what is wrong, and what to type."""
 
 
+def typed() -> str:
+    """Return what was typed."""
+    return " ".join(["lora-merge", *sys.argv[1:]])[:200]
+
+
 def refused(error: Exception) -> UsageError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    help_of = f"lora-merge help {command}".strip()
+    see = f"see lora-merge help {command}".strip()
     if command == "merge" and parameter in NEEDED and "issing" in type(error).__name__:
         what, fix = NEEDED[parameter]
-        return UsageError(what, " ".join(["lora-merge", *sys.argv[1:]])[:200], f"{fix}; see {help_of}")
-    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), f"lora-merge {command}".strip(), f"see {help_of}")
+        return UsageError(what, typed(), f"{fix}; {see}")
+    if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
+        return UsageError(f"there is no option {name}", typed(), f"{_meant(name, context)}{see}")
+    shown = re.search(
+        r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
+    )
+    such = f"such as {shown[1]}; " if shown else "write its value behind it; " if "requires an arg" in text else ""
+    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
+
+
+def _meant(name: str, context: Any) -> str:
+    """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
+    known = [one for parameter in getattr(getattr(context, "command", None), "params", ()) for one in parameter.opts]
+    if not name.startswith("--"):
+        return ""
+    near = get_close_matches(name, known, 1, 0.7) or [one for one in known if one.startswith(name)][:3]
+    other = get_close_matches(name, FOREIGN, 1, 0.7)
+    return f"did you mean {' or '.join(near)}? " if near else f"{FOREIGN[other[0]]}; " if other else ""

@@ -18,7 +18,7 @@ from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, err
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
-from ..text import one_line
+from ..text import Lines, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
+HELP = ("-h", "--help")
+
 FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--debug", "--overwrite", "--dry-run")
 """Options without a value, after which a command may stand by mistake."""
 
@@ -49,7 +51,7 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
         args = taken(args)
-        if args and args[0] == "help":
+        if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
             args = [*args[1:2], "--help"]
         elif args and args[0] in ASKED and not exists(args[0]):
             args = [ASKED[args[0]]]
@@ -240,8 +242,11 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         with signals_first():
-            raise SystemExit(app(standalone_mode=False) or 0)
+            raise SystemExit(app(prog_name="lora-merge", standalone_mode=False) or 0)
     except REFUSED as e:
+        if not sys.argv[1:]:  # nothing is asked for
+            echo(Lines.of(str(e).splitlines()))
+            raise SystemExit(UsageError.exit_code) from None
         _fail(wrong := refused(e), str(wrong))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")

@@ -36,7 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
-    output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    output: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
     ] = None,
@@ -79,7 +79,7 @@ def verify(
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
-    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
@@ -129,7 +129,7 @@ def _is_adapter(made: Path) -> bool:
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="as_json")
 def unmerge(
-    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),

@@ -32,6 +32,9 @@ LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transfor
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
 
+ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+"""Endings of files with weights."""
+
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of files of torch.save: a zip archive, or before torch 1.6 a bare pickle."""
@@ -177,17 +180,21 @@ def json_value(path: Path) -> Any:
 
 
 def _missing(path: Path) -> InputError:
-    near: list[str] = []
-    if path.parent.is_dir():
-        stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
-        for entry in entries(path.parent):
-            stems.setdefault(entry.stem, []).append(entry.name)
-        close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
-        near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
-    fix = f"did you mean {', '.join(near)}?" if near else "check the path"
     if path.is_symlink():
         return InputError("a link that points nowhere", str(path), "download the model again")
-    return InputError("file not found", str(path), fix)
+    if not path.parent.is_dir():
+        there = next((p for p in path.parents if p.is_dir()), Path())
+        return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
+    stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
+    for entry in entries(path.parent):
+        stems.setdefault(entry.stem, []).append(entry.name)
+    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
+    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
+    if near:
+        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+    models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
+    held = f"its folder has {listed(models)}" if models else "its folder has no model"
+    return InputError("file not found", str(path), f"check the path; {held}")
 
 
 def _nonempty(index: Index) -> Index:

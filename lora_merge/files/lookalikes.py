@@ -121,5 +121,5 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
     if not start.strip(TEXT):
-        why = f"it is text, {quoted(start.decode('ascii'))}; {why}"
+        why = f"it is text, {quoted(start.decode('ascii'))}"
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")

@@ -169,7 +169,8 @@ def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
     if wanted <= last or last < 0:
         return ""
-    return f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model; {OWN_BASE}"
+    why = f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model"
+    return f"{why}; {OWN_BASE}"
 
 
 def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:

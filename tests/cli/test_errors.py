@@ -76,8 +76,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
 
 
 @pytest.mark.parametrize(("words", "code", "what", "fix"), [
-    ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base", "for an image or video model"),
-    ("base.safetensors renamed.safetensors", 4, "24 of 32", "known are names such as lora_unet_…, these begin with lora_unett"),
+    ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base (0 of 32): the adapter is for an image or video model", "use the base"),
+    ("base.safetensors renamed.safetensors", 4, "24 of 32 adapter modules have no place in the base: the base is Stable Diffusion 1 and has no tensors of these names (known are names such as lora_unet_…, these begin with lora_unett", "use the base"),
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
     ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
     ("https://example.org/a.safetensors lora.safetensors", 2, "an address", "curl -L -O"),
@@ -85,7 +85,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors", 2, "no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
-    ("base.safetensors lora.safetensors --dtpye bf16", 2, "no such option: --dtpye (Possible options: --dtype, --t)", "help merge"),
+    ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength stands behind its file"),
+    ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
+    ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
+    ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value behind it"),
+    ("extract base.safetensors", 2, "missing argument 'TUNED'", "such as lora-merge extract sdxl.safetensors tuned.safetensors"),
+    ("resize lora.safetensors", 2, "missing option '--rank'", "such as lora-merge resize style.safetensors --rank 16"),
+    ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
+    ("base.safetensors zzz.safetensors", 3, "file not found", "its folder has base.safetensors, "),
+    ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path; of its folders only "),
     ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
@@ -107,7 +116,14 @@ def test_what_is_wrong_and_what_to_do(run: Run, words: str, code: int, what: str
     assert head.startswith("error: ")
     assert what in head + rest
     assert fix in advice
-    assert len(rest.partition("  fix:")[0]) < 600, "what to do is not below a page of names"
+    assert len(rest.partition("  fix:")[0]) < 400, "what to do is not below a page of names"
+
+
+def test_the_program_alone_shows_its_help(run: Run) -> None:
+    code, text = run()
+    assert code == 2
+    assert text.startswith("Usage: lora-merge")
+    assert "\nCommands:\n  merge " in text
 
 
 def test_unrelated_names_are_not_suggested(run: Run) -> None:

@@ -12,6 +12,7 @@ import typer
 from ...options import OPTIONS
 from ...progress import unwatched
 from ..habits import completed, expanded
+from ..helping import examples
 from ..parameters import Command, read, with_options
 from ..stages import watching
 from ..text import echo, leave_lost_folder
@@ -36,8 +37,15 @@ Adapter = Annotated[str, typer.Argument(metavar="ADAPTER[:STRENGTH]", help="A fi
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
-    for command in (combine, resize, convert, average, extract):
-        app.command()(command)
+    for command, lines in (
+        (combine, ("combine a.safetensors:0.8 b.safetensors:0.5 -o both.safetensors",
+                   "combine a.safetensors b.safetensors --method ties --density 0.5 --rank 32")),
+        (resize, ("resize style.safetensors --rank 16", "resize style.safetensors --rank energy:0.99 -o s")),
+        (convert, ("convert style.safetensors --to diffusers --base sdxl.safetensors",)),
+        (average, ("average epoch1.safetensors epoch2.safetensors -o mean.safetensors",)),
+        (extract, ("extract sdxl.safetensors tuned.safetensors --rank 32 -o difference.safetensors",)),
+    ):  # fmt: skip
+        app.command(epilog=examples(*lines))(command)
 
 
 def _takes(*names: str) -> Callable[[Command], Command]:
