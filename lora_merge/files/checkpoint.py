@@ -5,7 +5,6 @@ Only headers are read, so plans and `inspect` need no torch, except for pickled 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -23,6 +22,7 @@ from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
+from .lookalikes import missing
 from .safetensors import parse_file
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -31,9 +31,6 @@ CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # o
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
-
-ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
-"""Endings of files with weights."""
 
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -103,7 +100,7 @@ def open_checkpoint(path: Path) -> Index:
 
 def _opened(path: Path) -> Index:
     if not path.exists():
-        raise _missing(path)
+        raise missing(path)
     if path.is_dir():
         return _nonempty(_folder(path))
     if path.name.endswith(".json") and ".index." in path.name:
@@ -177,24 +174,6 @@ def json_value(path: Path) -> Any:
         return from_json(raw)
     except ValueError as e:
         raise InputError("not a valid JSON file", f"{path}: {e}", "download or write it again") from e
-
-
-def _missing(path: Path) -> InputError:
-    if path.is_symlink():
-        return InputError("a link that points nowhere", str(path), "download the model again")
-    if not path.parent.is_dir():
-        there = next((p for p in path.parents if p.is_dir()), Path())
-        return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
-    stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
-    for entry in entries(path.parent):
-        stems.setdefault(entry.stem, []).append(entry.name)
-    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
-    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
-    if near:
-        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
-    models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
-    held = f"its folder has {listed(models)}" if models else "its folder has no model"
-    return InputError("file not found", str(path), f"check the path; {held}")
 
 
 def _nonempty(index: Index) -> Index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
-from ..text import quoted
+from ..text import listed, quoted
+from .layouts import entries
 
 MAGIC: Final = (
     # first bytes       what it is                         what to do
@@ -123,3 +125,26 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     if not start.strip(TEXT):
         why = f"it is text, {quoted(start.decode('ascii'))}"
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
+
+
+ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+"""Endings of files with weights."""
+
+
+def missing(path: Path) -> InputError:
+    """Return the error for a file that is not there, with the names of those that may be meant."""
+    if path.is_symlink():
+        return InputError("a link that points nowhere", str(path), "download the model again")
+    if not path.parent.is_dir():
+        there = next((p for p in path.parents if p.is_dir()), Path())
+        return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
+    stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
+    for entry in entries(path.parent):
+        stems.setdefault(entry.stem, []).append(entry.name)
+    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
+    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
+    if near:
+        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+    models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
+    held = f"its folder has {listed(models)}" if models else "its folder has no model"
+    return InputError("file not found", str(path), f"check the path; {held}")
