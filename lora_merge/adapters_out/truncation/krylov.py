@@ -22,7 +22,7 @@ EXCESS: Final = 1e-3
 """By how much the error of a dense truncation may exceed the optimum, as a share of the optimum."""
 
 SAFE: Final = 0.7
-"""The share of EXCESS that the estimate of what further steps would gain may take: it is up to a quarter too low."""
+"""The share of EXCESS that the estimate of what further steps would gain may take: it is up to a fifth too low."""
 
 SINGLE: Final = 1e-3
 """The share of ‖Δ‖² that is left out is found in single precision from this size on, exact to a thousandth."""
@@ -32,6 +32,9 @@ NOTHING: Final = 1e-12
 
 STEADY: Final = 0.95
 """The largest ratio of two gains that is taken for the beginning of such a series."""
+
+GROWS: Final = 0.9
+"""The power of such a ratio that stands for all later ones, which are larger."""
 
 WIDTH: Final = 40
 """Columns of a block where the rank is not known before."""
@@ -48,27 +51,64 @@ class _Item:
     reach: Reach
     steps: list[Tensor] = field(default_factory=list)  # σ² after each step, the largest first
     rank: int | None = None
-    settled: bool = False
+    core: Tensor | None = None  # B, once its singular values are near enough
     finer: bool = False  # whether what is left out is too little for fp32
 
-    def look(self, found: Tensor, *, single: bool) -> None:
-        """Take the σ² of one more step, and judge what another would gain.
+    def look(self, core: Tensor, found: Tensor, *, single: bool) -> None:
+        """Take B and its σ² after one more step, and judge what further steps would gain.
 
-        The gain of each singular value becomes smaller from step to step, by a ratio that itself grows slowly: what all
-        further steps would gain is estimated as the rest of a geometric series.
+        A step adds a block to both bases; it is judged after each half. The gain of each singular value becomes smaller
+        from step to step, by a ratio that itself grows slowly: what all further steps would gain is estimated as the
+        rest of a geometric series.
         """
-        self.steps.append(found)
+        self.steps = [*self.steps[-4:], found]
         self.rank = k = self.reach(found.sqrt().tolist(), self.squares)
         if k is None:
             return
-        now, *before = [s[:k] for s in reversed(self.steps[-3:]) if len(s) >= k]
+        now, *before = [s[:k] for s in self.steps[::-2] if len(s) >= k]
         left = self.squares - float(now.sum())
         self.finer = single and left <= SINGLE * self.squares
-        self.settled = self.finer or left <= NOTHING * self.squares
-        if len(before) == 2 and not self.settled:
-            gains = [(now - before[0]).clamp_min(0), (before[0] - before[1]).clamp_min(0)]
-            ratios = (gains[0] / torch.maximum(*gains).clamp_min(1e-300)).clamp_max(STEADY)
-            self.settled = float((gains[0] * ratios / (1 - ratios)).sum()) <= 2 * SAFE * EXCESS * left
+        settled = self.finer or left <= NOTHING * self.squares
+        if len(before) == 2 and not settled:
+            gain, last = (now - before[0]).clamp_min(0), (before[0] - before[1]).clamp_min(0)
+            ratios = (gain / torch.maximum(gain, last).clamp_min(1e-300)).clamp_max(STEADY) ** GROWS
+            settled = float((gain * ratios / (1 - ratios)).sum()) <= 2 * SAFE * EXCESS * left
+        if settled:
+            self.core = core
+
+
+class _Bases:
+    """The bases of n matrices, and B = UᵀΔV between them. They grow by a block in turn."""
+
+    def __init__(self, stack: Tensor, width: int) -> None:
+        n, out, cols = stack.shape
+        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0)).to(stack)
+        self.stack, self.core = stack, torch.zeros(n, width, 0, dtype=torch.float64)
+        self.block, _, _ = _apart(stack @ start, stack.new_zeros(n, out, 0))
+        self.lefts, self.rights = self.block, stack.new_zeros(n, cols, 0)
+
+    def widen(self) -> None:
+        """Add to V what Δᵀ makes of the last block of U: Δ is known on all of U then."""
+        self.block, over, own = _apart((self.block.mT @ self.stack).mT, self.rights)
+        self.rights = torch.cat((self.rights, self.block), 2)
+        grown = self.core.new_zeros(*self.core.shape[:2], self.rights.shape[2])
+        grown[:, :, : self.core.shape[2]] = self.core
+        width = self.block.shape[2]
+        grown[:, -width:] = torch.cat((over, own), 1).mT
+        self.core = grown
+
+    def heighten(self) -> None:
+        """Add to U what Δ makes of the last block of V: Δ is known on all of V then."""
+        self.block, _, own = _apart(self.stack @ self.block, self.lefts)
+        self.lefts = torch.cat((self.lefts, self.block), 2)
+        rest = self.core.new_zeros(len(own), own.shape[1], self.core.shape[2] - own.shape[2])
+        self.core = torch.cat((self.core, torch.cat((rest, own), 2)), 1)
+
+    def values(self) -> Tensor:
+        """Return the squares of the singular values of B, the largest first."""
+        tall = self.core.shape[1] > self.core.shape[2]
+        squares: Tensor = torch.linalg.eigvalsh(self.core.mT @ self.core if tall else self.core @ self.core.mT)
+        return squares.flip(1).clamp_min(0)
 
 
 def searched(
@@ -83,57 +123,45 @@ def searched(
         reaches: The rule of each.
         width: Columns of a block: the rank and a few more where it is known.
     """
-    n, out, cols = stack.shape
-    start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0)).to(stack).expand(n, -1, -1)
-    single = stack.dtype != torch.float64
     items = [_Item(s, reach) for s, reach in zip(squares, reaches, strict=True)]
-    block, _ = triangular(stack @ start)
-    lefts, rights = block, stack.new_zeros(n, cols, 0)
-    core = torch.zeros(n, 0, 0, dtype=torch.float64)
-    for _ in range(min(out, cols) // 2 // width):
-        block, over, own = _apart((block.mT @ stack).mT, rights)
-        core = _grown(core, over.mT, own.mT)
-        rights = torch.cat((rights, block), 2)
-        values = torch.linalg.eigvalsh(core @ core.mT).flip(1).clamp_min(0)
-        for item, found in zip(items, values, strict=True):
-            if not item.settled:
-                item.look(found, single=single)
-        if all(item.settled for item in items):
+    bases = _Bases(stack, width)
+    for _ in range(min(stack.shape[1:]) // 2 // width):
+        bases.widen()
+        if _near(items, bases):
             break
-        block, _, _ = _apart(stack @ block, lefts)
-        lefts = torch.cat((lefts, block), 2)
-    found = [_triples(item, lefts[i], rights[i].mT, core[i]) for i, item in enumerate(items)]
+        bases.heighten()
+        if _near(items, bases):
+            break
+    found = [_triples(item, bases.lefts[i], bases.rights[i].mT) for i, item in enumerate(items)]
     for i, item in enumerate(items):
         if item.finer:
             found[i] = searched(stack[i : i + 1].cpu().double(), [item.squares], [item.reach], width)[0]
     return found
 
 
+def _near(items: Sequence[_Item], bases: _Bases) -> bool:
+    """Return whether all are near enough to the optimum; those that are stay as they are."""
+    for item, core, found in zip(items, bases.core, bases.values(), strict=True):
+        if item.core is None:
+            item.look(core, found, single=bases.stack.dtype != torch.float64)
+    return all(item.core is not None for item in items)
+
+
 def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block without its share of the basis, with orthonormal columns; and both its shares, in fp64 on the
     host: block = basis · first + result · second. What rounding leaves the first time is taken away the second time."""
-    whole = block
-    for _ in range(2):
-        block, _ = triangular(block - basis @ (basis.mT @ block))
-    return block, (basis.mT @ whole).double().cpu(), (block.mT @ whole).double().cpu()
+    first = basis.mT @ block
+    once, outer = triangular(block - basis @ first)
+    again = basis.mT @ once
+    result, inner = triangular(once - basis @ again)
+    return result, (first + again @ outer).double().cpu(), (inner @ outer).double().cpu()
 
 
-def _grown(core: Tensor, over: Tensor, own: Tensor) -> Tensor:
-    """Return B with the rows of one more block of U."""
-    n, size, width = len(core), core.shape[1], own.shape[1]
-    grown = core.new_zeros(n, size + width, size + width)
-    grown[:, :size, :size] = core
-    grown[:, size:, :size] = over
-    grown[:, size:, size:] = own
-    return grown
-
-
-def _triples(item: _Item, left: Tensor, right: Tensor, core: Tensor) -> Triples | None:
+def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:
     """Return the triples after the step at which they were near enough, however long others took; None where they never
     were, or in fp32 cannot be."""
-    if not item.settled or item.finer or item.rank is None:
+    if item.core is None or item.finer or item.rank is None:
         return None
-    size = len(item.steps[-1])
-    u, s, v = torch.linalg.svd(core[:size, :size])
-    bases = (left[:, :size].cpu(), right[:size].cpu())
+    u, s, v = torch.linalg.svd(item.core, full_matrices=False)
+    bases = (left[:, : len(item.core)].cpu(), right[: item.core.shape[1]].cpu())
     return Triples(bases, (u, v), s, item.squares).first(item.rank)
