@@ -104,7 +104,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
     task, sources, there, everywhere = opened(task)
     job, this = task.job, Run(task.job, progress)
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader(sources.indexes))
+        reader = this.reading(stack, sources.indexes)
         cache = cache_of(job, reader, sources)
         converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
         made, zeros = _made(converter, there, this.counted)

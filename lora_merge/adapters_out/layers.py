@@ -147,11 +147,16 @@ def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, 
 
 
 class Cut(NamedTuple):
-    """How a layer is cut: its rule, or a rank that is decided already; and its α, None for α = rank."""
+    """How a layer is cut: its rule, or a rank that is decided already; and its α, or α / rank where that is kept."""
 
     rule: Rule
     rank: int | None = None
     alpha: float | None = None
+    scale: float = 1.0
+
+    def alpha_of(self, rank: int) -> float:
+        """Return α of a layer of this rank."""
+        return rank * self.scale if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class Storage:
         rank = cut.rank
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)
-        return self._cut(target, wanted, found, rank, cut.alpha)
+        return self._cut(target, wanted, found, rank, cut.alpha_of(rank))
 
     def _whole(self, target: Target, wanted: Wanted) -> Layer:
         """Return the whole matrix, rounded once."""
@@ -197,20 +202,19 @@ class Storage:
         if left.shape[1] > min(out, cols):
             one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
             left, right = (one, left @ right) if out <= cols else (left @ right, one)
-        alpha = float(left.shape[1]) if cut.alpha is None else cut.alpha
+        alpha = cut.alpha_of(left.shape[1])
         scale = alpha / left.shape[1]
         up, down = (left / scale).to(self.dtype), right.to(self.dtype)
         off = apart(left, right, up.double() * scale, down.double())
         return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
 
-    def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float | None) -> Layer:
+    def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:
         """Return the leading triples as factors.
 
         ‖Δ − Δ̂‖² is that of the triples left out, plus that of the rounding, less twice what Δ̂ has in common with the
         triples left out.
         """
         left, right = found.pair(rank)
-        alpha = float(rank) if alpha is None else alpha
         scale = alpha / rank if rank else 1.0
         up, down = stored(left / scale, right, self.dtype)
         real, wide = up.double() * scale, down.double()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,29 +15,27 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile
-from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
+from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
 from ..disk.spool import Heap
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
-from ..engine.devices import place
-from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
+from ..engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, TooLarge, UsageError
+from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
-from ..methods import ADDED, COMBINATIONS, UNDIRECTED
-from ..planning.combining import Combining
-from ..progress import Counting, Progress, Stage, Step, counted, unwatched
+from ..planning.recipe import sha256
+from ..progress import Progress, Stage, Step, counted, unwatched
 from ..version import __version__
 from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
-from .layers import Cut, Layer, Storage, Wanted, combine, numbers_of, shared_out
+from .layers import Layer, numbers_of
+from .making import Maker, most_rank, ranks
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
-from .truncation.factored import STORED_IN_16
 from .written import Content, Entry, Proof, Spelling, metadata, unique, write
 
 HIGH: Final = 256
@@ -73,7 +71,7 @@ class Outcome:
         """Write the output, prove it, and return the report."""
         squares, lost = (sum(getattr(layer, what) for layer in self.layers.values()) for what in ("squares", "lost"))
         residual = sqrt(lost / squares) if squares else 0.0
-        entries = metadata(self.job, self.inputs, [*self.told.values()], residual)
+        entries = metadata(self.job, self.inputs, [*self.told.values()], residual, run.digest)
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
@@ -87,7 +85,16 @@ class Run:
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
         self.started, self.progress = time.monotonic(), progress
         self._output = str(job.output)
+        self.digest: Callable[[Path], str] = sha256
         progress(Step("load", self._output))
+
+    def reading(self, stack: ExitStack, indexes: Iterable[Index]) -> Reader:
+        """Return the reader of the inputs, which are hashed from now on beside all other work."""
+        indexes = [*indexes]
+        reader = stack.enter_context(Reader(indexes))
+        files = dict.fromkeys(f for index in indexes for f in index.files)
+        self.digest = stack.enter_context(RunningHashes(reader, (), [*files])).hexdigest
+        return reader
 
     def counted(self, stage: Stage, total: int) -> Callable[[int], object]:
         """Begin a stage of so many bytes; see `progress.counted`."""
@@ -104,9 +111,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     inputs = [a.index for a in sources.adapters]
     dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader(sources.indexes))
-        cache = TensorCache(reader, frozenset(p for i in inputs for p in i.files))
-        maker = Maker(job, sources, Evaluator(sources, cache, place("cpu", "F64")), dtype)
+        reader = this.reading(stack, sources.indexes)
+        own = frozenset(p for i in inputs for p in i.files)
+        maker = Maker(job, sources, lambda: Evaluator(sources, TensorCache(reader, own), HOST), dtype)
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
         kept: dict[str, dict[str, Entry]] = {}
         layers, zeros = maker.layers(this.counted, lambda name, layer: kept.update({name: waiting(layer, heap)}))
@@ -159,23 +166,8 @@ def planned_rank(job: AdapterJob, target: Target) -> int | None:
     if rule.name == EXACT:
         return most
     if rule.name == SAME:
-        return max((r or 0 for r in _ranks(target)), default=0) or min(target.matrix)
+        return max((r or 0 for r in ranks(target)), default=0) or min(target.matrix)
     return min(most, rule.ceiling or most) if rule.name == COUNT else None
-
-
-def most_rank(target: Target) -> int:
-    """Return the highest rank that the change of a layer can have."""
-    ranks, short = _ranks(target), min(target.matrix)
-    return min(short, sum(r or 0 for r in ranks)) if ranks and None not in ranks else short
-
-
-def _ranks(target: Target) -> list[int | None]:
-    """Return the rank of each change of a layer; None for one that is not a product of factors."""
-    found = []
-    for use in target.uses:
-        low = ALGORITHMS[use.patch.algorithm].low_rank
-        found.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
-    return found
 
 
 def coverage(job: AdapterJob, sources: Sources) -> dict[str, Any]:
@@ -204,101 +196,6 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> torch.dtyp
     if {"F16", "BF16"} <= wide or not wide:
         wide |= {"F32"}
     return TORCH_DTYPES[max(wide, key=lambda d: (ITEM_BYTES[d], d))]
-
-
-@dataclass
-class Maker:
-    """Makes the layers of one job."""
-
-    job: AdapterJob
-    sources: Sources
-    evaluator: Evaluator
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
-        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
-        self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
-        self.notes: list[str] = []
-
-    def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
-        """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
-        change is zero."""
-        together, numbers = self.job.rules.together, sum(prod(t.shape) for t in self.sources.targets)
-        told = begin("make", numbers * self.dtype.itemsize * (1 + together))
-        ranks = self._shared_out(told) if together else {}
-        found: dict[str, Layer] = {}
-        zeros = []
-        for target in self.sources.targets:
-            name = target.label
-            layer = self._made(target, ranks.get(name))
-            if layer is None:
-                zeros.append(name)
-            else:
-                keep(name, layer)
-                found[name] = replace(layer, tensors={})
-            self._next(target, told)
-        return found, zeros
-
-    def _made(self, target: Target, rank: int | None) -> Layer | None:
-        """Return the layer of a weight; None where its change is zero."""
-        wanted = self._wanted(target)
-        if wanted is None or wanted.squares <= 0:
-            return None
-        layer = self._layer(target, wanted, rank)
-        if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
-            raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {target.label}",
-                           "write it with --dtype fp32 or bf16")  # fmt: skip
-        return None if layer.algorithm == FACTORS and not layer.rank else layer
-
-    def _next(self, target: Target, told: Callable[[int], object]) -> None:
-        """Report a weight as done, and forget what was read for it."""
-        told(prod(target.shape) * self.dtype.itemsize)
-        self.evaluator.forget()
-
-    def _wanted(self, target: Target) -> Wanted | None:
-        changes = [c for c in self.evaluator.changes(target) if c.strength]
-        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
-        if len(target.shape) < 2 and self.job.method in UNDIRECTED:
-            text = f"{self.job.method}: {ADDED}"
-            self.notes += [] if text in self.notes else [text]
-        return combine(self.job, target, changes, seeds) if changes else None
-
-    def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
-        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
-        if self.job.command == "resize" and rule.name == EXACT:
-            rule = replace(rule, name="energy", value=1.0)
-        storage = Storage(self.job.algorithm, self.dtype, self.noise)
-        layer = storage.layer(target, wanted, Cut(rule, rank))
-        alpha = self._alpha(target, layer.rank) if layer.rank else None
-        return layer if alpha is None else storage.layer(target, wanted, Cut(rule, rank, alpha))
-
-    def _alpha(self, target: Target, rank: int) -> float | None:
-        """Return α of a layer; None where it equals the rank."""
-        if not isinstance(self.job.alpha, str):
-            return float(self.job.alpha)
-        if self.job.alpha == "rank" or len(target.uses) != 1:
-            return None
-        patch = target.uses[0].patch
-        scale = patch.numbers.get("scale")
-        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
-        return rank * scale if plain and scale and scale > 0 and patch.magnitude is None else None
-
-    def _shared_out(self, told: Callable[[int], object]) -> dict[str, int]:
-        """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(told), self.dtype.itemsize, self.noise)
-
-    def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
-        for target in self.sources.targets:
-            wanted = self._wanted(target) if len(target.shape) > 1 else None
-            if wanted is not None:
-                yield target.label, wanted
-            self._next(target, told)
-
-
-def _has_kernel(target: Target) -> bool:
-    return any(n > 1 for n in target.shape[2:])
 
 
 def waiting(layer: Layer, heap: Heap) -> dict[str, Entry]:

@@ -16,7 +16,7 @@ from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
-from ..planning.recipe import KEY, sha256
+from ..planning.recipe import KEY
 from ..progress import Progress, Step
 from ..version import __version__
 from .job import AdapterJob
@@ -82,9 +82,11 @@ class Entry:
 
 
 def metadata(
-    job: AdapterJob, inputs: Sequence[Index], layers: Sequence[Mapping[str, Any]], residual: float
-) -> dict[str, str]:
-    """Return the metadata of the output: what all inputs agree on, the new ranks, and the recipe."""
+    job: AdapterJob, inputs: Sequence[Index], layers: Sequence[Mapping[str, Any]], residual: float,
+    digest: Callable[[Path], str],
+) -> dict[str, str]:  # fmt: skip
+    """Return the metadata of the output: what all inputs agree on, the new ranks, and the recipe. `digest` returns the
+    SHA-256 of an input."""
     ranks = [layer["rank"] for layer in layers if layer["rank"]]
     alphas = [layer["alpha"] for layer in layers if layer["alpha"]]
     whole = any(not layer["rank"] for layer in layers)
@@ -99,13 +101,13 @@ def metadata(
     names = ", ".join(a.path.name for a in job.adapters)
     if job.command == "combine":
         kept["modelspec.merged_from"] = names
-    kept[KEY] = json.dumps(recipe(job, inputs, residual, dropped), ensure_ascii=False, separators=(",", ":"))
+    kept[KEY] = json.dumps(recipe(job, inputs, residual, dropped, digest), ensure_ascii=False, separators=(",", ":"))
     return {"format": "pt"} | kept
 
 
 def recipe(
     job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: Sequence[str],
-    digest: Callable[[Path], str] = sha256,
+    digest: Callable[[Path], str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return how the file was made: inputs by name, size and hash, and every option that changes a byte."""
     shared = {n: getattr(job.inputs, n) for n in ("dtype", "unmatched")}

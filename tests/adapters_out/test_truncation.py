@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.adapters_out.rank_rules import COUNT, Rule
+from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
 from lora_merge.adapters_out.truncation import dense, krylov
-from lora_merge.adapters_out.truncation.dense import of_dense
-from lora_merge.adapters_out.truncation.factored import of_factors
+from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
+from lora_merge.adapters_out.truncation.factored import of_factors, triangular
 from lora_merge.adapters_out.truncation.storing import squares_of, stored
 from lora_merge.adapters_out.truncation.triples import Triples
 
@@ -61,16 +61,76 @@ def test_directions_that_cancel_are_not_stored() -> None:
     assert len(found.values) == 5
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.7, 2.0])
-def test_the_search_is_within_its_promise(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+SPECTRA = {
+    "flat": torch.ones(96),
+    "slow": torch.arange(1, 97).float().pow(-0.7),
+    "steep": torch.arange(1, 97).float().pow(-2),
+    "signal above noise": torch.cat((torch.full((3,), 100.0), torch.linspace(1, 0.2, 93))),
+    "equal signals": torch.cat((torch.full((6,), 3.0), torch.linspace(1, 0.2, 90))),
+    "nothing but signals": torch.cat((torch.linspace(3, 1, 5), torch.zeros(91))),
+}
+"""Singular values of an example, by what is hard about it."""
+
+
+def example(spectrum: str, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.linalg.qr(torch.randn(120, 96, generator=generator, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(130, 96, generator=generator, dtype=torch.float64)).Q
+    return (u * SPECTRA[spectrum]) @ v.mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spectrum", [*SPECTRA])
+def test_the_search_is_within_its_promise(spectrum: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
-    generator = torch.Generator().manual_seed(0)
-    u = torch.linalg.qr(torch.randn(120, 96, generator=generator)).Q
-    v = torch.linalg.qr(torch.randn(130, 96, generator=generator)).Q
-    delta = (u * torch.arange(1, 97).float().pow(-decay)) @ v.mT
+    delta = example(spectrum).to(dtype)
     found = of_dense(delta, Rule(COUNT, 7))
     best = optimum(delta, 7)
-    assert best * (1 - 1e-6) <= error(delta.double(), found, 7) <= best * (1 + krylov.EXCESS)
+    least = 1e-6 * float(delta.norm()) if dtype == torch.float32 else 1e-12
+    assert best * (1 - 1e-6) - least <= error(delta.double(), found, 7) <= best * (1 + krylov.EXCESS) + least
+
+
+@pytest.mark.parametrize("text", ["energy:0.5", "fro:0.6", "ratio:4", "above:0.5", "sum:0.2", "9", "energy:0.9"])
+@pytest.mark.parametrize("spectrum", ["slow", "signal above noise"])
+def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
+    spectrum: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the largest singular values tell the rank, the others are not computed."""
+    monkeypatch.setattr(dense, "WIDTH", 12)
+    delta, rule = example(spectrum), parse(text)
+    every = np.linalg.svd(delta.numpy(), compute_uv=False)
+    every = every[every > 1e-9]
+    found = of_dense(delta, rule)
+    assert choose(rule, found.values.tolist(), total=found.squares) == choose(rule, every.tolist())
+
+
+def test_each_matrix_of_a_stack_has_the_triples_that_it_has_alone() -> None:
+    """They are ready after different numbers of steps."""
+    stack, rule = torch.stack([example("flat"), example("steep"), example("slow")]), Rule(COUNT, 7)
+    for one, alone in zip(of_stack(stack, [rule] * 3), (of_dense(m, rule) for m in stack), strict=True):
+        for mine, other in zip(one.pair(7), alone.pair(7), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(150, 140), (140, 150)])
+def test_the_gram_matrix_gives_what_a_decomposition_gives(shape: tuple[int, int]) -> None:
+    delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = of_dense(delta, Rule(COUNT, 60))
+    assert found.values.shape == (60,)
+    assert error(delta, found, 60) == pytest.approx(optimum(delta, 60), rel=1e-10)
+    u, _, v = torch.linalg.svd(delta, full_matrices=False)
+    steep = u * torch.logspace(0, -9, 140, dtype=torch.float64) @ v  # its squares have too few digits
+    assert error(steep, of_dense(steep, Rule(COUNT, 130)), 130) == pytest.approx(optimum(steep, 130), rel=1e-3)
+
+
+@pytest.mark.parametrize("nearly", [1e-4, 1e-9, 0.0])
+def test_triangles_of_columns_that_repeat_others_are_exact(nearly: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    one = torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)
+    matrix = torch.cat((one, one + nearly * torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)), 2)
+    q, r = triangular(matrix)
+    torch.testing.assert_close(q @ r, matrix, rtol=0, atol=1e-13)
+    torch.testing.assert_close(q.mT @ q, torch.eye(10, dtype=torch.float64).expand(2, -1, -1), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30)])

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 
 from ...disk.destination import check_output
-from ...disk.reader import Reader
 from ...dtypes import DTYPES, ITEM_BYTES
 from ...engine.placement import TORCH_DTYPES
 from ...engine.torch_state import undisturbed
@@ -108,7 +107,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
     found = opened(task)
     task, job = found.task, task.job
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader((found.base, found.tuned)))
+        reader = this.reading(stack, (found.base, found.tuned))
         sides = Side(found.base, reader), Side(found.tuned, reader)
         made, notes = _made(found, sides, this.counted)
         whole = _completed(found, made, sides[1])

@@ -1,0 +1,139 @@
+"""Makes the layers of `combine` and `resize`: on each weight, changes are computed, combined and cut to a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from threading import local
+
+import torch
+
+from ..algorithms import ALGORITHMS
+from ..dtypes import ITEM_BYTES
+from ..errors import TooLarge
+from ..methods import ADDED, COMBINATIONS, UNDIRECTED
+from ..planning.combining import Combining
+from ..progress import Counting
+from .changes import Evaluator
+from .job import FACTORS, AdapterJob
+from .layers import Cut, Layer, Storage, Wanted, combine, shared_out
+from .rank_rules import EXACT
+from .side_by_side import side_by_side
+from .sources import Sources, Target
+from .truncation.factored import STORED_IN_16
+
+
+@dataclass
+class Maker:
+    """Makes the layers of one job."""
+
+    job: AdapterJob
+    sources: Sources
+    evaluator: Callable[[], Evaluator]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._here = local()
+        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
+        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
+        self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
+        self.notes: dict[str, None] = {}
+
+    def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
+        """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
+        change is zero."""
+        together, numbers = self.job.rules.together, sum(prod(t.shape) for t in self.sources.targets)
+        told = begin("make", numbers * self.dtype.itemsize * (1 + together))
+        chosen = self._shared_out(told) if together else {}
+        found: dict[str, Layer] = {}
+        zeros = []
+        targets, bound = self.sources.targets, self.job.inputs.max_memory
+        made = side_by_side(targets, lambda target: self._made(target, chosen.get(target.label)), self._nbytes, bound)
+        for target, layer in zip(targets, made, strict=True):
+            if layer is None:
+                zeros.append(target.label)
+            else:
+                keep(target.label, layer)
+                found[target.label] = replace(layer, tensors={})
+            told(prod(target.shape) * self.dtype.itemsize)
+        return found, zeros
+
+    def _nbytes(self, target: Target) -> int:
+        """Return about how many bytes the change of a weight takes: factors several times, or matrices."""
+        out, cols = target.matrix
+        factored = COMBINATIONS[self.job.method].linear and None not in ranks(target) and not target.values
+        return 8 * min(6 * most_rank(target) * (out + cols) if factored else sys.maxsize,
+                       (len(target.uses) + 3) * out * cols)  # fmt: skip
+
+    def _made(self, target: Target, rank: int | None) -> Layer | None:
+        """Return the layer of a weight; None where its change is zero."""
+        wanted = self._wanted(target)
+        if wanted is None:
+            return None
+        layer = self._layer(target, wanted, rank)
+        if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
+            raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {target.label}",
+                           "write it with --dtype fp32 or bf16")  # fmt: skip
+        return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer
+
+    def _wanted(self, target: Target) -> Wanted | None:
+        """Return Δ of a weight; each thread reads with an evaluator of its own."""
+        if not hasattr(self._here, "evaluator"):
+            self._here.evaluator = self.evaluator()
+        changes = [c for c in self._here.evaluator.changes(target) if c.strength]
+        self._here.evaluator.forget()
+        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
+        seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
+        if len(target.shape) < 2 and self.job.method in UNDIRECTED:
+            text = f"{self.job.method}: {ADDED}"
+            self.notes[text] = None
+        return combine(self.job, target, changes, seeds) if changes else None
+
+    def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
+        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
+        if self.job.command == "resize" and rule.name == EXACT:
+            rule = replace(rule, name="energy", value=1.0)
+        storage = Storage(self.job.algorithm, self.dtype, self.noise)
+        alpha = None if isinstance(self.job.alpha, str) else float(self.job.alpha)
+        return storage.layer(target, wanted, Cut(rule, rank, alpha, self._scale(target)))
+
+    def _scale(self, target: Target) -> float:
+        """Return α / rank of a layer, where α is not a number that the user gave."""
+        if self.job.alpha == "rank" or len(target.uses) != 1:
+            return 1.0
+        patch = target.uses[0].patch
+        scale = patch.numbers.get("scale")
+        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
+        return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
+
+    def _shared_out(self, told: Callable[[int], object]) -> dict[str, int]:
+        """Return the rank of every layer for the rule `size`."""
+        return shared_out(self.job.rules.linear, self._matrices(told), self.dtype.itemsize, self.noise)
+
+    def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
+        for target in self.sources.targets:
+            wanted = self._wanted(target) if len(target.shape) > 1 else None
+            if wanted is not None:
+                yield target.label, wanted
+            told(prod(target.shape) * self.dtype.itemsize)
+
+
+def _has_kernel(target: Target) -> bool:
+    return any(n > 1 for n in target.shape[2:])
+
+
+def most_rank(target: Target) -> int:
+    """Return the highest rank that the change of a layer can have."""
+    own, short = ranks(target), min(target.matrix)
+    return min(short, sum(r or 0 for r in own)) if own and None not in own else short
+
+
+def ranks(target: Target) -> list[int | None]:
+    """Return the rank of each change of a layer; None for one that is not a product of factors."""
+    found = []
+    for use in target.uses:
+        low = ALGORITHMS[use.patch.algorithm].low_rank
+        found.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
+    return found
