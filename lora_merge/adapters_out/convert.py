@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 
 from ..disk.destination import check_output
-from ..disk.reader import Reader
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError
