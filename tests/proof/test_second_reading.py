@@ -59,10 +59,11 @@ def read(
     adapter: Mapping[str, Shape],
     config: Mapping[str, Any] | None = None,
     parts: tuple[tuple[str, float], ...] = (),
+    metadata: Mapping[str, str] | None = None,
 ) -> Reading:
     """What the second reading makes of an adapter of these tensors; it says so where it disagrees with the plan."""
     path = Path("adapter.safetensors")
-    file = replace(index(adapter), path=path, files=(path,), config=config or {})
+    file = replace(index(adapter), path=path, files=(path,), config=config or {}, metadata=metadata or {})
     job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
     matched = matches(Inputs(job, base, names(base), (group(file),)), Numbers())
     targets = [target for _, target in outputs(job, base, matched)]
@@ -327,6 +328,32 @@ def test_stacked_experts_and_the_layers_beside_them_are_known(named: list[str], 
               "alpha_pattern": {"experts.down_proj": 4}, "target_modules": ["q_proj"], "peft_version": "0.21.2"}  # fmt: skip
     found = read(index(base), tensors, config)
     assert (found.modules, found.proven) == (len(named) + 1, len(named) + 1), found.alone
+
+
+@pytest.mark.parametrize(("model", "version"), [("mixtral", "0.21.2"), ("gpt_oss", "0.21.2"), ("gpt_oss", "0.18.0")])
+def test_square_experts_are_known_by_the_type_of_the_model(model: str, version: str) -> None:
+    base = replace(index({"model.layers.0.mlp.experts.down_proj": (E, IN, IN)}), config={"model_type": model})
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    config = {"peft_type": "LORA", "target_parameters": ["experts.down_proj"], "peft_version": version}
+    tensors = {f"{stem}.lora_A.weight": (2 * E, IN), f"{stem}.lora_B.weight": (IN, 2 * E)}
+    found = read(base, tensors, config)
+    assert (found.modules, found.proven, found.alone) == (1, 1, [])
+
+
+@pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
+@pytest.mark.parametrize(("arguments", "known"), [
+    ({"algo": "lokr", "factor": 8, "bypass_mode": False, "apply_preset": {"module_algo_map": {"Attention": {"factor": 4}}}}, 1),
+    ({"algo": "locon", "rs_lora": "False", "block_size": "4"}, 1),
+    ({"algo": "dylora"}, 0), ({"bypass_mode": "True"}, 0), ({"apply_preset": {"name_algo_map": {"a": {"algo": "dylora"}}}}, 0),
+])  # fmt: skip
+def test_arguments_of_the_network_that_are_off_change_nothing(
+    entry: str, arguments: dict[str, Any], known: int
+) -> None:
+    base, tensors = (
+        index({"a.weight": (64, 32)}),
+        {"a.lora_up.weight": (64, 4), "a.lora_down.weight": (4, 32), "a.alpha": ()},
+    )
+    assert read(base, tensors, metadata={entry: json.dumps(arguments)}).proven == known
 
 
 def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:

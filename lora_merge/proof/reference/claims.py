@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
-from .kinds import fits, kind_of
-from .methods import METHODS, Known
+from .kinds import fits, kind_of, variant
+from .methods import METHODS, VECTOR, Known
 from .numbers import Numbers
 from .places import PEFT, Place, Places, rows_of
 from .reading import NUMBERS, Group, groups, shapes
@@ -35,6 +35,11 @@ IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 OUT_IN: Final = ("gpt_bigcode",)
 """Types of models in which none of them is."""
+
+IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
+"""How the types of models begin whose class of experts is marked `is_transposed` (transformers 5)."""
+
+SHARED_NUMBERS: Final = f"base_model.{VECTOR[:-1]}"
 
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Parameters of stacked experts, in the order in which transformers' classes register them."""
@@ -109,18 +114,20 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     uncertain = _uncertain_prefix(tensors, base)
     read = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
     for group in read:
-        if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
-            group.kind = "bdlora"  # its tensors have the names of LoRA's
+        group.kind = variant(group, numbers)
     yield from _experts(read, numbers, base, strength)
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
     if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken = Counter((_family(group.kind), place.rows) for group, place in found)
     has_copies = any(COPIED in name for name in tensors)
+    vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
     for group, place in found:
         claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] == 1 else None
         if claim is not None and claim.kind in STARTED and has_copies:
             continue  # a stored copy may lack the start already, and stand in for the base: the plan compares them
+        if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
+            continue
         if claim is not None and group.kind in METHODS:
             claim = _of_method(claim, group, place, numbers, tensors)
         if claim is not None:
@@ -135,12 +142,27 @@ def _experts(read: list[Group], numbers: Numbers, base: Base, strength: Strength
         scale = numbers.of_experts(group, path, place.shape[0])
         factor = strength(place.rows[0].key, place.network)
         sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
-        if None in (scale, factor) or taken[place.rows] > 1 or sides[0] == sides[1] or group.roles.keys() != LORA_ROLES:
+        row = "lora_experts" if len({*sides}) > 1 else _square(numbers.config(group.stem), base)
+        if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
             continue
         if sorted(sides) == sorted(place.shape[1:]):
             spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
             tensors = {role: info.name for role, info in group.roles.items()}
-            yield Claim(group.stem, "lora_experts", tensors, spans, scale, "")  # type: ignore[arg-type]
+            yield Claim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
+
+
+def _square(config: Mapping[str, Any], base: Base) -> str | None:
+    """Return the row for experts whose sides are equal; None where only the plan knows.
+
+    PEFT takes a stored weight for [out, in] since 0.19.1, unless the class of the experts says that it is [in, out].
+    """
+    parts = str(config.get("peft_version", "")).split(".")[:3]
+    version = [int(part) for part in parts if part.isdecimal() and len(part) < 4]
+    model = str(base.config.get("model_type") or "")
+    path = "" if model or config.get("auto_mapping") else str(config.get("base_model_name_or_path"))
+    if model.startswith(IN_OUT_EXPERTS) or "gpt_oss" in path.lower().replace("-", "_"):
+        return "lora_experts_transposed" if version != [0, 19, 0] else None
+    return "lora_experts" if model and version >= [0, 19, 1] else None
 
 
 def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | None:
@@ -156,9 +178,10 @@ def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | 
     path = owner.removeprefix(PEFT)
     parts = [str(name).rpartition(".") for name in names]
     leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
-    if not leaves <= {*REGISTERED} or not all(of for of, _, _ in parts) or depth >= len(leaves):
+    known = len(leaves) == 1 or leaves <= {*REGISTERED}
+    if not known or not all(of for of, _, _ in parts) or depth >= len(leaves):
         return None
-    leaf = sorted(leaves, key=REGISTERED.index)[-1 - depth]
+    leaf = (sorted(leaves, key=REGISTERED.index) if len(leaves) > 1 else [*leaves])[-1 - depth]
     place = base.places.find(owner, leaf)
     alone = place is not None and len(place.rows) == 1 and len(place.shape) == 3
     return (place, f"{path}.{leaf}") if place is not None and alone else None
@@ -250,7 +273,8 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: S
         if factor:
             spans[span] = factor
     tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBERS}
-    return Claim(group.stem, kind, tensors, spans, scale, axis)
+    settings = numbers.stated({"parts": ()}) if kind == "lora_fused" else {}
+    return Claim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
 
 
 def _contradicts(group: Group, numbers: Numbers) -> bool:

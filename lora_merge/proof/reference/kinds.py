@@ -62,6 +62,14 @@ def _fits_blocks(s: Stored, shape: Shape) -> bool:
     return rows == shape[0] and (of_down or of_up)
 
 
+def _fits_fused(s: Stored, shape: Shape) -> bool:
+    """Check litgpt's fused weights: the inner factors of the trained parts lie one below the other."""
+    if not len(shape) == len(s["up"]) == len(s["down"]) == 2:
+        return False
+    (rows, rank), (ranks, width) = s["up"], s["down"]
+    return rows <= shape[0] and width == shape[1] and 0 < rank < ranks and ranks % rank == 0
+
+
 LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
 
 
@@ -80,10 +88,20 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
     **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker", "kasa"), _fits_lora),
     "lora_embedding": table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
     "full": _fits_full, "full_rank": lambda s, shape: _fits_full({"diff": s["down"]}, shape), "bdlora": _fits_blocks,
-    "ia3": _fits_vector, "peft_ia3": _fits_vector,
+    "lora_fused": _fits_fused, "ia3": _fits_vector, "peft_ia3": _fits_vector,
     **{family: method.fits for family, method in METHODS.items()},
 }  # fmt: skip
 """Kind → check whether its tensors have the sizes for a weight."""
+
+
+def variant(group: Group, numbers: Numbers) -> str:
+    """Return the kind of a module, by its configuration and the user's settings where its tensors have LoRA's names."""
+    if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
+        return "bdlora"
+    if group.kind != "litgpt":
+        return group.kind
+    stored = shapes(group)
+    return "lora" if stored["up"][1:] == stored["down"][:1] else "lora_fused"
 
 
 def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:

@@ -131,6 +131,11 @@ def _letters(s: Stored, shape: Shape) -> bool:
     return len(shape) == 2
 
 
+def _bias_letters(s: Stored, shape: Shape) -> bool:
+    """Check D and E of PEFT's GLoRA: a number for each output, or one for all."""
+    return len(shape) == 1 and all(prod(s[letter]) in (1, shape[0]) for letter in "de")
+
+
 def _shards(s: Stored, shape: Shape) -> bool:
     """Check MiSS: a block as wide as the outputs, one that is tiled over them, or one per group of them."""
     block = s["block"]
@@ -206,6 +211,9 @@ def _seeded(name: str, default: int) -> Callable[[Known], Mapping[str, Any]]:
     return lambda k: {"seed": int(k.number(name, default))}
 
 
+VECTOR: Final = "tinylora_v.0"
+"""TinyLoRA's numbers where all layers share them; of several, the model's code tells which a layer takes."""
+
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({
@@ -273,6 +281,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                                      "activation": k.config.get("act_fn", "relu")}),
     "peft_glora": Method("GLORA", {f"glora_{x.upper()}.{n}": x + part for x in "ab" for n, part in LETTER.items()},
                          _letters, may=frozenset(x + slot for x in "ab" for slot in LETTER.values())),
+    "peft_glora_bias": Method("GLORA", {**{f"glora_C.{n}": f"c{part}" for n, part in LETTER.items()},
+                                        **{f"glora_{x}.{n}": x.lower() for x in "DE" for n in ("X", "zeros")}},
+                              _bias_letters, may=frozenset({"c", "c_up", "c_down"}), parameter="bias"),
+    "tinylora": Method("TINYLORA", {"tinylora_A": "down", "tinylora_B": "up", "tinylora_P": "mixed"}, _pair(),
+                       shared={"vector": VECTOR}),
     "psoft": Method("PSOFT", {"psoft_R.weight": "turn", "psoft_R.vector_b": "rows", "psoft_R.vector_a": "columns"},
                     _any, may=frozenset({"rows", "columns"}), settings=_subspace),
     "adamss": Method("ADAMSS", {"adamss_newB": "space", **{f"adamss_{x}.{i}": f"{side}_{i}" for i in range(32)

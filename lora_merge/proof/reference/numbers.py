@@ -22,11 +22,14 @@ Number = Callable[[StoredTensor], float]
 HEADER: Final = "lora_adapter_metadata"
 """Entry in which diffusers keeps PEFT's configuration: `transformer.r` and so on."""
 
-UNREAD: Final = ("lora_config", "lycoris_config")
-"""Entries of a header that hold numbers and are not read here."""
+UNREAD: Final = "lora_config"
+"""Entry of a header that holds numbers and is not read here."""
 
-CHANGES_ALPHA: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "block_size", "bypass_mode")
-"""Words in sd-scripts' network arguments that change what α means."""
+ARGUMENTS: Final = ("ss_network_args", "lycoris_config")
+"""Entries in which sd-scripts and SimpleTuner keep the arguments of the network, as JSON."""
+
+CHANGES_ALPHA: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "bypass_mode")
+"""Words in those arguments that change what α means, unless the argument is off."""
 
 ALPHAS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
 """peft_type → its field for α."""
@@ -55,9 +58,7 @@ class Numbers:
         # PEFT may have taken the factors' start out of a weight that the adapter's file holds
         self.keeps_base = any(".base_layer." in name for name in names)
         self._config, self._metadata, self._given, self._number = config, metadata, given, number
-        self._unread = any(name in metadata for name in UNREAD) or any(
-            word in metadata.get("ss_network_args", "").lower() for word in CHANGES_ALPHA
-        )
+        self._unread = UNREAD in metadata or any(_changes_alpha(metadata.get(name, "")) for name in ARGUMENTS)
 
     @cached_property
     def _header(self) -> dict[str, Any] | None:
@@ -129,7 +130,9 @@ class Numbers:
     def of_experts(self, group: Group, path: str, count: int) -> float | None:
         """Return α / r for the stacked factors of `count` experts; patterns match the parameter's path."""
         up, down = group.roles["up"].shape, group.roles["down"].shape
-        if self.method(group.stem, stacked=True) != "LORA" or len(up) != 2 or up[1:] != down[:1] or down[0] % count:
+        if not len(up) == len(down) == 2 or up[1:] != down[:1] or down[0] % count:
+            return None
+        if self.method(group.stem, stacked=True) != "LORA":
             return None
         if self.config(group.stem).get("init_lora_weights") in ("pissa", "olora"):
             return None
@@ -168,6 +171,8 @@ class Numbers:
             return min(sizes["a1"][:2])  # in which order depends on the layout
         if group.kind == "lokr":
             shape = sizes.get("w2_b") or sizes.get("w1_b") or ()
+        elif group.kind == "lora_fused":
+            shape = sizes["up"][1:]
         else:
             shape = sizes["w1_b" if group.kind == "loha" else "down"]
         return shape[0] if shape else 0
@@ -194,6 +199,20 @@ class Numbers:
         if not isinstance(names, list) or len(names) > MOST_PATTERNS:
             return None
         return any(stem.endswith(str(name)) for name in names)
+
+
+def _changes_alpha(text: str) -> bool:
+    """Return whether network arguments may change what α means: one that does is on, or stands where it is not read."""
+    if not any(word in text.lower() for word in CHANGES_ALPHA):
+        return False
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    if not isinstance(table, dict):
+        return True
+    on = {name: value for name, value in table.items() if str(value).lower() not in ("false", "none")}
+    return any(word in str(on).lower() for word in CHANGES_ALPHA)
 
 
 def _is_tower(config: Mapping[str, Any]) -> bool:

@@ -48,6 +48,7 @@ NUMBERS: Final = frozenset({"alpha", "override", "magnitude"})
 KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     #  kind             roles that it has                                  and may have
     ("lora",            {"up", "down"},                                    {"mid"}),
+    ("litgpt",          {"adalora/up", "adalora/down"},                    set()),
     ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
     ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
     ("kasa",            {"up", "down", "values"},                          set()),
