@@ -53,7 +53,7 @@ does not decide where something is written or how much memory is used."""
 def is_ours(made: Path) -> bool:
     """Return whether a file says that one of these commands made it."""
     found = parsed(open_checkpoint(made).metadata.get(KEY, ""))
-    return found is not None and found.get("command") in COMMANDS
+    return found is not None and found.get("command") in tuple(COMMANDS)  # a list of a stranger has no hash
 
 
 def task_of(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> Callable[[], AdapterReport]:

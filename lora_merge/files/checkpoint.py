@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a configuration. Only the beginning of its `model_type` is kept, because names are made of it."""
     config = read_json(path)
-    if kind := config.get("model_type"):
+    if (kind := config.get("model_type")) is not None:
         config["model_type"] = shown(kind, LONGEST_TYPE)
     return config
 

@@ -7,6 +7,7 @@ that the second reading does not know are counted and named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,10 @@ from .reference.numbers import Number, Numbers, strength
 from .reference.places import PEFT, Places
 
 CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
+
+
+WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)(\.\w+$)|(?<=\.)set_(?=weight$)")
+"""Parts of the names that ComfyUI and PEFT give to whole trained values, and that the base's own names lack."""
 
 
 @dataclass
@@ -84,7 +89,7 @@ def compare(
             known.update(found)
     modules = {id(p): p.name for p in planned.values()}
     whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
-    others = [name for name, key in whole if name.removeprefix(PEFT).replace(".set_weight", ".weight") != key]
+    others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
     alone = [name for at, name in modules.items() if at not in known] + others
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
 

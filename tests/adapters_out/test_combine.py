@@ -228,7 +228,7 @@ def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[
 
 
 @pytest.mark.parametrize("change", [
-    {"adapters": []}, {"adapters": [1]}, {"options": {"rank": {}}}, {"options": {"density": "x"}}, {"command": "bake"}, {"base": {"name": "b", "files": []}},
+    {"adapters": []}, {"adapters": [1]}, {"options": {"rank": {}}}, {"options": {"density": "x"}}, {"command": "bake"}, {"command": []}, {"command": {}}, {"base": {"name": "b", "files": []}},
     {"options": {"method": "slerp"}}, {"options": {"method": "mean", "density": 0.5}},
 ])  # fmt: skip
 def test_a_recipe_that_cannot_be_followed_is_damaged(

@@ -207,6 +207,16 @@ def value(index: Index, name: str) -> float:
     return float(struct.unpack("<2f", read_bytes(index.tensors[name]))[0])
 
 
+@pytest.mark.parametrize("told", [[], {}, 0, [1], {"a": []}, "x" * 999])
+def test_the_type_of_a_model_is_a_short_text_whatever_the_configuration_says(told: object, tmp_path: Path) -> None:
+    """Names are made of it, and tables asked for it, which have no answer for a list."""
+    shard(tmp_path / "model.safetensors", a=1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": told}))
+    found = open_checkpoint(tmp_path).config["model_type"]
+    assert isinstance(found, str)
+    assert len(found) < 200
+
+
 def test_shards_with_an_index(tmp_path: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     shard(tmp_path / one, a=1)

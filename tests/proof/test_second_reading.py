@@ -384,19 +384,24 @@ def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
     assert said[3:] == ["matching proven a second way for 9 of 9 modules"] * verbose
 
 
-def test_whole_values_under_the_names_of_the_base_are_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "at"), [("LORA", ""), ("LORA", ".modules_to_save"), ("LN_TUNING", ".ln_tuning_layers")]
+)
+def test_whole_values_under_the_names_of_the_base_are_known(kind: str, at: str, tmp_path: Path) -> None:
     base = {"m.a.weight": rand(8, 8), "m.head.weight": rand(4, 8), "m.head.bias": rand(4)}
     name = "base_model.model.m"
-    adapter = {f"{name}.head.weight": rand(4, 8, seed=1), f"{name}.head.bias": rand(4, seed=1),
-               f"{name}.a.lora_A.weight": rand(2, 8), f"{name}.a.lora_B.weight": rand(8, 2)}  # fmt: skip
+    adapter = {f"{name}.head{at}.weight": rand(4, 8, seed=1), f"{name}.head{at}.bias": rand(4, seed=1)}
+    if kind == "LORA":
+        adapter |= {f"{name}.a.lora_A.weight": rand(2, 8), f"{name}.a.lora_B.weight": rand(8, 2)}
     save(base, tmp_path / "base.safetensors")
     (tmp_path / "lora").mkdir()
     save(adapter, tmp_path / "lora" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": ["head"]}
+    config = {"peft_type": kind, "r": 2, "lora_alpha": 2, "modules_to_save": ["head"]}
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
     report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "out.safetensors")
     assert report.verified is not None
-    assert report.verified["matching"] == {"modules": 3, "proven": 3, "alone": []}
+    count = 3 if kind == "LORA" else 2
+    assert report.verified["matching"] == {"modules": count, "proven": count, "alone": []}
 
 
 def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> None:
@@ -464,3 +469,13 @@ def test_it_shares_no_code_with_what_makes_the_plan() -> None:
                 )
             elif isinstance(node, ast.Import):
                 assert all(alias.name in sys.stdlib_module_names for alias in node.names), name
+
+
+@pytest.mark.parametrize(("pattern", "known"), [
+    (r"^m\.layers\.0\.a", 1), (".*a", 1), (r"layers\.[01]\..*", 1), (r"layers\.\d+\.a", 1), (r".*\.[0]\..*", 0), ("(?:m|n).*a", 0), ("a{1}", 0),
+])  # fmt: skip
+def test_patterns_of_ranks_are_read_where_their_time_is_bounded(pattern: str, known: int) -> None:
+    base, name = index({"m.layers.0.a.weight": (64, 32)}), "base_model.model.m.layers.0.a"
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {pattern: 2}}
+    found = read(base, lora((64, 32), name, PEFT, alpha=False), config)
+    assert (found.modules, found.proven) == (1, known)

@@ -41,9 +41,12 @@ OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication", "ensu
 """Fields of a LoRA configuration with which ΔW is not α / r · B A."""
 
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "pissa", "olora")
-SIMPLE: Final = re.compile(r"\^?(?:[\w.-]|\\\.|\\d\+?)+\$?")
+SIMPLE: Final = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+?|\[[\w-]+\])+\$?")
 MOST_REPEATS: Final = 2
-"""SIMPLE with so many `+` describes the patterns that match in linear time: names, dots, few runs of digits."""
+"""SIMPLE with so many `+`, or one `.*`, describes patterns whose time grows with the length of the text, or its square:
+names, dots, few runs of digits, sets of characters."""
+LONGEST: Final = 150  # characters of a text that a pattern with `.*` is tried on
+MOST_LOOSE: Final = 10  # patterns of a table that have `.*`
 MOST_PATTERNS: Final = 100
 """Of one table: each is tried on each module, and Python caches some hundreds of compiled patterns."""
 
@@ -233,18 +236,19 @@ def _holds_parameters(config: Mapping[str, Any], stem: str) -> bool:
 
 def _are_simple(patterns: Collection[Any]) -> bool:
     """Return whether the patterns match in linear time, whatever the text."""
-    return len(patterns) <= MOST_PATTERNS and all(_is_simple(str(pattern)) for pattern in patterns)
+    loose = sum("*" in str(pattern) for pattern in patterns)
+    return len(patterns) <= MOST_PATTERNS and loose <= MOST_LOOSE and all(_is_simple(str(p)) for p in patterns)
 
 
 def _is_simple(pattern: str) -> bool:
-    return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") <= MOST_REPEATS
+    return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") + 2 * pattern.count("*") <= MOST_REPEATS
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
     """Return the number of the first pattern that fits a path; None where a pattern is not simple, or there are too
     many."""
     table = config.get(name) or {}
-    if not isinstance(table, dict) or not _are_simple(table):
+    if not isinstance(table, dict) or not _are_simple(table) or (len(path) > LONGEST and "*" in str(table.keys())):
         return None
     for key, value in table.items():
         if re.match(rf"(.*\.)?({key})$", path):
@@ -270,7 +274,7 @@ def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network:
 
 def _covers(part: str, key: str, network: str) -> bool | None:
     if part.startswith("re:"):
-        return re.search(part[3:], key) is not None if _is_simple(part[3:]) else None
+        return re.search(part[3:], key) is not None if _is_simple(part[3:]) and len(key) <= LONGEST else None
     if not network:
         return None
     if part in ("unet", "transformer"):
