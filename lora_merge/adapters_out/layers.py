@@ -20,12 +20,14 @@ from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.factored import of_factors
-from .truncation.krylov import SINGLE
 from .truncation.storing import apart, inner, squares_of, stored
 from .truncation.triples import Triples
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
+
+PLAIN: Final = 1e-3
+"""The share of ‖Δ‖² that is left out is a difference of squares from this size on, where fp32 is exact enough too."""
 
 
 @dataclass(frozen=True)
@@ -211,19 +213,21 @@ class Storage:
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:
         """Return the leading triples as factors.
 
-        ‖Δ − Δ̂‖² is that of the triples left out, plus that of the rounding, less twice what Δ̂ has in common with the
-        triples left out.
+        Where ‖Δ − Δ̂‖² is too small for a difference of squares, it is that of the triples left out, plus that of the
+        rounding, less twice what Δ̂ has in common with the triples left out.
         """
         left, right = found.pair(rank)
         scale = alpha / rank if rank else 1.0
         up, down = stored(left / scale, right, self.dtype)
         real, wide = up.double() * scale, down.double()
-        off = apart(left, right, real, wide)
         tail = max(0.0, found.squares - float(found.values[:rank].square().sum()))
-        if tail > 1e-20 * found.squares:
-            shared = inner(*wanted.factors, real, wide) if wanted.whole is None else _shared(
-                wanted.whole if tail > SINGLE * found.squares else wanted.whole.double(), real, wide)  # fmt: skip
-            off += tail - 2 * (shared - inner(left, right, real, wide))
+        off = _left_out(wanted, (real, wide), found.squares) if tail > PLAIN * found.squares else 0.0
+        if off <= PLAIN * found.squares:
+            off = apart(left, right, real, wide)
+            if tail > 1e-20 * found.squares:
+                shared = inner(*wanted.factors, real, wide) if wanted.whole is None else _shared(
+                    wanted.whole.double(), real, wide)  # fmt: skip
+                off += tail - 2 * (shared - inner(left, right, real, wide))
         return self._pair(target, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
 
     def _pair(
@@ -236,6 +240,12 @@ class Storage:
             "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
         }
         return Layer(tensors, FACTORS, down.shape[0], before, alpha, *squares)
+
+
+def _left_out(wanted: Wanted, pair: tuple[Tensor, Tensor], squares: float) -> float:
+    """Return ‖Δ − B A‖² as ‖Δ‖² − 2⟨Δ, B A⟩ + ‖B A‖², for a difference that is not small."""
+    shared = inner(*wanted.factors, *pair) if wanted.whole is None else _shared(wanted.whole, *pair)
+    return squares - 2 * shared + inner(*pair, *pair)
 
 
 def _shared(whole: Tensor, up: Tensor, down: Tensor) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
+from ..engine.placement import odd
 from ..errors import TooLarge
 from ..methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combining import Combining
@@ -73,7 +74,7 @@ class Maker:
         if wanted is None:
             return None
         layer = self._layer(target, wanted, rank)
-        if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
+        if any(odd(t) and not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
             raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {target.label}",
                            "write it with --dtype fp32 or bf16")  # fmt: skip
         return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer

@@ -7,7 +7,7 @@ QR takes reflections, which use a processor half as well. It is as exact where n
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,19 @@ from .triples import Triples, numeric_rank
 STORED_IN_16: Final = 1e-7
 """Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit numbers."""
 
+CLEAN: Final = 1e3
+"""The condition of a matrix up to which one turn leaves its columns orthonormal to 1e-10: its square counts."""
+
 DEFECT: Final = 0.1
 """By how much columns may be from orthonormal after the first of two turns; from then on, reflections are taken."""
+
+
+class Triangle(NamedTuple):
+    """A matrix as a product: Q = basis · turn has orthonormal columns, and R is triangular."""
+
+    basis: Tensor  # [n, m, r]
+    turn: Tensor  # [n, r, r]
+    r: Tensor  # [n, r, columns of the matrix]
 
 
 def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]:
@@ -28,43 +39,47 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
     `noise`: singular values up to this share of the largest one are left out, besides those that are rounding errors.
     """
     left, right = _balanced(left.double(), right.double())
-    q_left, r_left = triangular(left)
-    q_right, r_right = triangular(right.mT)
-    u, s, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
+    one, other = triangle(left), triangle(right.mT)
+    u, s, v = torch.linalg.svd(one.r @ other.r.mT, full_matrices=False)
     bound = max(left.shape[1], right.shape[2]) * 2.0**-52 * math.sqrt(max(left.shape[2], 1))
     found = []
-    for q, inner, values, turned, other in zip(q_left, u, s, v, q_right, strict=True):
-        whole = Triples((q, other.mT), (inner, turned), values, float(values.square().sum()))
+    for i, values in enumerate(s):
+        bases, turns = (one.basis[i], other.basis[i].mT), (one.turn[i] @ u[i], v[i] @ other.turn[i].mT)
+        whole = Triples(bases, turns, values, float(values.square().sum()))
         found.append(whole.first(numeric_rank(values, max(bound, noise))))
     return found
 
 
-def triangular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q [n, m, r] with orthonormal columns and R [n, r, r], whose product is the matrix; r is the shorter of
-    both sides."""
-    if matrix.shape[1] <= matrix.shape[2]:
-        return _reflected(matrix)
-    once, first = _turned(matrix)
-    if first is not None:
-        twice, second = _turned(once)
-        if second is not None and float((second - _one(second)).abs().max()) < DEFECT:
-            return twice, second @ first
-    return _reflected(matrix)
+def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q [n, m, r] with orthonormal columns and R, whose product is the matrix; r is its shorter side."""
+    basis, turn, r = triangle(matrix)
+    return basis @ turn, r
 
 
-def _reflected(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def triangle(matrix: Tensor) -> Triangle:
+    """Return Q and R of a matrix: by one turn or two where its columns are independent, else by reflections."""
+    if matrix.shape[1] > matrix.shape[2] and (first := _turned(matrix)) is not None:
+        if matrix.dtype == torch.float64 and bool((_condition(first) < CLEAN).all()):
+            return first
+        second = _turned(first.basis @ first.turn)
+        if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
+            return second._replace(r=second.r @ first.r)
     q, r = torch.linalg.qr(matrix)
-    return q, r
+    return Triangle(q, _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1), r)
 
 
-def _turned(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return M R⁻¹ and R with RᵀR = MᵀM; None for R where M has no such triangle."""
+def _turned(matrix: Tensor) -> Triangle | None:
+    """Return M, R⁻¹ and R with RᵀR = MᵀM; None where M has no such triangle."""
     lower, info = torch.linalg.cholesky_ex(matrix.mT @ matrix)
     if bool(info.any()):
-        return matrix, None
+        return None
     inverse = torch.linalg.solve_triangular(lower, _one(lower), upper=False)
-    found = matrix @ inverse.mT
-    return (found, lower.mT) if bool(torch.isfinite(inverse).all()) else (matrix, None)
+    return Triangle(matrix, inverse.mT, lower.mT) if bool(torch.isfinite(inverse).all()) else None
+
+
+def _condition(found: Triangle) -> Tensor:
+    """Return a bound of the condition of each matrix."""
+    return found.r.flatten(1).norm(dim=1) * found.turn.flatten(1).norm(dim=1)
 
 
 def _one(like: Tensor) -> Tensor:

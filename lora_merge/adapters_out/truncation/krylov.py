@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .factored import triangular
+from .factored import orthonormal
 from .triples import Triples
 
 EXCESS: Final = 1e-3
@@ -151,9 +151,9 @@ def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block without its share of the basis, with orthonormal columns; and both its shares, in fp64 on the
     host: block = basis · first + result · second. What rounding leaves the first time is taken away the second time."""
     first = basis.mT @ block
-    once, outer = triangular(block - basis @ first)
+    once, outer = orthonormal(block - basis @ first)
     again = basis.mT @ once
-    result, inner = triangular(once - basis @ again)
+    result, inner = orthonormal(once - basis @ again)
     return result, (first + again @ outer).double().cpu(), (inner @ outer).double().cpu()
 
 

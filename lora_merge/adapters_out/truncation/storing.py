@@ -24,7 +24,8 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
     """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels."""
     first, second = left - up, right - down
     if not bool(second.any()):
-        return _gram(first, right) if bool(first.any()) else 0.0
+        size = float(first.abs().max()) if first.numel() else 0.0
+        return size**2 * _gram((first / size).float(), right.float()) if size else 0.0  # nothing cancels: fp32 does
     return _gram(torch.cat((first, up), 1), torch.cat((right, second), 0))
 
 

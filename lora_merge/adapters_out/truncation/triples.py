@@ -12,8 +12,8 @@ from torch import Tensor
 class Triples:
     """Singular triples of one ΔW [out, cols], the largest first: U = bases[0] · turns[0], V = turns[1] · bases[1]."""
 
-    bases: tuple[Tensor, Tensor]  # [out, d] and [d, cols], orthonormal, in fp64 or fp32
-    turns: tuple[Tensor, Tensor]  # [d, k] and [k, d], orthonormal, in fp64
+    bases: tuple[Tensor, Tensor]  # [out, d] and [d, cols], in fp64 or fp32
+    turns: tuple[Tensor, Tensor]  # [d, k] and [k, d], in fp64
     values: Tensor  # σ, [k], in fp64
     squares: float  # ‖ΔW‖², also of what the triples leave out
 
