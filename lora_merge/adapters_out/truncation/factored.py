@@ -79,7 +79,8 @@ def _turned(matrix: Tensor) -> Triangle | None:
 
 def _condition(found: Triangle) -> Tensor:
     """Return a bound of the condition of each matrix."""
-    return found.r.flatten(1).norm(dim=1) * found.turn.flatten(1).norm(dim=1)
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, found.turn)]
+    return sizes[0] * sizes[1]
 
 
 def _one(like: Tensor) -> Tensor:
