@@ -12,6 +12,7 @@ from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter
 from ..planning.recipe import KEY, parsed, sha256
+from ..progress import Progress, unwatched
 from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
 from .convert import OWN as OF_CONVERT
@@ -30,7 +31,7 @@ class Command(NamedTuple):
     """How a command makes its task of adapters, an output, a base and options, and runs it."""
 
     make: Callable[[Sequence[Adapter], Any, Any, Mapping[str, Any]], Any]
-    run: Callable[[Any], AdapterReport]
+    run: Callable[[Any, Progress], AdapterReport]
     own: frozenset[str]  # its options that a recipe states
     inputs: str = "adapters"  # what the recipe calls them
 
@@ -56,7 +57,9 @@ def is_ours(made: Path) -> bool:
     return found is not None and found.get("command") in tuple(COMMANDS)  # a list of a stranger has no hash
 
 
-def task_of(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> Callable[[], AdapterReport]:
+def task_of(
+    made: Path, output: str | Path, folders: Sequence[Path], **options: Any
+) -> Callable[[Progress], AdapterReport]:
     """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found."""
     told = parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}
     command = COMMANDS[told["command"]]
@@ -82,16 +85,18 @@ def task_of(made: Path, output: str | Path, folders: Sequence[Path], **options: 
     return partial(command.run, found)
 
 
-def replay(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> AdapterReport:
+def replay(
+    made: Path, output: str | Path, folders: Sequence[Path], *, progress: Progress = unwatched, **options: Any
+) -> AdapterReport:
     """Make a file again from its recipe."""
-    return task_of(made, output, folders, **options)()
+    return task_of(made, output, folders, **options)(progress)
 
 
-def prove(made: Path, folders: Sequence[Path]) -> dict[str, Any]:
+def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -> dict[str, Any]:
     """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ."""
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / ("again" if made.is_dir() else "again.safetensors")
-        report = replay(made, again, folders, verify=True)
+        report = replay(made, again, folders, progress=progress, verify=True)
         if any(sha256(a) != sha256(b) for a, b in zip(_files(again), _files(made), strict=True)):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip

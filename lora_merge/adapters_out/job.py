@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,9 @@ class AdapterJob:
         return self.inputs.adapters
 
 
+FILES: Final = ("combine", "resize", "average")
+"""Commands whose output is a file."""
+
 OWN: Final[Mapping[str, Any]] = {
     "method": SUM, "rank": EXACT, "conv_rank": None, "max_rank": None, "rank_for": (), "density": None, "gamma": None,
     "epsilon": None, "t": None, "elect": "sum", "normalise": "count", "agree": None, "scale": 1.0, "seed": 0,
@@ -77,8 +81,8 @@ def make_adapter_job(
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     job = make_job(base if base is not None else "no base", adapters, output, **common)
-    if output is None:
-        job = _named(job, command, str(own["rank"]))
+    if output is None or (command in FILES and (str(output).endswith(("/", os.sep)) or job.output.is_dir())):
+        job = _named(job, command, str(own["rank"]), absolute(Path()) if output is None else job.output)
     job = replace(job, method=method)
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     known = (*STORED_AS, LOKR.name) if command == "extract" else STORED_AS
@@ -99,10 +103,11 @@ def make_adapter_job(
     )  # fmt: skip
 
 
-def _named(job: Job, command: str, rule: str) -> Job:
+def _named(job: Job, command: str, rule: str, folder: Path) -> Job:
+    """Return the job with the default name in a folder."""
     stems = [a.path.name if a.path.is_dir() else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
-    return replace(job, output=absolute(Path()) / f"{name}.safetensors")
+    return replace(job, output=folder / f"{name}.safetensors")
 
 
 def _alpha(value: Any) -> str | float:

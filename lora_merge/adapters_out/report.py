@@ -35,7 +35,9 @@ class AdapterReport:
     def summary(self) -> str:
         """One line: the ranks, the share of the change that is kept, and the layer that loses most."""
         ranks = sorted(int(layer["rank"]) for layer in self.layers.values() if layer["rank"])
-        text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})" if ranks else "whole matrices"
+        text = f"rank {ranks[-1]}" if ranks else "whole matrices"
+        if ranks and ranks[0] < ranks[-1]:
+            text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})"
         if self.planned:
             return text
         worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")

@@ -168,7 +168,7 @@ def write(
     with replacing(
         job.output, inputs, overwrite=job.inputs.overwrite, folder=folder, contents=CONTENTS if folder else ()
     ) as part:
-        require_space(part, size)
+        require_space(job.output, size)
         with (part / WEIGHTS if folder else part).open("wb") as f:
             f.write(header)
             for e in entries:

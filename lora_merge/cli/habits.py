@@ -99,15 +99,15 @@ def completed(path: str) -> str:
     return there[0] if there else path
 
 
-def with_ending(output: str | None, base: str) -> str | None:
-    """Return the output's name, for a base that is one file with the ending that programs look for.
+def with_ending(output: str | None, *, file: bool) -> str | None:
+    """Return the output's name; where a `file` is written, with the ending that programs look for.
 
     UsageError for "-", the output of other programs: a file is written under a name.
     """
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
-    return f"{output}.safetensors" if plain and Path(base).is_file() and not exists(str(output)) else output
+    return f"{output}.safetensors" if plain and file and not exists(str(output)) else output
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:

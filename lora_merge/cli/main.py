@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +150,7 @@ def merge(
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
-        job = make_job(base, named, with_ending(output, base), strength_for=parts, **found)
+        job = make_job(base, named, with_ending(output, file=Path(base).is_file()), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])

@@ -11,8 +11,10 @@ import typer
 
 from ..options import OPTIONS
 from ..progress import unwatched
+from .habits import with_ending
 from .helping import examples
 from .look import styled
+from .making.look import tell
 from .merge_look import conclude, describe, show_proof
 from .parameters import read, with_options
 from .stages import PROOF, paused, watching
@@ -64,7 +66,8 @@ def verify(
     if base is None and not pairs and _is_adapter(expand(output)):
         from ..adapters_out.again import prove as prove_adapter
 
-        proof = prove_adapter(expand(output), folders)
+        with watching(quiet=as_json) as display:
+            proof = prove_adapter(expand(output), folders, display or unwatched)
         echo(json.dumps(proof) if as_json else f"verified {proof['layers']} layers: its inputs give the same bytes")
         return
     with watching(quiet=as_json, weights=PROOF) as display:
@@ -101,17 +104,27 @@ def replay(
     if _is_adapter(expand(made)):
         from ..adapters_out.again import replay as replay_adapter
 
-        told = replay_adapter(expand(made), output, folders, **{k: v for k, v in options.items() if v is not None})
-        echo(told.to_json() if as_json else f"output   {told.output}: {told.summary}")
+        given = {k: v for k, v in options.items() if v is not None}
+        with watching(quiet=quiet) as display:
+            told = replay_adapter(expand(made), _named(output, made), folders, progress=display or unwatched, **given)
+        if as_json:
+            echo(told.to_json())
+        else:
+            tell(told, "made again", quiet=quiet, verbose=False)
         return
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
         preload()
-        plan = admit(plan_again(expand(made), output, folders, **options))
+        plan = admit(plan_again(expand(made), _named(output, made), folders, **options))
         with paused(display):
             describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
+
+
+def _named(output: str, made: str) -> str:
+    """Return the output's name, with an ending where what was made is a file."""
+    return str(with_ending(output, file=Path(made).is_file()))
 
 
 def _is_adapter(made: Path) -> bool:
@@ -160,7 +173,9 @@ def unmerge(
     given = {"strength_for": parts, **found} if parts else found
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
-        plan = admit(plan_unmerge(expand(made), named, output, [expand(p) for p in search or []], **given))
+        plan = admit(
+            plan_unmerge(expand(made), named, _named(output, made), [expand(p) for p in search or []], **given)
+        )
         with paused(display):
             describe(plan, say)
         done = carry_out(plan, display)

@@ -34,7 +34,8 @@ def test_without_a_base_every_step_writes_what_it_writes_with_one(
 ) -> None:
     before = folder / f"{adapter}.safetensors"
     for to in chain:
-        alone, based = tmp_path / f"{to}-alone", tmp_path / f"{to}-based"
+        ending = "" if to == "peft" else ".safetensors"
+        alone, based = tmp_path / f"{to}-alone{ending}", tmp_path / f"{to}-based{ending}"
         code, told = in_process("convert", before, "-o", alone, "--to", to)
         assert code == 0, told
         lora_merge.convert(before, based, to=to, base=folder / "flux.safetensors")

@@ -12,7 +12,7 @@ from lora_merge.cli import main as program
 from lora_merge.cli import stages
 from lora_merge.progress import Step
 
-from ..support import kohya, save, sd1
+from ..support import in_process, kohya, save, sd1
 from .terminal import played_here
 
 COMMANDS = {
@@ -79,3 +79,24 @@ def test_pipes_get_plain_lines_and_no_progress(
     assert (ended.value.code, err) == (0, "")
     assert out.startswith("adapter  style.safetensors: ")
     assert "│" not in out
+
+
+@pytest.mark.parametrize(("output", "found"), [("named", "named.safetensors"), ("new/", "new/style-r2.safetensors")])
+def test_an_output_gets_its_ending_or_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, found: str
+) -> None:
+    monkeypatch.chdir(folder)
+    assert in_process("resize", "style.safetensors", "--rank", 2, "-o", output, "-q")[0] == 0
+    assert Path(found).is_file()
+    assert in_process("replay", found, "-o", f"{output}again", "-q")[0] == 0
+    assert Path(f"{output}again.safetensors").read_bytes() == Path(found).read_bytes()
+
+
+def test_made_again_and_proven_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "BEAT", 0.0001)
+    monkeypatch.chdir(folder)
+    assert in_process("resize", "style.safetensors", "--rank", 2, "-o", "small.safetensors")[0] == 0
+    found = played_here(["replay", "small.safetensors", "-o", "twice.safetensors"], monkeypatch)
+    assert " make " in found.text and any("✓ made again" in row for row in found.screen)
+    found = played_here(["verify", "small.safetensors"], monkeypatch)
+    assert " make " in found.text and "the same bytes" in found.screen[0]

@@ -11,7 +11,7 @@ import typer
 
 from ...options import OPTIONS
 from ...progress import unwatched
-from ..habits import completed, expanded
+from ..habits import completed, expanded, with_ending
 from ..helping import examples
 from ..parameters import Command, read, with_options
 from ..stages import watching
@@ -91,10 +91,11 @@ def convert(
 
     def task() -> Task:
         from ...adapters_out.convert import make_conversion, plan, run
+        from ...adapters_out.dialects import KEEP
         from ...batch.commands import Task
 
         (given,), found = _given([named_adapter(adapter)], {"rank": rank, "include": include, **options})
-        made = make_conversion(given, output, base, {"to": to, **found})
+        made = make_conversion(given, with_ending(output, file=to not in ("peft", KEEP)), base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
     show("convert", task, printed)
@@ -137,7 +138,9 @@ def extract(
         from ...adapters_out.extract.task import make_extraction
         from ...batch.commands import Task
 
-        made = make_extraction(completed(base), completed(tuned), output, _read({"rank": rank, **options}, 1))
+        made = make_extraction(
+            completed(base), completed(tuned), with_ending(output, file=False), _read({"rank": rank, **options}, 1)
+        )
         return Task(made.job, partial(plan, made), partial(run, made))
 
     show("extract", task, printed)
@@ -153,7 +156,7 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
         from ...batch.commands import Task
 
         named, found = _given([named_adapter(a) for a in expanded(adapters)], options)
-        job = make_adapter_job(command, named, output, base, found)
+        job = make_adapter_job(command, named, with_ending(output, file=True), base, found)
         return Task(job, partial(plan, job), partial(run, job))
 
     show(command, task, printed)
