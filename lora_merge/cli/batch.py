@@ -78,7 +78,8 @@ def batch(
     pictures = Pictures(html, None, dry_run=dry_run)
     find(executor)
     number = None if workers is None else whole_number(workers, "--workers")
-    made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo)
+    with watching(quiet=quiet, doing="jobs are planned"):
+        made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo)
     if not (dry_run or quiet or as_json):
         echo(announced(made))
     told = None if report is None else ReportFile(report)

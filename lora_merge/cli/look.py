@@ -72,12 +72,19 @@ class _Ours:
         self.encoding = getattr(stream, "encoding", None) or "ascii"
 
 
+def columns(stream: Any) -> int:
+    """Return how wide a stream's terminal is now; where it is none, COLUMNS or 80."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns
+    except (OSError, ValueError):  # a file, a pipe, or nothing with a descriptor
+        return shutil.get_terminal_size().columns
+
+
 def console(stream: Any) -> Console:
     """Return a console of Rich on a stream, as wide as the terminal; with colours where they are wanted."""
     from rich.console import Console
 
-    plain = not colored()
-    width = shutil.get_terminal_size().columns
+    plain, width = not colored(), columns(stream)
     return Console(
         file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
         color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
@@ -158,7 +165,7 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
     from rich import box
     from rich.panel import Panel
 
-    width = min(WIDEST, shutil.get_terminal_size().columns)
+    width = min(WIDEST, columns(sys.stdout))
     return Panel(
         grid(rows), title=text(title, f"bold {style}"), title_align="left", border_style=style, box=box.ROUNDED,
         width=width,

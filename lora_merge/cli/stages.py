@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -11,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..progress import Stage, Step
 from ..text import one_line
 from ..text import size as in_units
-from .look import has
+from .look import columns, has
 from .streams import commanding
 
 BEAT: Final = 0.2
@@ -98,10 +98,12 @@ class Display:
     jobs: int = 0  # of a batch; 0: a single merge
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
-    columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns
+    doing: str = "headers are read"  # until the first step
+    columns: Callable[[], int] | None = None  # how wide the terminal is; None: as the stream says, at each redraw
 
     def __post_init__(self) -> None:
         """Begin to take the time."""
+        self.width = self.columns or partial(columns, self.stream)
         self.lock = threading.RLock()
         self.outputs: dict[str, Output] = {}  # under way
         self.ended = 0  # jobs
@@ -173,7 +175,7 @@ class Display:
     def _merge(self, output: Output, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
         if self.working is None:
-            facts.append("headers are read" if not output.name else "inputs are opened, torch is loaded")
+            facts.append(self.doing if not output.name else "inputs are opened, torch is loaded")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
             facts = [f"{in_units(output.written)} of {in_units(output.total)}", self._rate()]
@@ -217,7 +219,7 @@ class Display:
         beat = letters[self.beats % len(letters)] if beats else " "
         prefix = f"{beat} {head} {share:4.0%} " if share is not None else f"{beat} {head} "
         told = [fact for fact in facts if fact]
-        while len(told) > 1 and len(prefix) + len(", ".join(told)) + 13 > width:
+        while len(told) > (share is None) and len(prefix) + len(", ".join(told)) + 13 > width:
             told.pop()
         text = ", ".join(told)
         if share is None:
@@ -234,7 +236,7 @@ class Display:
             now = self.clock()
             if now - self.last < BEAT / 2:
                 return
-            width = self.columns()
+            width = self.width()
             text, self.last, self.beats = self._up(width), now, self.beats + 1
             self.drawn = tuple(self.lines(width))
             self._put(text + "\n".join(self.drawn))
@@ -242,7 +244,7 @@ class Display:
     def erase(self) -> None:
         """Remove the lines."""
         with self.lock:
-            self._put(self._up(self.columns()))
+            self._put(self._up(self.width()))
             self.drawn = ()
 
     def _up(self, width: int) -> str:
@@ -274,13 +276,14 @@ def paused(display: Display | None) -> Iterator[None]:
 
 @contextmanager
 def watching(
-    *, quiet: bool, total: int = 0, jobs: int = 0, weights: dict[str, float] | None = None
+    *, quiet: bool, total: int = 0, jobs: int = 0, weights: dict[str, float] | None = None, doing: str = ""
 ) -> Iterator[Display | None]:
     """Give the block a `Display` that is redrawn until the block ends; None with `quiet`, or without a terminal."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
     display = Display(sys.stderr, total, jobs, weights or dict(WEIGHTS))
+    display.doing = doing or display.doing
     stop = threading.Event()
 
     def beat() -> None:

@@ -15,6 +15,7 @@ from ..text import Lines
 from .habits import completed, expanded
 from .helping import examples
 from .parameters import HTML, PLOT
+from .stages import watching
 from .tables import parts
 from .text import echo
 from .values import named_adapter
@@ -60,7 +61,8 @@ def inspect(
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
+    with watching(quiet=as_json, doing="numbers are read" if weights else ""):
+        found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
         echo(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
@@ -120,7 +122,8 @@ def compare(
     first, second = expand(completed(a)), expand(completed(b))
     pictures = Pictures(html, plot)
     pictures.protect([first, second])
-    found = look(first, second, expand(completed(base)) if base else None)
+    with watching(quiet=as_json, doing="both are read"):
+        found = look(first, second, expand(completed(base)) if base else None)
     pictures.write(lambda: dict(found))
     if as_json:
         echo(json.dumps(found, ensure_ascii=False))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, interval
 from lora_merge.progress import APART, Gathered, Step
 
 from ..support import kohya, save, sd1
-from .terminal import played_here
+from .terminal import fcntl, played_here, terminal, termios
 
 GIB = 1 << 30
 
@@ -195,3 +198,29 @@ def test_a_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     assert " load " in found.text
     assert not any("load " in row or "%|" in row for row in found.screen), "the lines are gone at the end"
     assert any("✓ merged" in row for row in found.screen)
+
+
+def test_each_redraw_is_as_wide_as_the_terminal_is_then() -> None:
+    """Whatever COLUMNS says, and whatever stdout is: a terminal that was made narrower breaks lines that are too long."""
+    with terminal(120) as (end, arrived), os.fdopen(os.dup(end), "w", encoding="utf-8") as stream:
+        clock = Clock()
+        display = Display(stream, 4 * GIB, 4, clock=clock)
+        widths = (120, 60, 200)
+        for columns in widths:
+            fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+            clock.now += 1
+            display(Step("merge", "a.safetensors", GIB // 10, GIB))
+            display.draw()
+            assert [len(one) for one in display.drawn] == [columns - 1] * 2
+        display.erase()
+    sent = b"".join(part for _, part in arrived).decode()
+    ups = [int(n) for n in re.findall("\x1b\\[([0-9]+)A", sent)]
+    assert ups == [3, 1, 1], "two lines of 119 are four rows of 60; two of 59 are two of 200"
+
+
+def test_what_finds_no_room_is_left_out_and_the_bar_stays() -> None:
+    display, _ = shown(jobs=1, total=GIB)
+    display(Step("merge", "a-name-of-some-length.safetensors", GIB // 3, GIB, "write"))
+    for width in (40, 50, 60, 80):
+        for one in display.lines(width):
+            assert len(re.findall(r"\|.*\|", one)[0]) > 5 and not one.endswith("Gi"), one
