@@ -19,6 +19,9 @@ NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage"})
 """Architectures that kohya's and musubi's trainers load in diffusers' words; all others in those of their authors."""
 
+PRIOR: Final = {"prior": "prior_unet"}
+"""Name of a denoiser in diffusers → in OneTrainer, where they differ."""
+
 OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux", "auraflow", "pixart", "lumina2")
 """Architectures whose adapters ai-toolkit writes as diffusers does; those of later ones begin with diffusion_model."""
 
@@ -41,7 +44,7 @@ class Dialect:
 
     name: str
     denoiser: str
-    """Prefix of a denoiser's modules; `{label}` is the component's name in diffusers."""
+    """Prefix of a denoiser's modules; `{label}` is the component's name in diffusers, `{label_}` OneTrainer's."""
     encoder: str
     """Prefix of a text encoder's modules: `{n}` is its number, `{_n}` the number from 2 on, `{id}` ComfyUI's name."""
     vae: str
@@ -98,7 +101,7 @@ class Dialect:
             return self.vae
         if not part.kind and part.label != "te":
             label = part.label if part.label in ("unet", "transformer_2", "prior") else "transformer"
-            return self.denoiser.format(label=label)
+            return self.denoiser.format(label=label, label_=PRIOR.get(label, label))
         own = encoders.get(part.label, part.kind) if part.kind in UNSURE else part.kind
         names = [name for name, kind in encoders.items() if kind == own] or [part.label]
         numbers = sorted(int(name[2:]) for name in names if name[:2] == "te" and name[2:].isdigit()) or [1]
@@ -132,7 +135,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
             Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
                     largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
             Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True),
-            Dialect("onetrainer", "lora_{label}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True),
+            Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True),
             Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
                     canonical=frozenset(), aliases=("native", "onetrainer-comfy")),
             Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", CANONICAL, _DIFFUSERS, alpha=False,

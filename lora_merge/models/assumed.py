@@ -21,7 +21,7 @@ from .components import ENCODER_IDS, label
 from .forms import FlatForms, filled, form, numbers_in, others
 from .guess import architectures, seen
 from .names import of_the_denoiser, written
-from .prefixes import DENOISERS, prefixed
+from .prefixes import DENOISERS, innermost, prefixed
 from .spellings import Component
 
 CANONICAL: Final = ""
@@ -64,7 +64,7 @@ def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Compo
     """
     by_network: dict[str, list[Change]] = {}
     for change in changes:
-        hint = [*prefixed(change.module)][-1][0]
+        hint, _ = innermost(change.module)
         by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
     made = [_component(network, architecture, some) for network, some in by_network.items()]
     made.sort(key=lambda c: c.role != "denoiser")  # stable
@@ -81,25 +81,23 @@ def complete(component: Component, layout: str) -> None:
     tables = architecture.spellings if architecture else {}
     if layout not in tables or layout == component.layout:
         return
-    if component.layout != CANONICAL:
-        raise NotTold(f"its words are neither diffusers' nor those of {layout}")
-    table, shapes = tables[layout].settled(component.keys), dict(component.shapes)
-    for body in [*component.keys]:
-        for hit in table.spelled(tuple(body.split("."))):
+    there = {name: view.shape for name, view in component.views(CANONICAL).items()}
+    table, added = tables[layout].settled(there), dict[str, Shape]()
+    for name, own in there.items():
+        hits = table.spelled(tuple(name.split(".")))
+        if not hits and any(table.spellings_of(tuple(form(name).split(".")))):
+            raise OtherModel(f"{name} has numbers that the layout {layout} lacks")
+        for hit in hits:
             if hit.row.stack:
                 raise NotTold("the number of experts is not in its file")
-            names = [".".join(fill(part.path, hit.bound) + hit.tail) for part in hit.row.parts]
-            own = shapes[component.keys[body]]
-            for name, part in zip(names, hit.row.parts, strict=True):
-                if name not in component.keys:
-                    beside = [n for n, p in zip(names, hit.row.parts, strict=True)
-                              if n in component.keys and not p.sized]  # fmt: skip
-                    if not part.sized and not beside:
-                        raise NotTold(f"it leaves out {name}, whose rows it does not show")
-                    rows = own[1] if part.sized else shapes[component.keys[beside[0]]][0]
-                    component.keys[name] = component.prefix + name
-                    shapes[component.prefix + name] = (rows, *own[1:])
-    component.shapes = shapes
+            parts = [(".".join(fill(part.path, hit.bound) + hit.tail), part.sized) for part in hit.row.parts]
+            equal = next((there[n][0] for n, sized in parts if n in there and not sized), 0)
+            for lacking, sized in ((n, sized) for n, sized in parts if n not in there):
+                if component.layout != CANONICAL or not (sized or equal):
+                    raise NotTold(f"it leaves out {lacking}, whose rows it does not show")
+                added[lacking] = (own[1] if sized else equal, *own[1:])
+    component.keys |= {name: component.prefix + name for name in added}
+    component.shapes = {**component.shapes, **{component.prefix + name: shape for name, shape in added.items()}}
 
 
 def _network(hint: str, architecture: Architecture, module: str) -> str:
@@ -133,7 +131,11 @@ def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> 
     made.keys = {name: prefix + name for name in names.values()}
     made.shapes = {prefix + names[change]: change.shape for change in some}
     if layout:
-        _check_last(made, own.spellings[layout])
+        table = own.spellings[layout]
+        for name in names.values():
+            if table.canonical(tuple(name.split("."))) is None and any(table.names_of(tuple(form(name).split(".")))):
+                raise OtherModel(f"{name} has numbers that {own.title} lacks")
+        _check_last(made, table)
     else:
         for table in own.spellings.values():
             _check_last(made, table)

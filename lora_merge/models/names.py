@@ -23,7 +23,7 @@ from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .fused import Split, splits
 from .guess import architectures, described, seen
-from .prefixes import DENOISERS, PREFIXES, TRAINING, numbers, prefixed, unwrapped, wrapper_notes
+from .prefixes import DENOISERS, PREFIXES, TRAINING, innermost, numbers, prefixed, unwrapped, wrapper_notes
 from .spellings import Component
 from .weights import WeightView, transposed, whole
 
@@ -302,8 +302,8 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
 def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the modules that are not for an encoder or a VAE, without their prefixes."""
-    innermost = {module: list(prefixed(module))[-1] for module in modules}
-    return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
+    inside = {module: innermost(module) for module in modules}
+    return {body: modules[m] for m, (hint, body) in inside.items() if hint in ("any", *DENOISERS)}
 
 
 def _look(parts: Sequence[Component], body: str, parameter: str) -> list[WeightView | None]:

@@ -94,6 +94,12 @@ def prefixed(name: str) -> Iterator[tuple[str, str]]:
             pending.append((f"={m[1]}", body[m.end() :]))
 
 
+def innermost(name: str) -> tuple[str, str]:
+    """Return (network, rest) of a name without any of its prefixes."""
+    found = [*prefixed(name)]
+    return max((hint for hint, _ in found), key=lambda hint: hint != "any"), min((b for _, b in found), key=len)
+
+
 def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
     """Return the pattern of the numbers of layers in names: all numbers but those in a prefix (`te1`)."""
     kept = {

@@ -49,7 +49,12 @@ PREFIXES = {
 
 
 def small(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """A narrow model of few blocks: the first and the last of a stack, as 0 and 1; of a UNet's parts the first six."""
+    """A narrow model of few blocks."""
+    return {k: s if k in MEASURED else tuple(narrow(size) for size in s) for k, s in few_blocks(shapes).items()}
+
+
+def few_blocks(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The first and the last block of a stack, as 0 and 1; of a UNet's parts the first six."""
     last: dict[str, int] = {}
     for key in shapes:
         if m := STACK.match(key):
@@ -60,7 +65,7 @@ def small(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         if LATER.search(key) or (m and int(m[2]) not in (0, last[m[1]])):
             continue
         name = f"{m[1]}{min(int(m[2]), 1)}{key[m.end(2) :]}" if m else key
-        few[name] = shape if key in MEASURED else tuple(narrow(size) for size in shape)
+        few[name] = shape
     return few
 
 

@@ -44,11 +44,11 @@ def without_base(job: AdapterJob, to: Dialect) -> Sources:
                 continue
             try:
                 parts = assumed(changes, architecture)
+                for part in parts:
+                    complete(part, to.of(architecture).layout(part))
             except OtherModel as e:
                 why = str(e)
                 continue
-            for part in parts:
-                complete(part, to.of(architecture).layout(part))
             names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
             found[architecture.title] = names, {*places(names, to.of(architecture))}
         if not found:
