@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from .options import unlike
@@ -94,19 +95,34 @@ class Bar:
         self._bar.update(step.done)
 
 
+class JobBar:
+    """A bar of tqdm for many runs: how many of them have ended, and what the last step was about."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def __call__(self, step: Step) -> None:
+        """Take a step."""
+        self._bar.set_description(f"{step.stage} {Path(step.output).name}")
+
+    def end(self) -> None:
+        """Count a run that has ended."""
+        self._bar.update()
+
+
 @contextmanager
-def watched(progress: bool | Progress) -> Iterator[Progress]:  # noqa: FBT001  # the public keyword
+def watched(progress: bool | Progress, *, jobs: int = 0) -> Iterator[Progress]:  # noqa: FBT001  # the public keyword
     """Give the block what a run calls with its steps: the caller's function, a bar for True, nothing for False.
 
-    Raises UsageError for other values.
+    `jobs`: how many runs there are, whose bar counts them. Raises UsageError for other values.
     """
     if callable(progress):
         yield progress
     elif progress is True:
         from tqdm.auto import tqdm  # a widget in notebooks
 
-        with tqdm(unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield Bar(bar)
+        with tqdm(total=jobs, unit="job") if jobs else tqdm(unit="B", unit_scale=True, unit_divisor=1024) as bar:
+            yield JobBar(bar) if jobs else Bar(bar)
     elif progress is False or progress is None:
         yield unwatched
     else:

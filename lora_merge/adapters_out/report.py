@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..text import html_table, plural, size
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class AdapterReport:
     """The outcome of one run; `--json` prints `to_json()`."""
 
@@ -26,6 +29,22 @@ class AdapterReport:
     version: str = ""
     planned: bool = field(default=False)  # whether this is a plan: nothing is written, and nothing is known of the loss
     schema: str = "lora-merge/adapter/1"  # the format of `to_json`: viewing/schemas/adapter.json
+
+    def __repr__(self) -> str:
+        return "AdapterReport: " + "; ".join(f"{name} {value}" for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Written: {Path(self.output).name}", self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Yield what a person wants to know first."""
+        yield "output", f"{self.output} ({size(self.written)}, {self.dtype})"
+        for name, one in self.coverage.items():
+            yield "adapter", f"{name}: {plural(one['modules'], 'module')}, {one['strength']:g}×"
+        yield "layers", f"{len(self.layers)}: {self.summary}"
+        if self.verified is not None:
+            yield "verified", f"{plural(self.verified['recomputed'], 'layer')} computed again in fp64"
+        yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""

@@ -17,7 +17,7 @@ from ..errors import MergeError, UsageError
 from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
-from ..progress import Progress, unwatched
+from ..progress import JobBar, Progress, unwatched, watched
 from .executors import Executor, Workers
 from .executors import executor as find
 from .groups import JobGroup
@@ -157,6 +157,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     redo: bool = False,
     fail_fast: bool = False,
     on_report: Callable[[JobReport], object] | None = None,
+    progress: bool | Progress = False,
 ) -> Reports:
     """Run all merges of a jobs file and return one report for each, in the order in which they ended.
 
@@ -177,6 +178,8 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
+        progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of
+            every job, whose `output` says of which; with several workers about ten times a second.
 
     Returns:
         `Reports`, a list with one `JobReport` for each job: `number`, `status`, `output`, `error`, `report` (the
@@ -197,12 +200,21 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     ended = Reports()
     with interruptible():
         batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo)
-        with closing(batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:
-            for report in reports:
-                ended.append(report)
-                try:
-                    deliver_pending()  # an interrupt that came while the output got its name
-                finally:
-                    if on_report is not None:
-                        on_report(report)
+        with watched(progress, jobs=len(batch.planned)) as watcher:
+            run = batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast, progress=watcher)
+            with closing(run) as reports:
+                for report in reports:
+                    ended.append(report)
+                    _tell(report, watcher, on_report)
     return ended
+
+
+def _tell(report: JobReport, watcher: Progress, on_report: Callable[[JobReport], object] | None) -> None:
+    """Tell the caller that a job has ended."""
+    if isinstance(watcher, JobBar):
+        watcher.end()
+    try:
+        deliver_pending()  # an interrupt that came while the output got its name
+    finally:
+        if on_report is not None:
+            on_report(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -16,6 +16,8 @@ from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, UsageError
 from ..planning.plan import OutputTensor
+from ..progress import Progress, watched
+from ..text import html_table, plural
 from .live_model import live_model
 from .merging import KEEP, prepare, warn_of_cut
 
@@ -64,7 +66,15 @@ class MergedModel:
         self.undo()
 
     def __repr__(self) -> str:
-        return f"<MergedModel: {len(self._originals)} tensors changed, originals kept: {self._keep}>"
+        return "MergedModel: " + "; ".join(f"{name} {value}" for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table("Merged into a live model", self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Yield what a person wants to know first."""
+        yield "changed", plural(len(self._originals), "tensor")
+        yield "undo", f"handle.undo() restores the bytes that are kept: {self._keep}"
 
     def replace(self, name: str, made: Tensor) -> None:
         """Write merged numbers into a tensor of the model, and keep its original bytes."""
@@ -80,7 +90,12 @@ class MergedModel:
 
 @undisturbed()
 def merge_into(
-    model: Any, adapters: MemoryAdapters, *, keep: Keep = "host", **options: Unpack[PythonOptions]
+    model: Any,
+    adapters: MemoryAdapters,
+    *,
+    keep: Keep = "host",
+    progress: bool | Progress = False,
+    **options: Unpack[PythonOptions],
 ) -> MergedModel:
     """Merge adapters into a live model, in place; the returned handle restores its exact bytes.
 
@@ -94,6 +109,7 @@ def merge_into(
         keep: Where the original numbers of changed tensors are kept for `undo`: "host", "device" (that of each tensor),
             or "compressed" (on the host, as the compressed difference from the merged numbers, which must then still
             be in the model: half the memory or less, and a second for every few hundred MB).
+        progress: As for `merge`.
 
     Returns:
         A `MergedModel` with `undo()` and `changed`; also a context manager that undoes the merge.
@@ -123,7 +139,9 @@ def merge_into(
             merged.replace(target.name, made)
 
     try:
-        warn_of_cut(merge.run(give))
+        with watched(progress) as watcher:
+            cut = merge.run(give, watcher)
+        warn_of_cut(cut)
     except BaseException:
         merged.undo()
         raise

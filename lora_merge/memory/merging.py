@@ -37,6 +37,7 @@ from ..options import a_list
 from ..paths import expand
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor, weights
+from ..progress import Progress, counted
 from ..text import listed
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
@@ -81,12 +82,13 @@ class MemoryMerge:
         inputs = self.matched.inputs
         return (target for _, target in outputs(inputs.job, inputs.base, self.matched.adapters))
 
-    def run(self, give: Give) -> Counter[str]:
+    def run(self, give: Give, progress: Progress) -> Counter[str]:
         """Pass every target with its result to `give`; return how many numbers of each were cut to their dtype.
 
         The tensors of `Packing.parts` come last, as they are known when all weights are merged.
         """
         inputs, saturated = self.matched.inputs, Counter[str]()
+        told = counted(progress, "merge", "", sum(target.nbytes for target in self.targets()))
         with ExitStack() as stack:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
             factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
@@ -108,6 +110,7 @@ class MemoryMerge:
                         give(target, made[name])
                 factors.forget()
                 tensors.kept.clear()
+                told(sum(target.nbytes for target in some))
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.torch_state import undisturbed
+from ..progress import Progress, watched
 from .merging import prepare, warn_of_cut
 from .state_index import index_of, ties
 
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 @undisturbed()
 def merge_state_dict(
-    state_dict: Mapping[str, Tensor], adapters: MemoryAdapters, **options: Unpack[PythonOptions]
+    state_dict: Mapping[str, Tensor],
+    adapters: MemoryAdapters,
+    *,
+    progress: bool | Progress = False,
+    **options: Unpack[PythonOptions],
 ) -> dict[str, Tensor]:
     """Return a new state dict with the adapters merged in; the input is not changed.
 
@@ -32,6 +37,7 @@ def merge_state_dict(
     Parameters:
         state_dict: Name → tensor, as `model.state_dict()` gives it.
         adapters: As for `merge`; also state dicts of adapters, and LoadedAdapter objects.
+        progress: As for `merge`.
         device: As for `merge`. "keep": every result is made and stays on the device of its tensor.
 
     Returns:
@@ -49,7 +55,9 @@ def merge_state_dict(
     base = index_of("state dict", state_dict).recognised()
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
-    warn_of_cut(merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made)))
+    with watched(progress) as watcher:
+        cut = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
+    warn_of_cut(cut)
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:

@@ -184,4 +184,4 @@ def test_nothing_is_warned_of(tmp_path: Path) -> None:
         model = llama()
         tuned(model, tmp_path)
         warnings.simplefilter("error")
-        assert "6 tensors changed" in repr(lora_merge.merge_into(model, tmp_path))
+        assert "changed 6 tensors" in repr(lora_merge.merge_into(model, tmp_path))

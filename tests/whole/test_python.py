@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as signatures
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from lora_merge.options import OPTIONS
 from ..support import kohya, load, save, sd1
 
 FUNCTIONS = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.isfunction(getattr(lora_merge, n))]
+
+
+RANK_1 = {"0.lora_A.weight": torch.ones(1, 4), "0.lora_B.weight": torch.ones(4, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,8 @@ def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, P
     shown = {
         "0.5×": report, "32 of 32": lora_merge.plan(base, odd, tmp_path / "p.safetensors"), "lora 32": lora_merge.load_adapter(odd),
         "merged": lora_merge.run_batch(jobs), "proven": lora_merge.verify(out), "adapter": lora_merge.inspect(odd),
+        "rank 2": lora_merge.resize(odd, tmp_path / "r.safetensors", rank=2),
+        "1 tensor; undo": lora_merge.merge_into(torch.nn.Sequential(torch.nn.Linear(4, 4)), RANK_1),
     }  # fmt: skip
     for words, found in shown.items():
         assert words in repr(found)
@@ -119,6 +125,35 @@ def test_editors_know_every_keyword(call: Any) -> None:
         assert name == "model" or "Any" not in text or call is lora_merge.run_batch, f"{name}: {text}"
         if parameter.kind is parameter.VAR_KEYWORD:
             assert text.startswith("Unpack[")
+
+
+@pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
+def test_help_tells_what_goes_in_and_what_comes_out(call: Any) -> None:
+    text = signatures.getdoc(call) or ""
+    heads = re.findall(r"^(Parameters|Returns|Raises|Examples):$", text, re.MULTILINE)
+    assert heads == ["Parameters", "Returns", "Raises", "Examples"]
+    told = re.findall(r"^    (\w+):", text.partition("Parameters:")[2].partition("\nReturns:")[0], re.MULTILINE)
+    own = [p for p in signatures.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert not {p.name for p in own} - {*told}
+    assert "lora_merge." in text.partition("Examples:")[2]
+    looks = call in (lora_merge.inspect, lora_merge.compare, lora_merge.plan, lora_merge.load_adapter)
+    assert looks or "progress" in [p.name for p in own]
+
+
+def test_tensors_and_batches_tell_how_far_they_are(
+    files: tuple[Path, Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, ink, _, _ = files
+    steps: list[lora_merge.Step] = []
+    state = load(base)
+    lora_merge.merge_state_dict(state, ink, progress=steps.append)
+    assert sum(s.done for s in steps) == steps[-1].total == sum(t.nbytes for t in state.values())
+    jobs = [{"base": str(base), "adapters": [str(ink)], "output": str(tmp_path / f"{n}.safetensors")} for n in "ab"]
+    lora_merge.run_batch(jobs[:1], progress=steps.append)
+    assert str(tmp_path / "a.safetensors") in {s.output for s in steps}
+    assert capsys.readouterr() == ("", "")
+    lora_merge.run_batch(jobs, progress=True)
+    assert "2/2" in capsys.readouterr().err
 
 
 def test_verify_has_the_options_of_the_table() -> None:
