@@ -2,7 +2,8 @@
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
 `dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `many`
-(25 000 to 200 000 tensors, 100 to 1000 shards), `host` (what a device costs the processors), `gpu` (what the folds reach of a CUDA device, and whole merges there).
+(25 000 to 200 000 tensors, 100 to 1000 shards), `adapters_out` (combine, resize, extract, convert), `host` (what a
+device costs the processors), `gpu` (what the folds reach of a CUDA device, and whole merges there).
 About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
 
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from lora_merge.disk.volumes import file_system
 
-from . import batch, gpu, host, inputs, many
+from . import adapters_out, batch, gpu, host, inputs, many
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -41,6 +42,7 @@ class Bench:
     rivals: tuple[str, ...]
     keep: bool
     device: str = "cpu"
+    small: bool = False
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def file(self, name: str) -> Path:
@@ -210,7 +212,8 @@ def start(b: Bench) -> None:
 
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
-    "start": start, "many": many.suite, "batch": batch.suite, "host": host.suite, "gpu": gpu.suite,
+    "start": start, "many": many.suite, "batch": batch.suite,
+    "adapters_out": adapters_out.suite, "host": host.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 
@@ -245,6 +248,7 @@ def main() -> None:
     p.add_argument(
         "--device", default="cpu", help="where ours computes: cpu, cuda, cuda:0,cuda:1, …; gpu takes cuda for cpu"
     )
+    p.add_argument("--small", action="store_true", help="adapters_out: a part of SD1, in two minutes")
     p.add_argument("--data", type=Path, default=Path("bench-data"), help="where inputs are made and outputs written")
     p.add_argument("--keep", action="store_true", help="keep all inputs for the next time")
     p.add_argument("--json", type=Path, default=None, help="where results go; DATA/results.json without it")
@@ -253,9 +257,10 @@ def main() -> None:
     if unknown:
         p.error(f"no suite is called {unknown[0]!r}; there are {', '.join(SUITES)}")
     o.data.mkdir(exist_ok=True)
+    o.size = "sd1" if o.small else o.size
     caches: tuple[Cache, ...] = ("warm", "cold") if o.cache == "both" else (o.cache,)
     b = Bench(o.data.absolute(), o.rounds, caches, o.size, tuple(r for r in o.rivals.split(",") if r), o.keep,
-              o.device)  # fmt: skip
+              o.device, o.small)  # fmt: skip
     about = machine(b.data)
     print(" · ".join(f"{k} {v}" for k, v in about.items()))
     for name in o.suites or [s for s in SUITES if s != "gpu" or gpu.names()]:
