@@ -46,7 +46,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_index_of_errors_names_messages_with_their_fix(hooks: ModuleType) -> None:
     page = hooks.errors()
-    assert "| file not found | … |" in page
+    assert "| file not found | did you mean …? |" in page
     assert "UnmatchedModules: exit code 4" in page
     assert len(re.findall(r"^\| ", page, re.MULTILINE)) > 200
 
@@ -65,8 +65,10 @@ def test_there_are_twenty_recipes() -> None:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of most recipes."""
     folder = tmp_path_factory.mktemp("shelf")
-    save(sd1(), folder / "sdxl.safetensors")
-    for n, name in enumerate(("style", "detail", "lightning")):
+    base = sd1()
+    save(base, folder / "sdxl.safetensors")
+    save({k: v * 1.5 if ".attn1." in k else v for k, v in base.items()}, folder / "tuned.safetensors")
+    for n, name in enumerate(("style", "detail", "lightning", "epoch1", "epoch2")):
         save(kohya(sd1(), seed=n), folder / f"{name}.safetensors")
     grid = (SITE / "pages" / "recipes.md").read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
     (folder / "grid.yaml").write_text(grid, encoding="utf-8")
@@ -80,7 +82,7 @@ def test_every_command_is_understood(
     monkeypatch.chdir(shelf)
     words = shlex.split(command, comments=True)
     inputs = words[1 : words.index("-o")] if "-o" in words else words[1:]
-    named = [w.partition(":")[0] for w in inputs if "/" in w or ".safetensors" in w or ".yaml" in w]
+    named = [w.partition(":")[0] for w in inputs if "/" in w or ".safetensors" in w or ".gguf" in w or ".yaml" in w]
     missing = [name for name in named if not (shelf / name).exists()]
     makes = words[1] in ("batch", "inspect", "parts", "compare", "verify", "replay") or "--overwrite" in words
     monkeypatch.setattr(sys, "argv", words if makes else [*words, "--overwrite"])
