@@ -33,7 +33,7 @@ from .peft.folder import config
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
-from .run import Facts, Outcome, Run, coverage, entry, left_out, planned
+from .run import Facts, Outcome, Run, coverage, entry, left_out, model_of, planned
 from .sources import Sources, open_sources
 from .written import CONTENTS, Entry, unique
 
@@ -112,7 +112,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         entries = entries_of(task.to, completed(made, everywhere, task.to, converter.value))
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
-        outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own)
+        outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources))
         notes = (*dict.fromkeys(sources.notes), *left_out(zeros))
         dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
         worst = max(float(f["residual"]) for f in outcome.told.values())

@@ -32,11 +32,12 @@ from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks
+from .metadata.entries import Facts as Known
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
-from .written import Content, Entry, Proof, Spelling, metadata, unique, write
+from .written import Content, Entry, Proof, Spelling, recipe, unique, write
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -61,6 +62,7 @@ class Outcome:
     layers: Mapping[str, Layer]
     entries: Sequence[Entry]
     config: Mapping[str, Any] | None = None  # of a PEFT folder
+    model: str = ""  # the stem of the architecture's file; "" where it is unknown
 
     @cached_property
     def told(self) -> dict[str, dict[str, Any]]:
@@ -71,7 +73,8 @@ class Outcome:
         """Write the output, prove it, and return the report."""
         squares, lost = (sum(getattr(layer, what) for layer in self.layers.values()) for what in ("squares", "lost"))
         residual = sqrt(lost / squares) if squares else 0.0
-        entries = metadata(self.job, self.inputs, [*self.told.values()], residual, run.digest)
+        known = Known(self.job, self.inputs, self.told, self.entries, self.model)
+        entries = known.entries(lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest))
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
@@ -123,10 +126,16 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
-        made = Outcome(job, inputs, layers, _entries(sources, layers, kept))
+        made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
         facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes)
         return made.finish(reader, facts, lambda part: prove(claims, reader, part, this.counted), this)
+
+
+def model_of(sources: Sources) -> str:
+    """Return the stem of the architecture's file of the base; "" without a base that is known."""
+    known = sources.inputs.names.known if sources.inputs else None
+    return known.file.stem if known else ""
 
 
 def left_out(zeros: Sequence[str]) -> list[str]:

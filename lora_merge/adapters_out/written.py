@@ -16,7 +16,6 @@ from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
-from ..planning.recipe import KEY
 from ..progress import Progress, Step
 from ..version import __version__
 from .job import AdapterJob
@@ -31,9 +30,6 @@ PAIRS: Final = (
     (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
 )
 """Endings of a pair of factors that readers of several programs know; the first is written where no input has one."""
-
-DROPPED: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "modelspec.date", KEY,
-                  "ss_network_dim", "ss_network_alpha", "lora_adapter_metadata")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,30 +75,6 @@ class Entry:
     def pieces(self) -> Iterator[memoryview]:
         """Yield its bytes in order."""
         yield from self.data.pieces() if isinstance(self.data, Waiting) else (self.data,)
-
-
-def metadata(
-    job: AdapterJob, inputs: Sequence[Index], layers: Sequence[Mapping[str, Any]], residual: float,
-    digest: Callable[[Path], str],
-) -> dict[str, str]:  # fmt: skip
-    """Return the metadata of the output: what all inputs agree on, the new ranks, and the recipe. `digest` returns the
-    SHA-256 of an input."""
-    ranks = [layer["rank"] for layer in layers if layer["rank"]]
-    alphas = [layer["alpha"] for layer in layers if layer["alpha"]]
-    whole = any(not layer["rank"] for layer in layers)
-    trained = [] if job.command == "extract" else inputs  # a checkpoint's entries are not those of an adapter
-    first = trained[0].metadata if trained else {}
-    kept = {k: v for k, v in first.items() if k not in DROPPED and all(i.metadata.get(k) == v for i in trained)}
-    dropped = sorted({k for i in trained for k in i.metadata} - kept.keys() - {*DROPPED})
-    if not trained or any("ss_network_module" in i.metadata for i in trained):
-        kept["ss_network_dim"] = str(ranks[0]) if len({*ranks}) == 1 else "Dynamic"
-        kept["ss_network_alpha"] = f"{alphas[0]:g}" if len({*alphas}) == 1 else "Dynamic"
-        kept["ss_network_module"] = "lycoris.kohya" if whole else first.get("ss_network_module", "networks.lora")
-    names = ", ".join(a.path.name for a in job.adapters)
-    if job.command == "combine":
-        kept["modelspec.merged_from"] = names
-    kept[KEY] = json.dumps(recipe(job, inputs, residual, dropped, digest), ensure_ascii=False, separators=(",", ":"))
-    return {"format": "pt"} | kept
 
 
 def recipe(

@@ -55,6 +55,7 @@ class Opened:
     to: Dialect
     dtype: torch.dtype
     head: TiedPair | None = None  # the head that shares the weight of the embeddings
+    model: str = ""  # the stem of the architecture's file; "" where it is unknown
 
 
 def opened(task: Extraction) -> Opened:
@@ -76,7 +77,7 @@ def opened(task: Extraction) -> Opened:
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
     return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
-                  tied(names, base.tensors, base.config))  # fmt: skip
+                  tied(names, base.tensors, base.config), names.known.file.stem if names.known else "")  # fmt: skip
 
 
 def _usual(names: Names, output: Path) -> Dialect:
@@ -113,7 +114,8 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
         whole = _completed(found, made, sides[1])
         entries = entries_of(found.to, whole)
         layers = {prefix_name(found.to, m): m.layer for m in made}
-        outcome = Outcome(job, [found.tuned], layers, entries, config(whole, {}) if found.to.folder else None)
+        own = config(whole, {}) if found.to.folder else None
+        outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         return outcome.finish(
             reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made), this.counted), this

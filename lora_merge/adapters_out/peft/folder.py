@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ..converting import Made
+
+
+BIASED: Final = "lora_bias"
+"""The entry of PEFT's configuration that says whether up factors have biases."""
 
 
 def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,5 +29,5 @@ def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
         "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
         "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
-        **({"lora_bias": True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
+        **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip

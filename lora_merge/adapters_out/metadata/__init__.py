@@ -1,0 +1,1 @@
+"""The entries that an output says of itself."""

@@ -1,0 +1,144 @@
+"""The metadata of an output: the inputs' entries that stay true of it, its ranks, hashes, and the recipe. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+from ...files.checkpoint import Index
+from ...planning.recipe import KEY
+from ..job import FACTORS, WHOLE, AdapterJob
+from .hashes import Stored, legacy_hash, model_hash
+from .loaders import adapter_metadata
+from .trainers import LYCORIS, SPEC, TRAINED, Trained
+
+HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
+ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", "lora_adapter_metadata")
+"""Entries that are never those of an input."""
+
+ONE: Final = ("resize", "convert")
+"""Commands whose output is the same adapter in another form: it keeps all entries."""
+
+DOWNS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_linear_layer.down.weight")
+OF_WEBUI: Final = (".lora_down.weight", ".alpha", ".diff", ".diff_b", ".lokr_w1")
+"""Endings of dialects whose readers know the hashes of webui."""
+
+OF_LYCORIS: Final = (".lora_mid.weight", ".dora_scale")
+"""Endings that a module of sd-scripts for plain factors does not read."""
+
+ARGUMENTS: Final = "ss_network_args"
+LONGEST: Final = 1 << 20  # letters of an input's arguments
+
+
+class Facts:
+    """What a run knows of its output when the tensors are made.
+
+    `layers`: label → facts of the report. `model`: the stem of the architecture's file, "" where it is unknown.
+    """
+
+    def __init__(
+        self, job: AdapterJob, inputs: Sequence[Index], layers: Mapping[str, Mapping[str, Any]],
+        tensors: Sequence[Stored], model: str,
+    ) -> None:  # fmt: skip
+        self.job, self.layers, self.tensors = job, layers, tensors
+        self.inputs = (
+            [] if job.command == "extract" else [*inputs]
+        )  # a checkpoint's entries are not those of an adapter
+        self.known = TRAINED.get(model, Trained())
+        self.kernels = {
+            t.name.removesuffix(end) for t in tensors for end in DOWNS if t.name.endswith(end) and prod(t.shape[2:]) > 1
+        }
+
+    def entries(self, recipe: Callable[[Sequence[str]], Mapping[str, Any]]) -> dict[str, str]:
+        """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped."""
+        told = {i for index in self.inputs for i in index.metadata}
+        kept = self._kept()
+        dropped = sorted(told - kept.keys() - {*ANEW, "modelspec.date"})
+        trained = not self.inputs or any(name.startswith("ss_") for name in told)
+        if trained:
+            kept |= dict(self._network(kept))
+        kept |= dict(self._spec(kept))
+        kept[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
+        if (loader := adapter_metadata(self.tensors)) != "":
+            kept["lora_adapter_metadata"] = loader
+        read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
+        if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
+            kept |= {HASHES[0]: model_hash(self.tensors), HASHES[1]: legacy_hash(self.tensors, kept)}
+        return {"format": "pt"} | kept
+
+    def _kept(self) -> dict[str, str]:
+        """Return the inputs' entries that stay true."""
+        if not self.inputs:
+            return {}
+        *others, last = self.inputs
+        same = {k: v for k, v in last.metadata.items()
+                if self.job.command == "average" or all(i.metadata.get(k) == v for i in others)}  # fmt: skip
+        gone = ANEW if self.job.command in ONE else (*ANEW, "modelspec.date")
+        return {name: value for name, value in same.items() if name not in gone}
+
+    def _network(self, kept: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield the entries of sd-scripts: the module, rank and α of the linear layers, and the arguments."""
+        factored = {name: layer for name, layer in self.layers.items() if layer["rank"]}
+        linear = {name: layer for name, layer in factored.items() if name not in self.kernels} or factored
+        yield "ss_network_dim", _one(str(layer["rank"]) for layer in linear.values())
+        yield "ss_network_alpha", _one(f"{x['alpha']:g}" for x in linear.values() if x["alpha"] is not None)
+        algorithms = {str(layer["algorithm"]) for layer in self.layers.values()}
+        plain = algorithms == {FACTORS} and not any(
+            t.name.endswith((".lora_mid.weight", ".dora_scale")) for t in self.tensors
+        )
+        before = kept.get("ss_network_module", "")
+        own = before if before.startswith("networks.lora") else self.known.module
+        yield "ss_network_module", own if plain else before if before.startswith("lycoris") else LYCORIS
+        arguments = _arguments(kept.get(ARGUMENTS, ""))
+        if plain:
+            arguments = {name: value for name, value in arguments.items() if name not in ("algo", "preset", "factor")}
+        elif algorithms - {FACTORS}:
+            others = sorted(algorithms - {FACTORS, WHOLE}) or [WHOLE]
+            arguments["algo"] = others[0] if len(others) == 1 else arguments.get("algo", others[0])
+        kernels = {name: layer for name, layer in factored.items() if name in self.kernels}
+        arguments = {name: value for name, value in arguments.items() if name not in ("conv_dim", "conv_alpha")}
+        if kernels:
+            arguments["conv_dim"] = _one(str(layer["rank"]) for layer in kernels.values())
+            arguments["conv_alpha"] = _one(f"{x['alpha']:g}" for x in kernels.values() if x["alpha"] is not None)
+        if arguments or ARGUMENTS in kept:
+            yield ARGUMENTS, json.dumps(arguments)
+        if not self.inputs:
+            yield from (
+                (n, v) for n, v in (("ss_base_model_version", self.known.version), ("ss_v2", self.known.v2)) if v
+            )
+
+    def _spec(self, kept: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield the entries of ModelSpec that are written anew."""
+        there = any(name.startswith("modelspec.") for name in kept)
+        if self.job.command in ONE:
+            if "modelspec.title" in kept:
+                yield "modelspec.title", self.job.output.stem
+            return
+        if self.known.architecture and "modelspec.architecture" not in kept:
+            yield "modelspec.architecture", f"{self.known.architecture}/lora"
+            yield "modelspec.implementation", self.known.implementation
+            there = True
+        if there:
+            yield "modelspec.sai_model_spec", kept.get("modelspec.sai_model_spec", SPEC)
+            yield "modelspec.title", self.job.output.stem
+        if self.job.command in ("combine", "average"):
+            yield "modelspec.merged_from", ", ".join(a.path.name for a in self.job.adapters)
+
+
+def _one(values: Iterator[str]) -> str:
+    """Return the value that all have; "Dynamic" where they differ, as sd-scripts writes after resizing."""
+    found = {*values}
+    return found.pop() if len(found) == 1 else "Dynamic"
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a network module; {} for a text that is no JSON object."""
+    if not text or len(text) > LONGEST:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,70 @@
+"""The two hashes by which webui's Additional Networks knows a file; facts: sd-scripts 48d368f, library/train_util.py,
+`precalculate_safetensors_hashes`, `addnet_hash_safetensors`, `addnet_hash_legacy`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+from ...files.headers import layout
+
+FIRST: Final = 0x100000
+"""The first byte of the file that the legacy hash covers."""
+COVERED: Final = 0x10000
+
+ORDER: Final = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32", "F64", "I64", "U64"),
+)
+"""dtypes as safetensors sorts tensors: the last ones first, and by name within a dtype."""
+
+
+class Stored(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def pieces(self) -> Iterable[memoryview]:
+        """Yield its bytes in order."""
+
+
+def model_hash(tensors: Iterable[Stored]) -> str:
+    """Return the SHA-256 of the data of a file with these tensors in this order."""
+    found = hashlib.sha256()
+    for one in tensors:
+        for piece in one.pieces():
+            found.update(piece)
+    return found.hexdigest()
+
+
+def legacy_hash(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> str:
+    """Return eight digits of the SHA-256 of 64 KiB behind the first MiB of the file.
+
+    The file is the one that safetensors would write with the `ss_` entries alone.
+    """
+    ordered = sorted(tensors, key=lambda t: (-ORDER.index(t.dtype), t.name))
+    kept = {name: value for name, value in metadata.items() if name.startswith("ss_")}
+    found, at = hashlib.sha256(), 0
+    header = _header(ordered, kept)
+    for pieces in ([memoryview(header)], *(one.pieces() for one in ordered)):
+        for piece in pieces:
+            low, high = max(FIRST - at, 0), min(FIRST + COVERED - at, len(piece))
+            if low < high:
+                found.update(piece[low:high])
+            at += len(piece)
+            if at >= FIRST + COVERED:
+                return found.hexdigest()[:8]
+    return found.hexdigest()[:8]
+
+
+def _header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
+    """Return the header as safetensors writes it: padded with spaces to 8 bytes."""
+    aligned = layout([(t.name, t.dtype, t.shape) for t in tensors], metadata, 0)
+    text = aligned[8:].rstrip(b" ")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

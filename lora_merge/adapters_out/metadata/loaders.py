@@ -1,0 +1,44 @@
+"""`lora_adapter_metadata`: what diffusers' loader takes for the configuration of an adapter, instead of looking at its
+tensors. Fact: diffusers 0.42, loaders/lora_base.py and utils/peft_utils.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from ..peft.folder import BIASED
+from .hashes import Stored
+
+COMPONENT: Final = re.compile(r"(unet|transformer(?:_2)?|text_encoder(?:_[23])?)\.(.+)\.(lora_[AB]\.weight|lora_B\.bias"
+                              r"|lora_magnitude_vector)")  # fmt: skip
+"""Keys of diffusers' dialect: component, module, tensor."""
+
+
+def adapter_metadata(tensors: Iterable[Stored]) -> str:
+    """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
+    found: dict[str, dict[str, int]] = {}
+    more: dict[str, set[str]] = {}
+    for one in tensors:
+        if (m := COMPONENT.fullmatch(one.name)) is None:
+            return ""
+        more.setdefault(m[1], set()).add(m[3])
+        if m[3] == "lora_A.weight":
+            found.setdefault(m[1], {})[m[2]] = one.shape[0]
+    parts = ((part, _config(ranks, more[part])) for part, ranks in found.items())
+    return json.dumps(dict(_prefixed(parts)), sort_keys=True) if found else ""
+
+
+def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {f"^{re.escape(name)}$": rank for name, rank in ranks.items() if rank != usual}
+    return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+            "target_modules": sorted(ranks), "use_dora": "lora_magnitude_vector" in kinds,
+            BIASED: "lora_B.bias" in kinds}  # fmt: skip
+
+
+def _prefixed(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    for part, config in parts:
+        yield from ((f"{part}.{name}", value) for name, value in config.items())
