@@ -95,7 +95,7 @@ def replay(
 def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -> dict[str, Any]:
     """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ."""
     with tempfile.TemporaryDirectory() as folder:
-        again = Path(folder) / made.name  
+        again = Path(folder) / made.name
         report = replay(made, again, folders, progress=progress, verify=True)
         if any(sha256(a) != sha256(b) for a, b in zip(_files(again), _files(made), strict=True)):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),

@@ -149,7 +149,7 @@ def test_noise_is_a_rule_of_extract_alone(folder: Path, tmp_path: Path) -> None:
                                      "skip", "--algorithm", "lora")])  # fmt: skip
 def test_it_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     out = tmp_path / ("o" if "peft" in options else "o.safetensors")
-    again = out.with_name(f"again{out.suffix}")
+    again = tmp_path / "again" / out.name  # the name is the title in the metadata
     base, tuned = folder / "base.safetensors", folder / "all.safetensors"
     steps = (
         ("extract", base, tuned, "-o", out, *options),
