@@ -39,6 +39,8 @@ MADE: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha"
 
 TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "merge": tuple(name for name, option in OPTIONS.items() if option.in_batch),
+    "unmerge": tuple(name for name, option in OPTIONS.items() if option.in_batch and name != "method"
+                     and name not in NAMES),
     "combine": (*SHARED, "method", *NAMES, *MADE),
     "resize": (*SHARED, *MADE),
     "convert": (*SHARED, "to", "rank", "max_rank", "algorithm", "alpha", "include"),

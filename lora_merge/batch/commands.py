@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MERGE: Final = "merge"
 """The command of a job that names none."""
 
+UNMERGE: Final = "unmerge"
+"""The command of a job that takes adapters out of its base: a merge at the opposite strengths."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -20,6 +20,7 @@ from ..planning.outputs import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
+from ..proof.unmerge import taken_back
 from ..report import Report
 from .commands import Request
 from .jobs_file import BatchJob
@@ -103,7 +104,9 @@ def _once(
 def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """Return the plan for a job; None if its output is there and is not to be made again."""
     job, plan = entry.job, plan_job(entry.job, opened)
-    return None if not entry.redo and done(job, contents(plan), opened, hashes) else plan
+    if not entry.redo and done(job, contents(plan), opened, hashes):
+        return None
+    return taken_back(plan) if entry.back else plan
 
 
 def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: Progress, tries: int) -> JobReport:

@@ -25,8 +25,9 @@ from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
 from ..paths import exists, expand, home, split_strength
+from ..proof.unmerge import opposite
 from ..text import Lines
-from .commands import MERGE, Request
+from .commands import MERGE, UNMERGE, Request
 from .paths import Search
 from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile, advice, nearest, problems
 from .short import read_jobs
@@ -51,6 +52,7 @@ class BatchJob:
     job: Job
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
+    back: bool = False  # whether it takes adapters out of a merged checkpoint, at the strengths that `job` has then
     request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
 
     @property
@@ -117,7 +119,8 @@ class _Loader:
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
                     made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
-                    found.append(BatchJob(len(found) + 1, made, self._where(place), request=request))
+                    back = (entry.command or defaults.command) == UNMERGE
+                    found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request))
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
@@ -226,7 +229,7 @@ class _Loader:
         """Return one combination as a job; None, or something of no use, where a mistake was noted."""
         base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
         command = entry.command or defaults.command or MERGE
-        if (base is None and command == MERGE) or adapters is None:
+        if (base is None and command in (MERGE, UNMERGE)) or adapters is None:
             self._note((*place, "adapters" if adapters is None else "base"), "required, here or under defaults")
             return None
         options = self._options(place, command, entry, defaults, values)
@@ -245,8 +248,9 @@ class _Loader:
             text = render_output(entry.output, values)
             output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
         with self._noting(place):
-            if command == MERGE:
-                return make_job(path or self.folder, refs, output, strength_for=parts, **options)
+            if command in (MERGE, UNMERGE):
+                job = make_job(path or self.folder, refs, output, strength_for=parts, **options)
+                return job if command == MERGE else opposite(job)
             request = Request(command, tuple(refs), path, output, tuple({**options, "strength_for": parts}.items()))
             request.task()
             return request

@@ -21,6 +21,7 @@ from ..options import OPTIONS
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
+from ..proof.unmerge import taken_back
 from ..text import Lines
 from .commands import Request
 from .jobs_file import BatchJob
@@ -157,6 +158,8 @@ class _Surveyor:
         try:
             self.grounded[entry.number] = self._grounded(job)
             outline = self._outline(self.grounded[entry.number])
+            if entry.back:
+                taken_back(plan_job(self.grounded[entry.number], self.opened))
             complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(job, overwrite=True)))

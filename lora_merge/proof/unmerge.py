@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..errors import FitError, InputError
 from ..files.checkpoint import open_checkpoint
-from ..job import Adapter, make_job
+from ..job import Adapter, Job, make_job
 from ..methods import SUM
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
@@ -45,15 +45,27 @@ def plan_unmerge(
         kept = {n: recipe.options[n] for n in ("setting", "unmatched") if n in recipe.options}
         options = {**kept, **options}
     job = make_job(made, adapters, output, **options)
-    job = replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
-    plan = plan_job(job, CheckpointCache())
+    return taken_back(plan_job(opposite(job), CheckpointCache()), recipe)
+
+
+def opposite(job: Job) -> Job:
+    """Return the job with the opposite strengths; FitError for a method that is no sum."""
+    if job.method != SUM:
+        raise FitError(
+            f"nothing takes back {job.method}", f"--method {job.method}", "take the base from before the merge"
+        )
+    return replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
+
+
+def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
+    """Return the plan with a note that says what it cannot restore; FitError for changes that depend on the base."""
     for one in plan.adapters:
         patches = [use.patch for uses in one.uses.values() for use in uses]
         wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
         wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.parted)]
         if wrong:
             raise FitError("the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}",
-                           _instead(recipe or _recipe(made)))  # fmt: skip
+                           _instead(recipe or _recipe(plan.base.path)))  # fmt: skip
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, INEXACT)))
 
 

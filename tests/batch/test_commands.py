@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS, TAKES
-from lora_merge.batch.commands import COMMANDS, MERGE
+from lora_merge.batch.commands import COMMANDS, MERGE, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
@@ -37,7 +38,7 @@ def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
 
 
 def test_the_tables_fit_together() -> None:
-    assert {*TAKES} == {MERGE, *COMMANDS}
+    assert {*TAKES} == {MERGE, UNMERGE, *COMMANDS}
     assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
 
 
@@ -112,3 +113,38 @@ def test_jobs_go_to_workers_as_plain_data_and_a_dry_run_writes_nothing(files: Pa
     assert pickle.loads(pickle.dumps(entry)) == entry
     assert in_process("batch", jobs, "--dry-run") == (0, "")
     assert not (files / "c.safetensors").exists()
+
+
+def test_a_merge_is_taken_back_in_a_batch_as_by_the_command_itself(files: Path) -> None:
+    a, base = files / "a.safetensors", files / "base.safetensors"
+    refs = [f"{a}:0.5"]
+    jobs = batch(files, {"base": str(base), "adapters": refs, "output": "merged.safetensors"},
+                 {"command": "unmerge", "base": str(files / "merged.safetensors"), "adapters": refs,
+                  "output": "back.safetensors"})  # fmt: skip
+    merged, back = lora_merge.run_batch(jobs)
+    assert (merged.status, back.status) == ("merged", "merged"), back
+    assert back.report is not None and any("one rounding step" in note for note in back.report.notes)
+    lora_merge.unmerge(files / "merged.safetensors", [(a, 0.5)], files / "alone.safetensors")
+    one, other, original = (load(files / f"{name}.safetensors") for name in ("back", "alone", "base"))
+    assert all(value.equal(other[key]) for key, value in one.items())
+    assert all((value.float() - original[key].float()).abs().max() < 2e-2 for key, value in one.items())
+    assert {r.status for r in lora_merge.run_batch(jobs)} == {"skipped"}
+
+
+@pytest.mark.parametrize("more", [{"method": "ties"}, {"density": 0.5}, {"rank": 2}])
+def test_unmerge_has_no_options_of_other_commands(files: Path, more: dict[str, object]) -> None:
+    job = {"command": "unmerge", "base": str(files / "base.safetensors"), "output": "x.safetensors", **more}
+    with pytest.raises(UsageError, match="unmerge has no such option"):
+        lora_merge.run_batch(batch(files, job))
+
+
+def test_changes_that_depend_on_the_base_are_not_taken_back_in_a_batch(files: Path) -> None:
+    held = load(files / "a.safetensors")
+    name = next(n.removesuffix(".alpha") for n in held if n.endswith(".alpha"))
+    rows = len(held[f"{name}.lora_up.weight"])
+    save({**held, f"{name}.dora_scale": torch.ones(rows, 1)}, files / "dora.safetensors")
+    job = {"command": "unmerge", "base": str(files / "base.safetensors"), "adapters": [str(files / "dora.safetensors")],
+           "output": "x.safetensors"}  # fmt: skip
+    (report,) = lora_merge.run_batch(batch(files, job))
+    assert report.error is not None and "cannot be taken back" in str(report.error)
+    assert not (files / "x.safetensors").exists()
