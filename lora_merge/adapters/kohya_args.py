@@ -124,7 +124,7 @@ def _table(text: str, where: str) -> dict[str, Any]:
 
 
 def _like(value: Any, default: Any) -> Any:
-    """Return a value in the type of the default; sd-scripts stores every argument as text, such as "True"."""
+    """Return a value in the type of the default, as LyCORIS reads it: whatever is not "False" is on, also null and 0."""
     if isinstance(default, bool):
-        return str(value).strip().lower() in ("true", "1", "yes", "on")
+        return str(value).lower() != "false"
     return str(value)

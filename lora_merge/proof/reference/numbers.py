@@ -214,7 +214,7 @@ def _changes_alpha(text: str) -> bool:
         return True
     if not isinstance(table, dict):
         return True
-    on = {name: value for name, value in table.items() if str(value).lower() not in ("false", "none")}
+    on = {name: value for name, value in table.items() if str(value).lower() != "false"}
     return any(word in str(on).lower() for word in CHANGES_ALPHA)
 
 
