@@ -124,7 +124,7 @@ def _table(text: str, where: str) -> dict[str, Any]:
 
 
 def _like(value: Any, default: Any) -> Any:
-    """Return a value in the type of the default, as LyCORIS reads it: whatever is not "False" is on, also null and 0."""
+    """Return a value in the type of the default, as LyCORIS reads it: all but "False" is on, also null and 0."""
     if isinstance(default, bool):
         return str(value).lower() != "false"
     return str(value)
