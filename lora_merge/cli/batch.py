@@ -93,7 +93,7 @@ def batch(
     leave_lost_folder()
     run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     ended = _run(made, run, told, as_json=as_json, quiet=quiet)
-    pictures.write(lambda: [json.loads(one.to_json()) for one in ended])
+    pictures.write(lambda: [one.to_dict() for one in ended])
     conclude(made, ended, sys.stderr if as_json else sys.stdout)
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,7 +156,7 @@ def merge(
         pictures.protect(sources(job), [job.output])
         done = _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
     if done is not None:
-        pictures.write(lambda: json.loads(done.to_json()))
+        pictures.write(lambda: asdict(done))
 
 
 def _merge(

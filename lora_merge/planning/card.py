@@ -87,22 +87,27 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     tags = front.get("tags")
     held = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
-    licences = {licence for _, licence in _licences(plan, front) if licence}
+    licences = {licence.lower(): licence for _, licence in reversed([*_licences(plan, front)]) if licence}
     return {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
         "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
-        **({"license": licences.pop()} if len(licences) == 1 else {"license": "other"} if licences else {}),
+        **({"license": licences.popitem()[1]} if len(licences) == 1 else {"license": "other"} if licences else {}),
     }  # fmt: skip
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
-    """Yield the base and the adapters, by the names that their configurations have for them on a hub, if any."""
-    named = str(plan.base.config.get("_name_or_path", ""))
-    yield named if _HUB.fullmatch(named) else plan.job.base.name
+    """Yield the base and the adapters, by the names that configurations have for them on a hub, if any."""
+    told = [plan.base.config.get("_name_or_path", "")]
+    told += [m.adapter.index.config.get("base_model_name_or_path", "") for m in plan.adapters]
+    yield next((name for name in map(str, told) if _HUB.fullmatch(name)), _stem(plan.job.base))
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         own = str(m.adapter.index.config.get("_name_or_path", ""))
-        yield own if _HUB.fullmatch(own) else ref.path.stem if ref.path.is_file() else ref.path.name
+        yield own if _HUB.fullmatch(own) else _stem(ref.path)
+
+
+def _stem(path: Path) -> str:
+    return path.stem if path.is_file() else path.name
 
 
 def _licences(plan: Plan, front: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -131,7 +136,7 @@ def _words(plan: Plan) -> Iterator[str]:
     dtype = "every tensor keeps its dtype" if job.dtype == "keep" else f"dtype {job.dtype}"
     yield f"{plan.changed} tensors changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
     licences = [*_licences(plan, _split(read_card(plan.base.path / CARD) or "")[0] or {})]
-    if len({licence for _, licence in licences}) > 1:
+    if len({licence.lower() for _, licence in licences}) > 1:
         yield ""
         stated = "; ".join(f"{_plain(name)}: {_plain(text) or 'not stated'}" for name, text in licences)
         yield f"Licences: {stated}."

@@ -33,7 +33,13 @@ def inputs(tmp_path: Path) -> tuple[Path, Path]:
         {f"{start}.lora_A.weight": rand(2, 8), f"{start}.lora_B.weight": rand(8, 2)},
         adapter / "adapter_model.safetensors",
     )
-    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    told = {
+        "base_model_name_or_path": "meta/named-by-peft",
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(told))
     return base, adapter
 
@@ -68,9 +74,13 @@ def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[
 
 
 def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A base that does not tell its own name on a hub has the one that its adapter was trained with."""
+    config = json.loads((inputs[0] / "config.json").read_text())
+    (inputs[0] / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "_name_or_path"}))
     lora_merge.merge(*inputs, tmp_path / "out", title="Ink")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "# Ink" in text
+    assert front(text)["base_model"] == ["meta/named-by-peft", "peft"]
     assert "license" not in front(text)
     lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
 
@@ -101,7 +111,7 @@ def test_a_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path
 
 def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
     base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
-    odd = save(kohya(sd1()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "mit"})
+    odd = save(kohya(sd1()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "MIT"})
     out, card = tmp_path / "o.safetensors", tmp_path / "o.md"
     lora_merge.merge(base, odd, out)
     assert not card.exists()
@@ -110,6 +120,8 @@ def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
         lora_merge.merge(base, [(odd, strength)], out, card=True, overwrite=True)
     text = card.read_text()
     assert front(text)["license"] == "mit"
+    assert "Licences" not in text
+    assert front(text)["base_model"] == ["b", "a <script>*"]
     assert text.endswith("my words\n")
     assert text.count("strength 0.25") == 1
     assert "<script>" not in text.partition(BEGIN)[2]

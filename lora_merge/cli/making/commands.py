@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -201,7 +201,7 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
         done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
         if told is not None:
             told.replace(done.to_json())
-    pictures.write(lambda: json.loads(done.to_json()))
+    pictures.write(lambda: asdict(done))
     if printed["json"]:
         echo(done.to_json())
         return
