@@ -235,6 +235,8 @@ class BlockMerger:
         target, own = item.block.target, values if codecs_on(values.device) else host(values)
         if odd(own) and self._overflown(item, values):
             raise sum_too_large(target.name, values.dtype)
+        if item.measured:
+            return Outcome(largest={target.name: largest(own)})
         codes = Codes(item.base, item.into, self._uniform(item.block, own.device))
         found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
         return Outcome(largest={target.name: largest(own)}) if found is None else found

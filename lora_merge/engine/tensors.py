@@ -172,6 +172,7 @@ class Item:
     block: Block
     base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
     into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
+    measured: bool = False  # whether only the largest number of a weight of codes is wanted, and nothing is written
 
 
 def apart(block: Block, fetch: Fetch) -> Item:
@@ -187,11 +188,11 @@ def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream, fetch:
     stored values first along every axis, then zeros."""
     block = group[0].block
     if not block.target.weight.padded:
-        return (
-            group[0].base.unsqueeze(0)
-            if in_place(group, at)
-            else stage([_values(i, at, fetch) for i in group], at, lane)
-        )
+        values = [_values(i, at, fetch) for i in group]
+        own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
+        if own and (in_place(group, at) or not _shares(values[0], group[0].base)):
+            return values[0].unsqueeze(0)
+        return stage(values, at, lane)
     out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
     for rows, item in zip(out, group, strict=True):
         if item.base.numel():
@@ -199,6 +200,11 @@ def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream, fetch:
             corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
             rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
     return out
+
+
+def _shares(values: Tensor, base: Tensor) -> bool:
+    """Return whether values are in the memory of the stored numbers, not decoded into their own."""
+    return values.device == base.device and (values.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
 
 
 def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:

@@ -80,7 +80,7 @@ class NewCodes:
         """Start to measure a weight, part by part; yield the futures."""
         if target.uses:
             for block in blocks(target):
-                yield from self.merger.begin([apart(block, self.read)])  # its codes cannot be made yet
+                yield from self.merger.begin([replace(apart(block, self.read), measured=True)])
             return
         total, group = prod(target.shape), target.group
         step = max(1, BLOCK_ELEMENTS // group) * group
