@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..engine.combining import coefficients, combined
+from ..engine.placement import HOST, Placement
 from ..errors import FitError
 from ..methods import COMBINATIONS
 from .changes import Change
@@ -124,14 +125,14 @@ def _products(changes: Sequence[Change]) -> list[list[float]]:
     return [[product(a, b) for b in changes] for a in changes]
 
 
-def spectrum(wanted: Wanted, rule: Rule, noise: float) -> Triples:
-    """Return the singular triples of a layer, as many as its rule needs."""
+def spectrum(wanted: Wanted, rule: Rule, noise: float, at: Placement = HOST) -> Triples:
+    """Return the singular triples of a layer, as many as its rule needs; matrices are decomposed at a placement."""
     if wanted.whole is None:
         left, right = wanted.factors
         if left.shape[1] <= min(left.shape[0], right.shape[1]):
             return of_factors(left[None], right[None], noise)[0]
-        return of_dense(left @ right, rule.of_inputs(wanted.before), noise)
-    return of_dense(wanted.whole, rule.of_inputs(wanted.before), noise)
+        return of_dense(left @ right, rule.of_inputs(wanted.before), noise, at)
+    return of_dense(wanted.whole, rule.of_inputs(wanted.before), noise, at)
 
 
 def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, noise: float) -> dict[str, int]:
@@ -168,6 +169,7 @@ class Storage:
     algorithm: str
     dtype: torch.dtype
     noise: float  # singular values below this share of the largest one are noise of the inputs
+    at: Placement = HOST  # where matrices are decomposed
 
     def layer(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
         """Return the stored tensors of a layer; FitError for a result that has no factors."""
@@ -182,7 +184,7 @@ class Storage:
         if target.stacked:
             raise FitError("the weights of stacked experts have no factors in these formats", target.name,
                            "store whole matrices with --algorithm full")  # fmt: skip
-        found = spectrum(wanted, cut.rule, self.noise)
+        found = spectrum(wanted, cut.rule, self.noise, self.at)
         rank = cut.rank
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)

@@ -12,6 +12,7 @@ import torch
 
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
+from ..engine.devices import places
 from ..engine.placement import odd
 from ..errors import TooLarge
 from ..methods import ADDED, COMBINATIONS, UNDIRECTED
@@ -37,6 +38,7 @@ class Maker:
 
     def __post_init__(self) -> None:
         self._here = local()
+        self.at = places(self.job.inputs.device, "F32")[0]
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
@@ -96,7 +98,7 @@ class Maker:
         rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
         if self.job.command == "resize" and rule.name == EXACT:
             rule = replace(rule, name="energy", value=1.0)
-        storage = Storage(self.job.algorithm, self.dtype, self.noise)
+        storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
         alpha = None if isinstance(self.job.alpha, str) else float(self.job.alpha)
         return storage.layer(target, wanted, Cut(rule, rank, alpha, self._scale(target)))
 

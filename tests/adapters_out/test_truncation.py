@@ -106,7 +106,7 @@ def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
 
 def test_each_matrix_of_a_stack_has_the_triples_that_it_has_alone() -> None:
     """They are ready after different numbers of steps."""
-    stack, rule = torch.stack([example("flat"), example("steep"), example("slow")]), Rule(COUNT, 7)
+    stack, rule = [example("flat"), example("steep"), example("slow")], Rule(COUNT, 7)
     for one, alone in zip(of_stack(stack, [rule] * 3), (of_dense(m, rule) for m in stack), strict=True):
         for mine, other in zip(one.pair(7), alone.pair(7), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)

@@ -14,6 +14,7 @@ import torch
 
 from ...disk.destination import check_output
 from ...dtypes import DTYPES, ITEM_BYTES
+from ...engine.devices import places
 from ...engine.placement import TORCH_DTYPES
 from ...engine.torch_state import undisturbed
 from ...errors import InputError, TooLarge, UsageError
@@ -161,7 +162,8 @@ def _coverage(found: Opened, layers: int) -> dict[str, Any]:
 def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[list[Made], list[str]]:
     """Return the tensors of every parameter that changed, and notes."""
     task = found.task
-    extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0), found.to.endings)
+    at = places(task.job.inputs.device, "F32")[0]
+    extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
     made, skipped, equal = [], [], 0
     rules, pairs = task.job.rules, found.pairs.pairs
     told = begin("make", sum(p.nbytes for p in pairs) * (1 + rules.together))

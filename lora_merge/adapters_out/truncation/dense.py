@@ -9,8 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...engine.devices import precise
+from ...engine.placement import HOST, Placement, stage
 from ..rank_rules import Rule, choose, reached
-from .krylov import WIDTH, searched
+from .krylov import WIDTH, Found, searched
 from .triples import Triples, numeric_rank
 
 WORTH: Final = 8
@@ -27,27 +29,41 @@ PIECE: Final = 2**18
 """Numbers that are squared in fp64 at once: more would leave the caches."""
 
 
-def of_dense(change: Tensor, rule: Rule | None = None, noise: float = 0.0) -> Triples:
-    """Return the triples of one ΔW [out, cols], as many as a rule chooses or more; without a rule, all.
+def of_dense(change: Tensor, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST) -> Triples:
+    """Return the triples of one ΔW [out, cols], as many as a rule chooses or more, on the host; without a rule, all.
 
-    The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`.
+    The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`; `at`:
+    where products of the size of ΔW are computed.
     """
-    return of_stack(change[None], [rule], noise)[0]
+    return of_stack([change], [rule], noise, at)[0]
 
 
-def of_stack(stack: Tensor, rules: Sequence[Rule | None], noise: float = 0.0) -> list[Triples]:
-    """Return what `of_dense` returns for each ΔW of [n, out, cols]; `stack` may be on any device, the triples are on
-    the host."""
-    squares = [squares_of_matrix(change) for change in stack]
+def of_stack(
+    changes: Sequence[Tensor], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST
+) -> list[Triples]:
+    """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
+    squares = [squares_of_matrix(change) for change in changes]
     width = max(_width(rule) for rule in rules)
-    found: list[Triples | None] = [None] * len(stack)
-    if width and width * WORTH <= min(stack.shape[1:]) and all(squares):
-        found = searched(stack, squares, [partial(_reach, rule) for rule in rules], width)
-    bound = max(max(stack.shape[1:]) * 2.0**-52, noise)
-    whole = (
-        one or exactly(change, rule, size) for one, change, rule, size in zip(found, stack, rules, squares, strict=True)
-    )
-    return [one.first(numeric_rank(one.values, bound)) for one in whole]
+    found = [Found(None, finer=False) for _ in changes]
+    if width and width * WORTH <= min(changes[0].shape) and all(squares):
+        reaches = [partial(_reach, rule) for rule in rules]
+        found = searched(_stacked(changes, at), squares, reaches, width)
+        for i, one in enumerate(found):
+            if one.finer:
+                found[i] = searched(stage([changes[i]], precise(at)), squares[i : i + 1], reaches[i : i + 1], width)[0]
+    bound = max(max(changes[0].shape) * 2.0**-52, noise)
+    made = []
+    for one, change, rule, size in zip(found, changes, rules, squares, strict=True):
+        triples = one.triples or exactly(change, rule, size, at)
+        made.append(triples.first(numeric_rank(triples.values, bound)))
+    return made
+
+
+def _stacked(changes: Sequence[Tensor], at: Placement) -> Tensor:
+    """Return the matrices [n, out, cols] in fp32 on the device."""
+    if len(changes) == 1 and changes[0].dtype == torch.float32 and at.device == changes[0].device:
+        return changes[0][None]
+    return stage(changes, Placement(at.device, torch.float32))
 
 
 def _width(rule: Rule | None) -> int:
@@ -63,10 +79,10 @@ def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | No
     return reached(rule, values, total)
 
 
-def exactly(change: Tensor, rule: Rule | None, squares: float) -> Triples:
+def exactly(change: Tensor, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
     """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
     in that matrix have too few digits for the rule."""
-    matrix = change.double()
+    matrix = stage([change], precise(at))[0]
     if min(matrix.shape) <= TINY or rule is None:
         return _decomposed(matrix, squares)
     wide = matrix.shape[0] <= matrix.shape[1]
@@ -75,9 +91,9 @@ def exactly(change: Tensor, rule: Rule | None, squares: float) -> Triples:
     rank = choose(rule, values.tolist(), total=squares)
     if not rank or values[rank - 1] < DIGITS * values[0]:
         return _decomposed(matrix, squares)
-    own = vectors.flip(1)[:, :rank].cpu()
-    other = (own.mT @ matrix.cpu() if wide else matrix.cpu() @ own) / (values[:rank, None] if wide else values[:rank])
-    one = torch.eye(rank, dtype=torch.float64)
+    own = vectors.flip(1)[:, :rank]
+    other = (own.mT @ matrix if wide else matrix @ own).cpu() / (values[:rank, None] if wide else values[:rank])
+    own, one = own.cpu(), torch.eye(rank, dtype=torch.float64)
     return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
 
 

@@ -51,7 +51,8 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
 
 
 def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q [n, m, r] with orthonormal columns and R, whose product is the matrix; r is its shorter side."""
+    """Return Q [n, m, r] with orthonormal columns and R, whose product is the matrix; r is its shorter side. R is in
+    fp64 on the host, as is all that is decomposed."""
     basis, turn, r = triangle(matrix)
     return basis @ turn, r
 
@@ -64,22 +65,25 @@ def triangle(matrix: Tensor) -> Triangle:
         second = _turned(first.basis @ first.turn)
         if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
             return second._replace(r=second.r @ first.r)
-    q, r = torch.linalg.qr(matrix)
-    return Triangle(q, _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1), r)
+    q, r = torch.linalg.qr(matrix.cpu().double())
+    one = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
+    return Triangle(q.to(matrix.dtype).to(matrix.device), one.to(matrix.dtype).to(matrix.device), r)
 
 
 def _turned(matrix: Tensor) -> Triangle | None:
     """Return M, R⁻¹ and R with RᵀR = MᵀM; None where M has no such triangle."""
-    lower, info = torch.linalg.cholesky_ex(matrix.mT @ matrix)
+    lower, info = torch.linalg.cholesky_ex((matrix.mT @ matrix).cpu().double())
     if bool(info.any()):
         return None
     inverse = torch.linalg.solve_triangular(lower, _one(lower), upper=False)
-    return Triangle(matrix, inverse.mT, lower.mT) if bool(torch.isfinite(inverse).all()) else None
+    if not bool(torch.isfinite(inverse).all()):
+        return None
+    return Triangle(matrix, inverse.mT.to(matrix.dtype).to(matrix.device), lower.mT)
 
 
 def _condition(found: Triangle) -> Tensor:
     """Return a bound of the condition of each matrix."""
-    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, found.turn)]
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, found.turn.cpu())]
     return sizes[0] * sizes[1]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class _Bases:
 
     def __init__(self, stack: Tensor, width: int) -> None:
         n, out, cols = stack.shape
-        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0)).to(stack)
+        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0)).to(stack.dtype).to(stack.device)
         self.stack, self.core = stack, torch.zeros(n, width, 0, dtype=torch.float64)
         self.block, _, _ = _apart(stack @ start, stack.new_zeros(n, out, 0))
         self.lefts, self.rights = self.block, stack.new_zeros(n, cols, 0)
@@ -111,14 +111,18 @@ class _Bases:
         return squares.flip(1).clamp_min(0)
 
 
-def searched(
-    stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH
-) -> list[Triples | None]:
-    """Return the leading triples of each matrix, as many as its rank says or more; None where the search would take
-    longer than the exact way.
+class Found(NamedTuple):
+    """The end of a search."""
+
+    triples: Triples | None  # None where the search would take longer than the exact way
+    finer: bool  # whether fp32 has too few digits: the search is to be made again in fp64
+
+
+def searched(stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH) -> list[Found]:
+    """Return the leading triples of each matrix, as many as its rank says, on the host.
 
     Parameters:
-        stack: Δ [n, out, cols], fp32 or fp64, on any device.
+        stack: Δ [n, out, cols], fp32 or fp64, on any device: there its products are computed.
         squares: ‖Δ‖² of each.
         reaches: The rule of each.
         width: Columns of a block: the rank and a few more where it is known.
@@ -132,11 +136,7 @@ def searched(
         bases.heighten()
         if _near(items, bases):
             break
-    found = [_triples(item, bases.lefts[i], bases.rights[i].mT) for i, item in enumerate(items)]
-    for i, item in enumerate(items):
-        if item.finer:
-            found[i] = searched(stack[i : i + 1].cpu().double(), [item.squares], [item.reach], width)[0]
-    return found
+    return [Found(_triples(item, bases.lefts[i], bases.rights[i].mT), item.finer) for i, item in enumerate(items)]
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
@@ -154,7 +154,7 @@ def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     once, outer = orthonormal(block - basis @ first)
     again = basis.mT @ once
     result, inner = orthonormal(once - basis @ again)
-    return result, (first + again @ outer).double().cpu(), (inner @ outer).double().cpu()
+    return result, first.cpu().double() + again.cpu().double() @ outer, inner @ outer
 
 
 def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:
