@@ -315,6 +315,17 @@ def test_an_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyP
     assert merged(files) == sha(base)
 
 
+@pytest.mark.parametrize("block", [0, 7, known_hashes.SAMPLES - 1])
+def test_the_signature_covers_blocks_from_the_first_to_the_last(block: int, tmp_path: Path) -> None:
+    content, size = bytearray(1 << 20), known_hashes.PAGE
+    signed = []
+    for value in (0, 1):
+        content[(len(content) - size) * block // (known_hashes.SAMPLES - 1) + size - 1] = value
+        (tmp_path / "x").write_bytes(content)
+        signed.append(known_hashes._signed(b"key", tmp_path / "x", "now", DIGEST))
+    assert signed[0] != signed[1]
+
+
 def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
     old = os.umask(0)
     try:

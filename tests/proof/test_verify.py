@@ -149,6 +149,32 @@ def test_a_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None
         prove(out, full=True)
 
 
+@pytest.mark.parametrize(("dtype", "named"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_the_neighbour_on_the_other_side_of_the_exact_value_is_found(
+    dtype: torch.dtype, named: str, tmp_path: Path
+) -> None:
+    """It is less than one unit away, and no rounding gives it: the proof allows half a unit."""
+    base, up, down = rand(8, 8), rand(8, 2, seed=1), rand(2, 8, seed=2)
+    save({"x.weight": base}, tmp_path / "base.safetensors")
+    save({"x.lora_up.weight": up, "x.lora_down.weight": down}, tmp_path / "a.safetensors")
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", out, dtype=named, compute_dtype="fp64")
+    exact, written = base.double() + up.double() @ down.double(), load(out)["x.weight"]
+    side = torch.where(exact > written.double(), torch.inf, -torch.inf).to(dtype)
+    replace_tensors(out, {"x.weight": torch.nextafter(written, side)})
+    with pytest.raises(VerificationFailed, match=r"1 of 1 merged tensors"):
+        prove(out, full=True)
+
+
+def test_short_reads_go_on_where_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(range(40)))
+    whole = recompute.read_at
+    monkeypatch.setattr(recompute, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
+    with (tmp_path / "x").open("rb") as f:
+        assert recompute.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
+        assert recompute.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
+
+
 def test_a_missing_module_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     replace_tensors(out, {QUERY: load(made / "base.safetensors")[QUERY]})
