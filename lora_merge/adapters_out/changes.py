@@ -16,7 +16,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
 from ..errors import misfit
-from ..matching.patch import PatchPart
+from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .sources import Sources, Target
@@ -98,8 +98,8 @@ class Evaluator:
         cut = slice(use.start, use.start + piece.rows)
         out, width = target.matrix
         low = row.low_rank if patch.magnitude is None else None
-        if low is not None and low.rank(patch.shapes, patch.view.shape) <= min(rows, cols):
-            left, right = (t[0] for t in low.factors(base, stack.tensors))
+        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
+            left, right = _short(*(t[0] for t in low.factors(base, stack.tensors)))
             left = left[cut]
             if piece.transposed:
                 left, right = right.mT, left.mT
@@ -119,6 +119,22 @@ class Evaluator:
 
     def _whole(self, piece: RowSlice) -> Tensor:
         return self.tensors.whole(piece.key).reshape(-1, piece.cols)
+
+
+def is_plain(patch: Patch) -> bool:
+    """Return whether a patch is a product of two factors with a scale, and nothing else."""
+    row = ALGORITHMS[patch.algorithm]
+    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+
+
+def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors of the same product with no more columns than the product can have ranks."""
+    out, cols = left.shape[0], right.shape[1:].numel()
+    if left.shape[1] <= min(out, cols):
+        return left, right
+    one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
+    product = left @ right.reshape(right.shape[0], cols)
+    return (one, product) if out <= cols else (product, one)
 
 
 def _nowhere(target: Target) -> StoredTensor:

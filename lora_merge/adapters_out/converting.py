@@ -17,7 +17,7 @@ from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
-from .changes import Change, Evaluator
+from .changes import Change, Evaluator, is_plain
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, shared_out
@@ -292,12 +292,6 @@ def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:
     """Return whether a dtype holds all numbers of a tensor."""
     return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
-
-
-def is_plain(patch: Patch) -> bool:
-    """Return whether a patch is a product of two factors with a scale, and nothing else."""
-    row = ALGORITHMS[patch.algorithm]
-    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
 
 
 def _magnitude(patch: Patch) -> tuple[int, ...]:

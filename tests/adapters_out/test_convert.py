@@ -319,3 +319,22 @@ def test_names_of_language_models_and_of_unknown_models_lead_back_to_them(stem: 
     want, got = (merged(tmp_path / "base.safetensors", tmp_path / f"{name}.safetensors") for name in ("lora", "out"))
     for name, value in want.items():
         torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (8, 3)])
+def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(shape: tuple[int, int], tmp_path: Path) -> None:
+    """As rank 128 on the layer that lets the 64 channels of Flux in."""
+    out, cols = shape
+    tensors = {"lora_unet_a.lora_up.weight": rand(out, 6), "lora_unet_a.lora_down.weight": rand(6, cols),
+               "lora_unet_a.alpha": torch.tensor(3.0)}  # fmt: skip
+    save_file(tensors, tmp_path / "a.safetensors")
+    wanted = 0.5 * tensors["lora_unet_a.lora_up.weight"] @ tensors["lora_unet_a.lora_down.weight"]
+    for made in (lora_merge.convert, lambda *paths: lora_merge.combine([paths[0], (paths[0], 1.0)], paths[1])):
+        made(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        found = load_file(tmp_path / "b.safetensors")
+        up, down = (found[f"lora_unet_a.lora_{side}.weight"] for side in ("up", "down"))
+        scale = float(found["lora_unet_a.alpha"]) / len(down)
+        assert len(down) == 3
+        times = 1 if made is lora_merge.convert else 2
+        assert torch.allclose(scale * up @ down, times * wanted, atol=1e-6)
+        (tmp_path / "b.safetensors").unlink()
