@@ -199,31 +199,6 @@ def test_peft_loads_the_folder_without_missing_or_unexpected_keys(tmp_path: Path
         assert torch.allclose(seen, model(ids).logits, atol=1e-5)
 
 
-def test_diffusers_loads_what_was_fused_in_kohyas_file(tmp_path: Path) -> None:
-    """Its own loader and fusing give the weights of the merge, also where rows are cut and halves swapped."""
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True, in_channels=4,
-    )  # fmt: skip
-    base = {name: value.clone() for name, value in model.state_dict().items()}
-    save_file(base, tmp_path / "base.safetensors")
-    tensors: Tensors = {}
-    shapes = {"double_blocks_0_img_attn_qkv": 96, "single_blocks_0_linear1": 224, "final_layer_adaLN_modulation_1": 64}
-    for n, (name, out) in enumerate(shapes.items()):
-        key = f"lora_unet_{name}"
-        tensors |= {f"{key}.lora_up.weight": rand(out, 4, seed=n), f"{key}.lora_down.weight": rand(4, 32, seed=n)}
-        tensors[f"{key}.alpha"] = torch.tensor(2.0)
-    save_file(tensors, tmp_path / "kohya.safetensors")
-    output = tmp_path / "out.safetensors"
-    lora_merge.convert(tmp_path / "kohya.safetensors", output, to="diffusers", base=tmp_path / "base.safetensors")
-    model.load_lora_adapter(load_file(output), prefix="transformer")
-    model.fuse_lora()
-    fused = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
-    check(lora_merge.merge_state_dict(base, [tmp_path / "kohya.safetensors"]), fused, 1e-6)
-
-
 @pytest.mark.parametrize("strength", [1, -0.5])
 def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
     folder: Path, tmp_path: Path, strength: float
@@ -322,7 +297,9 @@ def test_names_of_language_models_and_of_unknown_models_lead_back_to_them(stem: 
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (8, 3)])
-def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
     """As rank 128 on the layer that lets the 64 channels of Flux in."""
     out, cols = shape
     tensors = {"lora_unet_a.lora_up.weight": rand(out, 6), "lora_unet_a.lora_down.weight": rand(6, cols),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.models.names import names
+from tests.models.test_architectures import header
+from tests.models.test_layouts import few_blocks
 from tests.support import Tensors, index, rand
 from tests.whole.test_diffusers import CONFIGS
 
@@ -20,7 +23,7 @@ diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RANK = 2
-QUICK = ("UNet2DConditionModel SDXL", "FluxTransformer2DModel", "MochiTransformer3DModel", "ZImageTransformer2DModel")
+QUICK = ("FluxTransformer2DModel", "MochiTransformer3DModel", "ZImageTransformer2DModel")
 """Families of every day's tests; the others take half a minute."""
 NO_LOADER = ("PixArt", "HunyuanDiT", "StableAudio", "StableCascade", "LTX2TextConnectors", "Transformer3DModel Animate")
 """Classes without `load_lora_adapter`, and those that are parts of others."""
@@ -73,3 +76,102 @@ def test_diffusers_loads_and_fuses_what_was_converted(kind: str, tmp_path: Path)
     assert sum(not torch.equal(wanted[name], base[name]) for name in base) > 5
     for name, value in wanted.items():
         assert torch.allclose(value, fused[name], rtol=0, atol=1e-5), name
+
+
+NATIVE = {
+    "sdxl": "sdxl", "sd3": "sd3", "sd35-medium": "sd35-medium", "sd35-large": "sd35-large", "flux-dev": "flux-dev",
+    "chroma": "chroma", "flux2": "flux2", "lumina2": "lumina2", "aura-flow": "auraflow", "wan-i2v-14B": "wan-i2v-14B",
+    "hunyuan-video": "hunyuanvideo", "hunyuan-image": "hunyuan-image-2.1", "ltxvideo": "ltxv", "mochi": "mochi",
+    "cosmos2-2B": "cosmos2-2B", "stable-audio": "stable-audio",
+}  # fmt: skip
+"""Model of diffusers → the classes of its authors, ComfyUI, sd-scripts or musubi, whose modules the trainer walks over."""
+IN_COMFY = NATIVE | {
+    "hunyuan-video": "hunyuanvideo-comfy",
+    "zimage": "zimage-fused",
+    "qwen-image": "qwen-image",
+    "sd15": "sd15",
+}
+DIFFUSERS = ("sd15", "sd21", "qwen-image", "zimage")
+"""Models that sd-scripts and musubi train in diffusers' words."""
+ABSENT = re.compile("byt5_in|timestep_features")
+"""Layers that the authors' class has and the class of diffusers lacks, or keeps as a buffer."""
+
+
+def shapes(model: str) -> dict[str, tuple[int, ...]]:
+    return header(model) if "sdxl" in model else few_blocks(header(model))  # its levels differ in depth
+
+
+def matrices(model: str) -> set[str]:
+    """The paths of the weights of a class that are matrices."""
+    paths = {k.removesuffix(".weight") for k, s in shapes(model).items() if len(s) > 1 and k.endswith(".weight")}
+    return {path for path in paths if not ABSENT.search(path)}
+
+
+def written(model: str, to: str) -> set[str]:
+    found = names(index(shapes(model)))
+    made = (p for p in places(found, DIALECTS[to]) if len(p.view.shape) > 1 and not p.bare)
+    return {DIALECTS[to].key(p.prefix, p.module, "") for p in made}
+
+
+@pytest.mark.parametrize("model", [*NATIVE, *DIFFUSERS])
+def test_kohyas_names_are_those_that_its_scripts_make_of_the_model(model: str) -> None:
+    """networks/lora*.py: the prefix, then the path of the module with underscores for dots."""
+    own = f"diffusers/{model}" if model in DIFFUSERS else f"native/{NATIVE[model]}"
+    expected = {"lora_unet_" + path.replace(".", "_") for path in matrices(own)}
+    assert written(f"diffusers/{model}", "kohya") == expected
+
+
+@pytest.mark.parametrize("model", IN_COMFY)
+def test_comfyui_finds_every_name(model: str) -> None:
+    """comfy/lora.py: the model's own names, dotted or flat; for some models those of diffusers too."""
+    native, theirs = matrices(f"native/{IN_COMFY[model]}"), matrices(f"diffusers/{model}")
+    assert written(f"diffusers/{model}", "comfy") == {f"diffusion_model.{path}" for path in native}
+    if model == "hunyuan-video":  # ComfyUI does not know musubi's names for its modulation
+        return
+    flat = {"lora_unet_" + path.replace(".", "_") for path in native}
+    by_table = {"lora_unet_" + path.replace(".", "_") for path in theirs}
+    assert written(f"diffusers/{model}", "kohya") <= flat | by_table
+
+
+ENCODERS = {  # checkpoint → kohya's prefix, ComfyUI's, and the class of each text encoder
+    "sd1": [("lora_te_", "clip_l", "clip-l.text_model")],
+    "sdxl": [("lora_te1_", "clip_l", "clip-l.text_model"), ("lora_te2_", "clip_g", "clip-bigg")],
+    "sd3": [("lora_te1_", "clip_l", "clip-l.text_model"), ("lora_te2_", "clip_g", "clip-bigg"), ("lora_te3_", "t5xxl", "t5xxl-encoder")],
+    "flux1-dev-all-in-one": [("lora_te1_", "clip_l", "clip-l.text_model"), ("lora_te3_", "t5xxl", "t5xxl-encoder")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ENCODERS)
+def test_text_encoders_have_the_names_that_both_programs_look_for(model: str) -> None:
+    found = names(index(header(f"single-file/{model}")))
+    for to in ("kohya", "comfy"):
+        expected = set()
+        for kohya, comfy, kind in ENCODERS[model]:
+            paths = {k.removesuffix(".weight") for k, s in header(f"transformers/{kind}").items() if len(s) > 1}
+            flat = {kohya + path.replace(".", "_") for path in paths}
+            expected |= flat if to == "kohya" else {f"text_encoders.{comfy}.transformer.{path}" for path in paths}
+        made = [p for p in places(found, DIALECTS[to]) if p.component.startswith("te") and len(p.view.shape) > 1]
+        keys = {DIALECTS[to].key(p.prefix, p.module, "") for p in made if p.module != "text_projection"}
+        assert keys <= expected
+        assert {k for k in expected if re.search(r"(layers|block)[._]0[._]", k)} <= keys
+
+
+def test_lycoris_loads_and_merges_what_was_converted(tmp_path: Path) -> None:
+    """Its own loader finds each module by its flat name."""
+    from lycoris import create_lycoris_from_weights
+
+    kind = "FluxTransformer2DModel"
+    torch.manual_seed(0)
+    model: Any = diffusers.FluxTransformer2DModel(**CONFIGS[kind])
+    base = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(trained(model, base, "kohya"), tmp_path / "kohya.safetensors")
+    lora_merge.convert(
+        tmp_path / "kohya.safetensors", tmp_path / "l.safetensors", to="lycoris", base=tmp_path / "base.safetensors"
+    )
+    network, _ = create_lycoris_from_weights(1.0, str(tmp_path / "l.safetensors"), model)
+    network.merge_to(1.0)
+    wanted = lora_merge.merge_state_dict(base, [tmp_path / "kohya.safetensors"])
+    merged = {name.replace("org_module.0.", ""): value for name, value in model.state_dict().items()}
+    for name, value in wanted.items():
+        assert torch.allclose(value, merged[name], rtol=0, atol=1e-5), name
