@@ -26,6 +26,8 @@ BY_NAME: Final = {
 }
 """Parameter that many commands have → its heading."""
 
+LONGEST: Final = 40  # letters of choices that stand behind the name of an option
+
 COLOR_ROW: Final = (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded.")
 
 
@@ -46,8 +48,7 @@ def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
             groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
         else:
             name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
-            word = str(parameter.name).upper().replace("_", "-")  # says more than "<str>"
-            groups.setdefault(name, []).append((row[0].replace("<list[str]>", word).replace("<str>", word), row[1]))
+            groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
     groups["Report"].append(COLOR_ROW)
     groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
     groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
@@ -55,6 +56,16 @@ def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
         if rows:
             with formatter.section(name):
                 formatter.write_dl(rows)
+
+
+def _row(word: str, names: str, text: str) -> tuple[str, str]:
+    """Return the row of an option: `word` in place of a type, and of choices that find no room in a line."""
+    names = names.replace("<list[str]>", word).replace("<str>", word)
+    start, _, choices = names.partition(" <")
+    if len(choices) < LONGEST:
+        return names, text
+    said, bracket, default = text.partition("  [")
+    return f"{start} {word}", f"{said} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
 
 
 def offered(words: Iterable[str]) -> Callable[[str], list[str]]:

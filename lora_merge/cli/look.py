@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
@@ -173,17 +174,29 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
 
 
 def show_error(words: str) -> None:
-    """Print an error, "what / where: … / fix: …", in colours."""
+    """Print an error, "what / where: … / fix: …", in colours, broken between words."""
     from rich.text import Text
 
     first, *rest = words.split("\n")
     there = console(sys.stderr)
-    there.print(Text.assemble((f"{mark('failed', sys.stderr)} error: ", "bold red"), (first, "bold")))
+    there.print(Text.assemble((f"{mark('failed', sys.stderr)} error: ", "bold red"), (first, "bold")), soft_wrap=True)
     for line in rest:
         head, colon, tail = line.partition(":")
         known = head.strip() if colon and head in ("  where", "  fix") else ""
         style = {"where": "dim", "fix": "green"}.get(known, "")
-        there.print(
-            Text.assemble((f"  {known}:", f"bold {style}"), (tail, "")) if known else Text(line), soft_wrap=True
-        )
+        start = f"  {known}:" if known else ""
+        for row in _broken(tail.strip(), there.width - INDENT) if known else (line,):
+            there.print(Text.assemble((start.ljust(INDENT) if known else "", f"bold {style}"), row), soft_wrap=True)
+            start = ""
     sys.stderr.flush()
+
+
+INDENT: Final = 9
+"""Columns of the words that begin the lines of an error."""
+
+
+def _broken(words: str, width: int) -> Sequence[str]:
+    """Return lines of at most so many letters; one line where a word is longer, such as a path that is to be copied."""
+    if any(len(word) > width for word in words.split()):
+        return (words,)
+    return textwrap.wrap(words, width, break_on_hyphens=False) or ("",)

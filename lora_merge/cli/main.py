@@ -90,7 +90,7 @@ class Commands(TyperGroup):
 
 EXAMPLES = examples(
     "sdxl.safetensors style.safetensors:0.8 --dtype bf16",
-    "sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5 -o out.safetensors",
+    "sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5",
     "sdxl.safetensors style.safetensors --strength-for te=0",
     "./Llama-3.1-8B ./my-peft-adapter -o ./merged",
 )

@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
     for command, lines in (
         (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
         (replay, ("replay merged.safetensors -o again.safetensors",)),
-        (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o base.safetensors",)),
+        (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o before",)),
         (doctor, ("doctor", "doctor /mnt/models")),
     ):
         app.command(epilog=examples(*lines))(command)

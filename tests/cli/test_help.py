@@ -47,7 +47,7 @@ def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> Non
     for option in OPTIONS.values():
         assert re.search(rf"{option.flag}\b", found[option.group]), option.name
         for word in option.words:
-            assert re.search(rf"[<|]{word}[|>]", found[option.group]), "a choice is shown as one"
+            assert re.search(rf"[<|\s]{word}[|>,.]", found[option.group]), "a choice is shown as one"
     assert all(flag in found["Report"] for flag in ("--json", "--quiet", FLAG, "--help"))
     assert "<str>" not in text
     assert "Examples:" in text.split("--help")[-1], "at the end"
@@ -58,6 +58,7 @@ def test_every_command_has_help_in_whole_words(run: Run, command: str) -> None:
     code, text, _ = run("help", command)
     assert code == 0
     assert "<str>" not in text and FLAG in text
+    assert max(map(len, text.splitlines())) <= 80
     (line,) = re.findall(rf"^  {command} +(.+)$", run("--help")[1], re.MULTILINE)
     assert line.endswith("."), "the line in the list of commands is a whole sentence"
 

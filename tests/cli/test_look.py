@@ -54,7 +54,7 @@ def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pyte
                   ["compare", "base.safetensors", "o.safetensors"], ["parts", "base.safetensors"]):  # fmt: skip
         coloured, plain = played_here(words, monkeypatch), played_here([*words, "--color", "never"], monkeypatch)
         assert re.search("\x1b\\[[0-9;]*m", coloured.text), words
-        assert "\x1b" not in plain.text
+        assert not re.search("\x1b\\[[0-9;]*m", plain.text)
         assert len(plain.screen) == len(coloured.screen), words
     assert played_here([*MERGE, "--color=pink"], monkeypatch).code == 2
 
@@ -70,6 +70,14 @@ def test_an_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.code == 3
     assert [row.split(":")[0].strip() for row in found.screen[:3]] == ["✗ error", "where", "fix"]
     assert "style.safetensors" in found.screen[2]
+
+
+def test_an_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = played_here(["base.safetensors", "style.safetensors", "--wieght", "3"], monkeypatch, columns=60)
+    assert max(map(len, found.screen)) < 60
+    heads = [row[:9].strip() for row in found.screen if row]
+    assert [head for head in heads if head] == ["✗ error:", "where:", "fix:"] and heads.count("") > 1
+    assert "lora-merge help merge" in " ".join(" ".join(found.screen).split())
 
 
 def test_names_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,11 @@ def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
     for command, lines in (
         (combine, ("combine a.safetensors:0.8 b.safetensors:0.5 -o both.safetensors",
-                   "combine a.safetensors b.safetensors --method ties --density 0.5 --rank 32")),
+                   "combine a.safetensors b.safetensors --method ties --rank 32")),
         (resize, ("resize style.safetensors --rank 16", "resize style.safetensors --rank energy:0.99 -o s")),
         (convert, ("convert style.safetensors --to diffusers --base sdxl.safetensors",)),
         (average, ("average epoch1.safetensors epoch2.safetensors -o mean.safetensors",)),
-        (extract, ("extract sdxl.safetensors tuned.safetensors --rank 32 -o difference.safetensors",)),
+        (extract, ("extract sdxl.safetensors tuned.safetensors --rank 32",)),
     ):  # fmt: skip
         app.command(epilog=examples(*lines))(command)
 

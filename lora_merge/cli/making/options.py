@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from ...methods import COMBINATIONS
-from ...options import Kind, Option
+from ...options import OPTIONS, Kind, Option
 
 
 def _row(name: str, kind: Kind, metavar: str | None, text: str, short: str = "", group: str = "Options") -> Option:
@@ -30,6 +31,7 @@ OWN: Final = MappingProxyType({
         _row("exclude", "parts", "PART", "Leave these out; re:REGEX of base keys."),
         _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff."),
         _row("factor", "whole", "N", "The smaller factor of lokr, as LyCORIS takes it. Default: -1, near the root."),
+        replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"), help="Of the output; keep: as the inputs."),
         _row("ema", "number", "BETA", "Exponential moving average."),
         _row("ema_to", "number", "BETA", "Its last step; linear in between."),
         _row("sigma_rel", "number", "X", "Width of a post-hoc EMA, up to 0.288."),
