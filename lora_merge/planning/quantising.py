@@ -45,6 +45,9 @@ INSIDE: Final = re.compile(r"(attn\w*|attention|to_out)\.(out|output)\.", re.IGN
 
 NARROW: Final = 32  # rows or columns below which a matrix is too small to be worth it
 EVEN: Final = 16  # numbers of a row, and of a whole matrix, are a multiple of it
+BITSANDBYTES: Final = ("nf4", "int8")
+"""Formats of folders that diffusers reads too."""
+
 NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt", "decision_transformer"))
 """Values of `model_type` whose layers are transposed (Conv1D), which loaders of quantised folders take for others."""
 
@@ -101,8 +104,8 @@ def _form(job: Job, base: Index) -> Form:
     if folder and not base.config:
         raise UsageError("a folder without config.json cannot tell how it is quantised", f"{base.path}: {where}",
                          f"give the file in it, and write --dtype {' or '.join(FILES)}")  # fmt: skip
-    if job.dtype == "fp8_block" and "_class_name" in base.config:
-        raise UsageError("diffusers reads no folder of fp8_block", where, "write --dtype nf4 or int8")
+    if folder and job.dtype not in BITSANDBYTES and "_class_name" in base.config:
+        raise UsageError(f"diffusers reads no folder of {job.dtype}", where, "write --dtype nf4 or int8")
     if folder and base.config.get("model_type") in NO_CONVERSION:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
                          f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip

@@ -377,6 +377,10 @@ FORMS: dict[str, Form] = {
         "mxfp4-pack-quantized", lambda t, w: fp4_half(spread(_e8m0(t["weight_scale"])), w),
         num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8,
     ),
+    "compressed-tensors mxfp8": compressed(
+        "mxfp8-quantized", lambda t, w: fp8_half(spread(_e8m0(t["weight_scale"])), w),
+        num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8,
+    ),
     "FBGEMM": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), {"quant_method": "fbgemm_fp8"}),
     "ModelOpt fp8": Form(
         lambda w: {"weight": (w * (448 / w.abs().max())).to(FP8), "weight_scale": w.abs().max() / 448},

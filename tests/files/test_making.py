@@ -28,6 +28,7 @@ FILE = {
 }  # fmt: skip
 FOLDER = {
     "int8": FORMS["bitsandbytes int8"], "nf4": FORMS["bitsandbytes nf4"],
+    "nvfp4": FORMS["compressed-tensors nvfp4"], "mxfp8": FORMS["compressed-tensors mxfp8"],
 }  # fmt: skip
 
 
@@ -128,11 +129,38 @@ def test_a_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, t
     section = told.pop("quantization_config")
     assert told == json.loads((source / "config.json").read_text())
     assert section["quant_method"] == form.config["quant_method"]
-    kept = section.get("modules_to_not_convert", section.get("llm_int8_skip_modules"))
-    assert kept == ["lm_head", "model.embed_tokens"]
+    assert next(section[k] for k in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules") if k in section) == [
+        "lm_head",
+        "model.embed_tokens",
+    ]
     assert report.verified is not None
     assert {*open_checkpoint(out).packed} == {f"{layer}.weight" for layer in NAMES}
     assert lora_merge.verify(out)["tensors"] == 2
+
+
+@pytest.mark.parametrize(("name", "noise"), [("mxfp8", 0.06), ("nvfp4", 0.2)])
+def test_transformers_computes_with_a_folder_of_compressed_tensors(name: str, noise: float, tmp_path: Path) -> None:
+    """The outputs of a small model: those of the merge in bf16 within the format's noise, and far from the base's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    stem = "base_model.model.model.layers.0.mlp.up_proj"
+    lora = save(
+        {f"{stem}.lora_A.weight": rand(4, 64), f"{stem}.lora_B.weight": rand(128, 4, scale=1.0)}, tmp_path / "lora"
+    )
+    logits = {}
+    for out, options in (("plain", {}), (name, {"dtype": name})):
+        lora_merge.merge(tmp_path / "base", lora, tmp_path / out, verify=False, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            made = LlamaForCausalLM.from_pretrained(tmp_path / out, dtype=torch.bfloat16)
+            logits[out] = made(torch.arange(20)[None]).logits.float()
+    with torch.no_grad():
+        before = model(torch.arange(20)[None]).logits.float()
+    want = logits["plain"]
+    assert (logits[name] - want).norm() < noise * want.norm() < (before - want).norm()
 
 
 @pytest.mark.parametrize("name", ["fp8_scaled", "nvfp4"])
@@ -208,14 +236,14 @@ def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Pa
 
     for name in ("nf4", "fp8_block"):
         assert "fp8_scaled" in refused(file, dtype=name)
-    for name in ("fp8_scaled", "mxfp8", "nvfp4"):
-        assert "fp8_block" in refused(folder, dtype=name)
+    assert "fp8_block" in refused(folder, dtype="fp8_scaled")
     assert "llama.cpp" in refused(file, dtype="q4_0")
     assert "keep-precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
     assert "regular expression that is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
     assert "nothing is quantised" in refused(file, keep_precision=["re:x"])
     (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    assert "nf4" in refused(folder, dtype="fp8_block")
+    for name in ("fp8_block", "mxfp8", "nvfp4"):
+        assert "nf4" in refused(folder, dtype=name)
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert "transposed" in refused(folder, dtype="nf4")
     with pytest.raises(UsageError, match="in memory"):

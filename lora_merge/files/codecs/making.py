@@ -3,7 +3,8 @@
 Single files are made as ComfyUI reads them, with a JSON beside each weight; folders as transformers reads them, with a
 section in config.json. The bytes of new tensors are zeros, or constants; a merge writes the codes and scales over them.
 https://github.com/comfyanonymous/ComfyUI comfy/ops.py, https://github.com/huggingface/transformers
-integrations/finegrained_fp8.py, https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.py.
+integrations/finegrained_fp8.py, https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.py,
+https://github.com/vllm-project/compressed-tensors src/compressed_tensors/quantization/quant_scheme.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...disk.files import Memory, StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
 from .base import Packing, Part
 from .bitsandbytes import ABSMAX, MAP, fresh_four_bits
+from .compressed_tensors import METHOD
 from .fp4 import Fp4Tensors, fp4
 from .scaled import TILE, Stored, scaled
 
@@ -181,6 +183,35 @@ def _nf4(weight: StoredTensor) -> Made | None:
     return Made(Packing(fresh_four_bits(FLAT), codes, parts, frozenset({state.name})), (absmax, table, state))
 
 
+def _packed_fp4(weight: StoredTensor) -> Made | None:
+    rows, cols = weight.shape
+    if cols % 16:
+        return None
+    scale = _beside(weight, "weight_scale", "F8_E4M3", (rows, cols // 16))
+    whole = _beside(weight, "weight_global_scale", "F32", (1,))
+    of = Fp4Tensors(_beside(weight, "weight_packed", "U8", (rows, cols // 2)), scale, "nvfp4", whole)
+    packing = fp4(of, divided=True, fresh=True)
+    return Made(packing, (scale, whole)) if packing else None
+
+
+def _row_powers(weight: StoredTensor) -> Made | None:
+    rows, cols = weight.shape
+    if cols % 32:
+        return None
+    scale = _beside(weight, "weight_scale", "U8", (rows, cols // 32))
+    of = Stored(_codes(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
+    packing = scaled(of, fresh=True)
+    return Made(packing, (scale,)) if packing else None
+
+
+def _compressed_section(kept: Sequence[str], *, form: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = {"type": "float", "symmetric": True, "dynamic": False, **weights}
+    return {
+        "quant_method": METHOD, "format": form, "quantization_status": "compressed", "ignore": list(kept),
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "format": form}},
+    }  # fmt: skip
+
+
 def _block_section(kept: Sequence[str]) -> Mapping[str, Any]:
     return {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
@@ -208,6 +239,13 @@ FILES: Final[Mapping[str, Form]] = MappingProxyType({
 
 FOLDERS: Final[Mapping[str, Form]] = MappingProxyType({
     "fp8_block": Form(_blocks, _block_section),
+    "mxfp8": Form(_row_powers, partial(_compressed_section, form="mxfp8-quantized", weights={
+        "num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+    })),
+    "nvfp4": Form(_packed_fp4, partial(_compressed_section, form="nvfp4-pack-quantized", weights={
+        "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    })),
     "int8": Form(_bnb_int8, partial(_bnb_section, bits=8)),
     "nf4": Form(_nf4, partial(_bnb_section, bits=4)),
 })  # fmt: skip
