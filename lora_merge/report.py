@@ -34,6 +34,7 @@ class Report:
     saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
     notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
     device_choice: str = ""  # why `--device auto` took the device
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # what the merge did to the weights
     schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
 
     def __repr__(self) -> str:

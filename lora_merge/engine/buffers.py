@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
 from ..disk.spool import PartBytes
+from ..measure import Measured
 from .windows import Change, Window
 
 Item = TypeVar("Item")
@@ -48,17 +49,18 @@ class WindowBuffers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of folding that the window does not carry: numbers too large for their dtype, parts beside codes."""
+    """Results of folding that the window does not carry: numbers that are too large, parts beside codes, measures."""
 
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
     largest: Mapping[str, float] = field(default_factory=dict)  # tensor → largest magnitude, too large for its scale
     parts: tuple[PartBytes, ...] = ()
+    measured: tuple[Measured, ...] = ()  # what was done to the blocks
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
         for name, magnitude in other.largest.items():
             largest[name] = max(magnitude, largest.get(name, 0.0))
-        return Outcome(self.cut + other.cut, largest, self.parts + other.parts)
+        return Outcome(self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -48,12 +48,24 @@ class StackedPatch:
         return part.transpose(1, 2) if self.transposed else part
 
 
-def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
+class Watching(Protocol):
+    """What takes note of the changes of each adapter while several are folded."""
+
+    def seen(self, adapter: int, merged: Tensor) -> None:
+        """Take note of blocks to which all changes up to those of an adapter are added."""
+
+    def tell(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
+        """Take note of a change that becomes one change with others."""
+
+
+def fold(base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
     """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula after the first one reads it; ΔW of
     the first one is computed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
         _add(s, s.region(merged), s.strength, base, read=not (s.algorithm.reads_base and number))
+        if watch is not None and s.adapter not in {later.adapter for later in stacks[number + 1 :]}:
+            watch.seen(s.adapter, merged)
     return merged
 
 
@@ -67,24 +79,30 @@ def _add(s: StackedPatch, target: Tensor, strength: Tensor, base: Tensor, *, rea
         target.addcmul_(strength, change(s, base))
 
 
-def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
+def in_turn(base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
     """Return Wₙ [n, rows, cols] of Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ, adapter by adapter, with every ΔWᵢ computed from Wᵢ₋₁. `base` is
     overwritten as by `fold`."""
     for _, own in groupby(stacks, key=lambda s: s.adapter):
-        base = fold(base, tuple(own))
+        base = fold(base, tuple(own), watch)
     return base
 
 
-def new_weights(blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
+def new_weights(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None
+) -> Tensor:
     """Return the merged weights [n, rows, cols] of blocks of one kind by their method. `base` is overwritten as by
-    `fold`."""
+    `fold`. `watch` is told of the change of each adapter."""
     combining = blocks[0].target.combining
     if combining is None:
-        return RULES[blocks[0].target.method.name](base, stacks)
+        rule = RULES[blocks[0].target.method.name]
+        return rule(base, stacks) if watch is None else rule(base, stacks, watch)
     parts: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
         parts.setdefault(s.adapter, []).append(k)
     changes = [_of_adapter(base, [stacks[k] for k in own]) for own in parts.values()]
+    if watch is not None:
+        for one, (number, own) in zip(changes, parts.items(), strict=True):
+            watch.tell(number, one, [b.slices[own[0]].use.strength for b in blocks])
     for n, block in enumerate(blocks):
         uses = [[block.slices[k].use for k in own] for own in parts.values()]
         seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
@@ -103,11 +121,16 @@ def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     return found
 
 
-RULES: Final[Mapping[str, Callable[[Tensor, Sequence[StackedPatch]], Tensor]]] = MappingProxyType(
-    {"sum": fold, "compose": in_turn}
-)
-"""Name of a row of METHODS that combines no changes → function (base values, which it may overwrite; stacks) that
-returns merged values."""
+class Rule(Protocol):
+    """Function of base values, which it may overwrite, and stacks, that returns merged values."""
+
+    def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
+        """Return [n, rows, cols]."""
+        ...
+
+
+RULES: Final[Mapping[str, Rule]] = MappingProxyType({"sum": fold, "compose": in_turn})
+"""Name of a row of METHODS that combines no changes → its function."""
 
 
 def change(s: StackedPatch, base: Tensor) -> Tensor:

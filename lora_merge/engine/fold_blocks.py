@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from threading import local
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
+from ..measure import Measured
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks, groups
 from .buffers import Outcome, Room
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
-from .fold import new_weights
+from .measuring.codes import measured, part
+from .measuring.watch import Looks, Read, Watch, bring, look, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
@@ -41,6 +43,14 @@ ERRAND: Final = 2**16
 """The least numbers that a thread of the pool gets to fold, where there are as many."""
 
 
+class Folded(NamedTuple):
+    """Folded blocks: the merged values, if there is more to do with them, and what was seen of them."""
+
+    values: Tensor | None  # codes are to be made of them, or some may be too large for their dtype
+    watch: Watch | None
+    looked: Read = tuple
+
+
 @dataclass(frozen=True)
 class BlockMerger:
     """Folds blocks at one placement, or at several."""
@@ -53,6 +63,7 @@ class BlockMerger:
     saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
     draw: Draw | None = None  # for stochastic rounding
     staged: int = STAGED  # bytes of pinned memory for a transfer
+    looks: Looks = field(default_factory=Looks)  # how many numbers are measured
     fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
     host: Room = field(default_factory=lambda: Room(2**30))  # for changes of whole weights
@@ -160,13 +171,13 @@ class BlockMerger:
             merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
         except DoesNotFit as e:
             raise misfit(group[0].block.target.name, e) from e
-        if merged is None:
-            return Outcome()
         if isinstance(merged, str):
             return merged
-        if group[0].block.target.packed is None:
-            return self._cut(group, merged)
-        return self._recoded(group, merged, lane)
+        values, watch, looked = merged
+        if values is not None and group[0].block.target.packed is not None:
+            return self._recoded(group, values, watch, lane)
+        outcome = Outcome(measured=looked())
+        return outcome if values is None else outcome + self._cut(group, values)
 
     def turn(self, work: Callable[[DeviceStream], Result], lane: DeviceStream | None = None) -> Result | str:
         """Return the result of work in one turn of a lane, by default the calling thread's; the device's message if it
@@ -189,19 +200,21 @@ class BlockMerger:
         self.tensors.kept.clear()
         release(self.at)
 
-    def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor | None:
-        """Fold blocks and write the results; return the merged values if some may be too large for their dtype."""
+    def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Folded:
+        """Fold blocks and write the results, but for codes."""
         blocks = [i.block for i in group]
         stacks = self.tensors.stacks(blocks, at, lane)
         base = base_values(group, at, lane, self.tensors.fetch)
-        merged = new_weights(blocks, base, stacks)
-        if merged is base and in_place(group, at):
-            return merged if odd(merged) else None
+        merged, watch = watched(blocks, base, stacks, self.tensors, lane, self.looks)
         if blocks[0].target.packed is not None:
-            return merged
-        if self.draw is not None and group[0].into.dtype.itemsize < 4:
+            return Folded(merged, watch)
+        drawn = self.draw is not None and group[0].into.dtype.itemsize < 4
+        if drawn:
             merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
-        return None if land(merged, [i.into for i in group], lane) else merged
+        looked = bring([] if watch is None else [look(watch, merged if drawn else None)], lane)
+        if merged is base and in_place(group, at):
+            return Folded(merged if odd(merged) else None, watch, looked)
+        return Folded(None if land(merged, [i.into for i in group], lane) else merged, watch, looked)
 
     def _uniform(self, block: Block, device: torch.device) -> Tensor | None:
         """Return the draws of a block's numbers, made on a device; None for rounding to the nearest."""
@@ -216,12 +229,16 @@ class BlockMerger:
         uniform = self._uniform(block, own.device)
         return own if uniform is None else to_floats(own.reshape(-1), block.target.dtype, uniform).view(values.shape)
 
-    def _recoded(self, group: Sequence[Item], merged: Tensor, lane: DeviceStream | None) -> Outcome | str:
+    def _recoded(
+        self, group: Sequence[Item], merged: Tensor, watch: Watch | None, lane: DeviceStream | None
+    ) -> Outcome | str:
         """Store merged blocks that are not plain numbers; nothing is written if the device is out of memory."""
         made = self.turn(lambda _: [*map(self._stored, group, merged.unbind())], lane)
         if isinstance(made, str):
             return made
         outcome = Outcome()
+        if watch is not None:
+            outcome = Outcome(measured=self._codes_seen(group, watch, [isinstance(found, NewParts) for found in made]))
         for item, found in zip(group, made, strict=True):
             if isinstance(found, Outcome):
                 outcome += found
@@ -229,6 +246,17 @@ class BlockMerger:
                 item.into.copy_(found.codes)
                 outcome += Outcome(parts=found.others)
         return outcome
+
+    def _codes_seen(self, group: Sequence[Item], watch: Watch, there: Sequence[bool]) -> tuple[Measured, ...]:
+        """Return the measures of the blocks whose codes are `there`, before the base's codes are overwritten."""
+        parts = [part(watch, n, item.base) for n, item in enumerate(group)]
+        draws = [
+            None if self.draw is None else self.draw(b.target.stored, b.first * b.cols, p.height * b.cols)
+            for b, p in zip(watch.blocks, parts, strict=True)
+        ]
+        return measured(
+            watch, parts, [d if ok else False for d, ok in zip(draws, there, strict=True)], self.tensors.fetch
+        )
 
     def _stored(self, item: Item, values: Tensor) -> NewParts | Outcome:
         """Return how a merged block is stored, or its largest number where no scale covers it."""

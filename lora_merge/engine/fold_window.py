@@ -12,6 +12,7 @@ from ..disk.reader import Reader
 from ..disk.spool import Spool
 from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
+from ..measure import Measures
 from ..planning.plan import Plan
 from .buffers import Outcome, WindowTask
 from .device.adapters import AdaptersOnDevice
@@ -50,6 +51,7 @@ class WindowMerger:
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
+        self.measures = [Measures() for _ in plans]
         self.spools = [Spool(part.parent) for part in parts]
         self.codes = NewCodes(plans, self.blocks, self.pool, self.cache.read)
 
@@ -95,7 +97,8 @@ class WindowMerger:
             if self.whole is not None and task.last:
                 self.whole.forget(task.window)
         self.spools[task.plan].put(found.parts)
-        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=())
+        self.measures[task.plan].take(found.measured)
+        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=())
 
     def complete(self, number: int, part: Path) -> None:
         """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs."""
@@ -106,9 +109,11 @@ class WindowMerger:
         for name, magnitude in self.outcomes[number].largest.items():
             path, old = homes[name]
             target = refitted(old, magnitude, self.cache.fetch)
+            self.measures[number].forget(name)
             for block, codes, outcome in made_again(target, self.blocks):
                 amend(path, raw(codes), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
                 spool.put(outcome.parts)
+                self.measures[number].take(outcome.measured)
             spool.put([*new_parts(target)])
             spool.write(starts)
             self.forget()

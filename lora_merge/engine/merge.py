@@ -16,6 +16,8 @@ from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error
+from ..models.blocks import places
+from ..models.names import names
 from ..planning.card import card, card_path
 from ..planning.outputs import Card, contents
 from ..planning.plan import Plan, coverage
@@ -207,6 +209,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
         saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes),
+        numbers=written.measures.to_dict(len(job.adapters), places(names(plan.base, job.map)), written.saturated),
     )  # fmt: skip
 
 

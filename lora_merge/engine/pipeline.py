@@ -23,6 +23,7 @@ from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
+from ..measure import Measures
 from ..planning.metadata import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
@@ -49,6 +50,7 @@ class Written:
     saturated: Mapping[str, int]  # tensor → numbers that were cut
     notes: tuple[str, ...]
     choice: str  # why `auto` took the device
+    measures: Measures  # of the merged tensors
 
 
 class Pipeline:
@@ -99,7 +101,7 @@ class Pipeline:
         return Written(
             plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
             self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
-            merger.choice.why,
+            merger.choice.why, merger.measures[number],
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

@@ -7,7 +7,7 @@ these names common. In any other model, a block is one layer of a stack of equal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from types import MappingProxyType
@@ -247,3 +247,17 @@ def _letters(path: str, *, single: bool, alone: bool) -> str:
 
 def _is_single(path: str) -> bool:
     return path.rpartition(".")[2].startswith("single")
+
+
+def places(lookup: Names) -> Callable[[str], Iterator[tuple[str, str]]]:
+    """Return a function of a tensor's key that yields ("components", its part of the model), and ("blocks", part and
+    block) where it lies in a block."""
+    block_of = blocks(lookup).of
+
+    def groups(key: str) -> Iterator[tuple[str, str]]:
+        component, block = lookup.component(key), block_of(key)
+        yield "components", component
+        if block:
+            yield "blocks", f"{component} {block}"
+
+    return groups

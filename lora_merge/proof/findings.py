@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import sqrt
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from ..measure import Measure, Measures, Share, total
 from ..planning.plan import Plan
 from .reference.floats import Array
 
 NAMED: Final = 5  # modules or tensors that a report names, of those that it counts
 REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
-
-MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
-RETAINED: Final = 0.9  # below this share of a change, the user is told
-
 
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
@@ -57,75 +53,6 @@ class Exact:
         return np.asarray(np.max(finite, axis=1, initial=0.0, keepdims=True))
 
 
-@dataclass
-class Share:
-    """The change of one adapter, and the part of it that is in the output: sums over numbers."""
-
-    intended: float = 0.0  # Σ (s ΔW)²
-    applied: float = 0.0  # Σ applied · s ΔW
-
-    def add(self, other: Share) -> None:
-        """Add the sums over other numbers."""
-        self.intended, self.applied = self.intended + other.intended, self.applied + other.applied
-
-    @property
-    def retained(self) -> float | None:
-        """⟨applied, intended⟩ / ‖intended‖²; None where nothing is intended."""
-        return self.applied / self.intended if self.intended else None
-
-
-@dataclass
-class Measure:
-    """Sums over recomputed numbers of merged weights; with a sample of rows, estimates of the sums over all rows."""
-
-    elements: int = 0  # numbers that were recomputed
-    changed: int = 0  # of them, those that differ from what the output would hold without adapters
-    cut: int = 0  # of them, those too large for the output's dtype
-    weight: float = 0.0  # Σ W²
-    noise: float = 0.0  # Σ (applied − ΔW)²
-    largest: float = 0.0  # the largest |ΔW| of the recomputed numbers
-    all: Share = field(default_factory=Share)
-    adapters: dict[int, Share] = field(default_factory=dict)
-
-    def add(self, other: Measure) -> None:
-        """Add the sums over other numbers."""
-        self.elements, self.changed, self.cut = (
-            self.elements + other.elements, self.changed + other.changed, self.cut + other.cut
-        )  # fmt: skip
-        self.weight, self.noise = self.weight + other.weight, self.noise + other.noise
-        self.largest = max(self.largest, other.largest)
-        self.all.add(other.all)
-        for number, share in other.adapters.items():
-            self.adapters.setdefault(number, Share()).add(share)
-
-    @property
-    def loses(self) -> bool:
-        """Whether less than `RETAINED` of the change is in the output, by more than three standard errors."""
-        retained, wanted = self.all.retained, self.all.intended
-        if retained is None or not self.elements:
-            return False
-        return retained + 3 * sqrt(self.noise / wanted / self.elements) < RETAINED
-
-    def to_dict(self, count: int) -> dict[str, Any]:
-        """Return the numbers as the report has them; `count` is the number of adapters."""
-        change, shares = sqrt(self.all.intended), (self.adapters.get(number) for number in range(count))
-        return {
-            "elements": self.elements, "changed": _short(self.changed / max(self.elements, 1)),
-            "saturated": self.cut, "weight": _short(sqrt(self.weight)), "change": _short(change),
-            "ratio": _short(sqrt(self.all.intended / self.weight) if self.weight else None),
-            "largest": _short(self.largest), "retained": _short(self.all.retained),
-            "noise": _short(sqrt(self.noise) / change if change else None),
-            "adapters": [
-                s and {"change": _short(sqrt(s.intended)), "retained": _short(s.retained)} for s in shares
-            ],
-        }  # fmt: skip
-
-
-def _short(number: float | None) -> float | None:
-    """Return a number with six digits."""
-    return None if number is None else float(f"{number:.6g}")
-
-
 def measure(found: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
     """Return the measure of some rows of the output, each of which stands for `weight` rows of its tensor.
 
@@ -134,20 +61,27 @@ def measure(found: Array, exact: Exact, rounded: Callable[[Array], Array], weigh
     """
     base, intended, changes = exact.base, exact.value, exact.changes
     before, change = rounded(base), intended - base
-    made = Measure(elements=found.size, changed=int(np.count_nonzero((found != before) & ~np.isnan(found))))
+    changed = np.count_nonzero((found != before) & ~np.isnan(found))
     applied = found - before
     sound = np.isfinite(applied) & np.isfinite(change)
     applied, change, weights = applied[sound], change[sound], base[sound]
-    made.weight, made.largest = weight * float(weights @ weights), float(np.max(np.abs(change), initial=0.0))
-    made.noise = weight * float(np.sum((applied - change) ** 2))
-    made.all = Share(weight * float(change @ change), weight * float(applied @ change))
+    whole, shares = _share(change, applied, weight), dict[int, Share]()
     for number, own in changes.items():
+        shares[number] = whole
         if len(changes) > 1:
-            applied = found - rounded(intended - own)
-            sound = np.isfinite(applied) & np.isfinite(own)
-            applied, change = applied[sound], own[sound]
-        made.adapters[number] = Share(weight * float(change @ change), weight * float(applied @ change))
-    return made
+            left = found - rounded(intended - own)
+            sound = np.isfinite(left) & np.isfinite(own)
+            shares[number] = _share(own[sound], left[sound], weight)
+    return Measure(
+        of=weight * found.size, elements=found.size, changed=weight * float(changed),
+        weight=weight * float(weights @ weights), noise=weight * float(np.sum((applied - change) ** 2)),
+        largest=float(np.max(np.abs(change), initial=0.0)), all=whole, adapters=shares,
+    )  # fmt: skip
+
+
+def _share(change: Array, applied: Array, weight: float) -> Share:
+    size = weight * float(change @ change)
+    return Share(size, size, weight * float(applied @ change))
 
 
 @dataclass
@@ -162,7 +96,7 @@ class Findings:
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
-    measures: dict[str, Measure] = field(default_factory=dict)  # tensor → its numbers
+    measures: Measures = field(default_factory=Measures)
 
     def add(self, part: Findings) -> None:
         """Add the results of other rows."""
@@ -175,32 +109,9 @@ class Findings:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
-        for tensor, measure in part.measures.items():
-            self.measures.setdefault(tensor, Measure()).add(measure)
+        self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:
         """Return the share of an adapter's change that is in the file; None where none of its rows was recomputed."""
-        total = Share()
-        for measure in self.measures.values():
-            total.add(measure.adapters.get(adapter, Share()))
-        return total.retained
-
-    def numbers(self, adapters: int, groups: Callable[[str], Iterable[tuple[str, str]]]) -> dict[str, Any]:
-        """Return the numbers of the merge: in all, by group and by tensor.
-
-        `groups`: tensor → (kind of a group, its name), such as ("blocks", "unet IN04"); `adapters`: their number.
-        """
-        total, kinds = Measure(), {"components": dict[str, Measure](), "blocks": dict[str, Measure]()}
-        for name, one in self.measures.items():
-            total.add(one)
-            for kind, group in groups(name):
-                kinds[kind].setdefault(group, Measure()).add(one)
-        listed = self.measures if len(self.measures) <= MOST_LISTED else {}
-        below = {name: one for name, one in self.measures.items() if one.loses}
-        tables = {**kinds, "tensors": listed}
-        return {
-            "all": total.to_dict(adapters), "below": len(below),
-            "worst": min(below, key=lambda name: below[name].all.retained or 0.0, default=None),
-            "unlisted": len(self.measures) - len(listed),
-            **{kind: {name: one.to_dict(adapters) for name, one in rows.items()} for kind, rows in tables.items()},
-        }  # fmt: skip
+        every = [one.adapters[adapter] for one in self.measures.tensors.values() if adapter in one.adapters]
+        return total(Measure(all=share) for share in every).all.retained

@@ -114,8 +114,8 @@ class Recomputation:
         if grid.turn is not None:
             found, exact = grid.turn(found), exact.turned(grid.turn)
         findings = self._judged(target, rows, found, grid, exact)
-        one = findings.measures[target.name] = measure(found, exact, grid.rounded, weight)
-        one.cut = findings.cut
+        one = measure(found, exact, grid.rounded, weight)
+        findings.measures.tensors[target.name] = replace(one, cut=findings.cut)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:

@@ -22,13 +22,14 @@ from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
-from ..models.blocks import blocks
+from ..measure import RETAINED
+from ..models.blocks import places
 from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..text import quoted
 from .account import account
-from .findings import RETAINED, Findings, remedy
+from .findings import Findings, remedy
 from .grids import plain_grid
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
@@ -251,16 +252,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     """Return the size of the change and what of it is in the output: in all, by component, by block, by tensor."""
-    lookup = names(plan.base, plan.job.map)
-    block_of = blocks(lookup).of
-
-    def groups(tensor: str) -> Iterator[tuple[str, str]]:
-        component, block = lookup.component(tensor), block_of(tensor)
-        yield "components", component
-        if block:
-            yield "blocks", f"{component} {block}"
-
-    return findings.numbers(len(plan.job.adapters), groups)
+    return findings.measures.to_dict(len(plan.job.adapters), places(names(plan.base, plan.job.map)))
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:

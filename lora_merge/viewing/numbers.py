@@ -20,14 +20,15 @@ from ..engine.devices import place
 from ..engine.fold import new_weights
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
-from ..engine.storing.recoding import read_back, refitted
-from ..engine.tensors import TensorCache, weight_values
+from ..engine.storing.recoding import Codes, read_back, refitted
+from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..errors import misfit
+from ..measure import RETAINED
 from ..models.blocks import blocks
 from ..models.names import names
 from ..planning.plan import OutputTensor, Plan
-from ..proof.findings import RETAINED, remedy
+from ..proof.findings import remedy
 from ..text import listed
 from .adapter import block_name, rank_of, spread
 from .deltas import Delta, Deltas
@@ -233,7 +234,9 @@ def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchT
     """Return the numbers of a merged block as the output would hold them; None where the scale of the whole weight does
     not cover them, and a new one is needed."""
     if target.packed is not None:
-        return merged if target.weight.padded else read_back(target, block.stored[0], merged[0], tensors.fetch)
+        base = stored_numbers(target.weight, *block.stored, tensors.fetch)
+        codes = Codes(base, base, None)
+        return merged if target.weight.padded else read_back(target, block.stored[0], merged[0], codes, tensors.fetch)
     written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
     convert(merged, written)
     return written

@@ -56,7 +56,7 @@ def numbers_of(
         share = {"change": np.linalg.norm(part), "retained": own @ part / (part @ part)} if touched else None
         rows.append(share)
     return {
-        "elements": before.size, "changed": np.mean(applied != 0), "saturated": 0, "weight": np.linalg.norm(before),
+        "of": before.size, "elements": before.size, "changed": np.mean(applied != 0), "saturated": 0, "weight": np.linalg.norm(before),
         "change": np.linalg.norm(change), "ratio": np.linalg.norm(change) / np.linalg.norm(before),
         "largest": np.abs(change).max(), "retained": applied @ change / (change @ change),
         "noise": np.linalg.norm(applied - change) / np.linalg.norm(change), "adapters": rows,
@@ -111,7 +111,7 @@ def test_a_sample_estimates_the_whole(tmp_path: Path) -> None:
 
 
 def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_merge.proof.findings.MOST_LISTED", 3)
+    monkeypatch.setattr("lora_merge.measure.MOST_LISTED", 3)
     save(sd1(), tmp_path / "base.safetensors")
     lora(tmp_path / "lora.safetensors", NAMES, 0.1, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "lora", "out")))

@@ -20,8 +20,8 @@ from ...algorithms import DoesNotFit
 from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
-from ..fold import new_weights
 from ..fold_blocks import BlockMerger
+from ..measuring.watch import Read, Watch, bring, look, watched
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
 from ..windows import Fold, Window
@@ -119,10 +119,10 @@ class DeviceWindows:
             done = self.blocks.turn(partial(self._at_once, part))
         if isinstance(done, str):
             self.blocks.note("smaller batches were used")
-        return Outcome() if done is True else self.blocks.fold_here(part.items())
+        return Outcome(measured=done()) if callable(done) else self.blocks.fold_here(part.items())
 
-    def _at_once(self, part: Part, lane: DeviceStream) -> bool:
-        """Fold blocks and write the results. False, with nothing written, if a number is too large for its dtype or an
+    def _at_once(self, part: Part, lane: DeviceStream) -> Read | None:
+        """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
         adapter's value is invalid: the way block by block tells which."""
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
@@ -141,22 +141,26 @@ class DeviceWindows:
         try:
             found = [self._merged(some, there, low, lane) for some in kinds.values()]
         except DoesNotFit:
-            return False
-        ends = [extremes(work, lane) for _, work, _ in found]
+            return None
+        ends = [extremes(work, lane) for _, work, _, _ in found]
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if not all(map(fit, ends, dtypes)):
-            return False
-        for (folds, work, sizes), dtype in zip(found, dtypes, strict=True):
+            return None
+        seen: list[tuple[Watch, Tensor]] = []
+        for (folds, work, sizes, watches), dtype in zip(found, dtypes, strict=True):
             made: Sequence[Tensor] = rounded(work, dtype).split_with_sizes(sizes)
-            if self.blocks.draw is not None and dtype.itemsize < 4:
+            drawn = self.blocks.draw is not None and dtype.itemsize < 4
+            if drawn:
                 made = [self.blocks.drawn(f.block, v) for f, v in zip(folds, work.split_with_sizes(sizes), strict=True)]
             cast_all(made, [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds])
+            seen += _looked(watches, made if drawn else None)
+        read = bring(seen, lane)
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
             download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
         lane.settle()
-        return True
+        return read
 
     def _uploaded(self, part: Part, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
         """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
@@ -186,9 +190,9 @@ class DeviceWindows:
 
     def _merged(
         self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream
-    ) -> tuple[list[Fold], Tensor, list[int]]:
+    ) -> tuple[list[Fold], Tensor, list[int], list[Watch]]:
         """Return blocks of one placement and dtype in another order, their merged numbers in that order, flat, and how
-        many there are of each."""
+        many there are of each, and what was seen of them."""
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
         ordered = [f for stack in stacks for f in stack]
@@ -199,19 +203,28 @@ class DeviceWindows:
             gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
-        done = 0
+        done, watches = 0, list[Watch]()
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            merged = new_weights([f.block for f in stack], base, own)
+            merged, watch = watched([f.block for f in stack], base, own, self.blocks.tensors, lane, self.blocks.looks)
+            watches += [] if watch is None else [watch]
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        return ordered, work, sizes
+        return ordered, work, sizes, watches
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""
         self.registered.close()
+
+
+def _looked(watches: Sequence[Watch], drawn: Sequence[Tensor] | None) -> Iterator[tuple[Watch, Tensor]]:
+    """Yield what is seen of blocks; `drawn`: their merged numbers, rounded by chance."""
+    left = iter(drawn or ())
+    for watch in watches:
+        own = None if drawn is None else torch.stack([next(left).view(-1, b.cols) for b in watch.blocks])
+        yield look(watch, own)
 
 
 def _follows(a: Fold, b: Fold) -> bool:

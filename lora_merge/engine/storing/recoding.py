@@ -15,7 +15,7 @@ from ...errors import InputError, TooLarge
 from ...files.codecs.base import CODES, DRAW, OutOfRange
 from ...planning.plan import OutputTensor
 from ..placement import Placement, host, odd, stage
-from ..tensors import Fetch, as_bytes, beside, computing, parts_of, raw, stored_numbers
+from ..tensors import Fetch, as_bytes, beside, computing, parts_of, raw
 
 
 class Codes(NamedTuple):
@@ -50,11 +50,10 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
     return NewParts(host(as_bytes(new[CODES])), tuple(changed))
 
 
-def read_back(target: OutputTensor, first: int, values: Tensor, fetch: Fetch) -> Tensor | None:
+def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
     """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
-    where a part of the whole weight does not cover them."""
-    base = stored_numbers(target.weight, first, values.numel(), fetch)
-    old, new = _encoded(target, first, values, Codes(base, base, None), fetch)
+    where a part of the whole weight does not cover them. Nothing is written."""
+    old, new = _encoded(target, first, values, codes, fetch)
     if new is None:
         return None
     parts = {role: as_bytes(n) if role == CODES else as_bytes(n).view(old[role].dtype) for role, n in new.items()}

@@ -1,0 +1,1 @@
+"""Numbers of a merge, recorded while its blocks are folded."""

@@ -1,0 +1,191 @@
+"""What a change does to weights: sums over numbers, from which norms and shares follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite, sqrt
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
+RETAINED: Final = 0.9  # below this share of a change, the user is told
+
+WHOLE: Final = -1  # stands for all adapters, beside their numbers
+CHECKED: Final = 16  # tensors of which the proof checks what was seen
+
+Groups = Callable[[str], Iterable[tuple[str, str]]]
+"""Tensor → (kind of a group, its name), such as ("blocks", "unet IN04")."""
+
+NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+
+
+class Share(NamedTuple):
+    """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers."""
+
+    change: float = 0.0  # Σ (s ΔW)²; exact where the factors of ΔW tell it
+    intended: float = 0.0  # the same sum over the numbers that were looked at
+    applied: float | None = 0.0  # Σ applied · s ΔW over them; None where what is stored was not looked at
+
+    def plus(self, other: Share) -> Share:
+        """Return the sums over both."""
+        known = None if self.applied is None or other.applied is None else self.applied + other.applied
+        return Share(self.change + other.change, self.intended + other.intended, known)
+
+    @property
+    def retained(self) -> float | None:
+        """⟨applied, intended⟩ / ‖intended‖²; None where nothing is intended, or it is not known."""
+        return self.applied / self.intended if self.intended and self.applied is not None else None
+
+
+NOTHING: Final = Share()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Sums over the numbers of merged weights. Where only some of them were looked at, the sums are scaled up."""
+
+    of: float = 0.0  # numbers that the sums stand for
+    elements: int = 0  # of them, those that were looked at
+    changed: float = 0.0  # those that differ from what the output would hold without adapters
+    cut: int = 0  # those too large for the output's dtype
+    weight: float = 0.0  # Σ W²
+    noise: float = 0.0  # Σ (applied − ΔW)²
+    largest: float = 0.0  # the largest |ΔW| of those that were looked at
+    all: Share = NOTHING
+    adapters: Mapping[int, Share] = field(default_factory=lambda: NONE)
+
+    def __add__(self, other: Measure) -> Measure:
+        adapters = dict(self.adapters)
+        for number, share in other.adapters.items():
+            adapters[number] = adapters[number].plus(share) if number in adapters else share
+        return Measure(
+            self.of + other.of, self.elements + other.elements, self.changed + other.changed, self.cut + other.cut,
+            self.weight + other.weight, self.noise + other.noise, max(self.largest, other.largest),
+            self.all.plus(other.all), adapters,
+        )  # fmt: skip
+
+    def told(self, norms: Mapping[int, float], cut: int) -> Measure:
+        """Return the same with the exact norms that are known, and the count of numbers that were cut."""
+        adapters = {a: s._replace(change=norms.get(a, s.change)) for a, s in self.adapters.items()}
+        whole = self.all._replace(change=norms.get(WHOLE, self.all.change))
+        return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)
+
+    @property
+    def loses(self) -> bool:
+        """Whether less than `RETAINED` of the change is in the output, by more than three standard errors."""
+        retained, wanted = self.all.retained, self.all.intended
+        if retained is None or not self.elements:
+            return False
+        return retained + 3 * sqrt(max(self.noise / wanted, 0.0) / self.elements) < RETAINED
+
+    def to_dict(self, count: int) -> dict[str, Any]:
+        """Return the numbers as reports have them; `count` is the number of adapters."""
+        shares, retained = (self.adapters.get(number) for number in range(count)), self.all.retained
+        return {
+            "of": round(self.of), "elements": self.elements, "changed": _short(self.changed / max(self.of, 1.0)),
+            "saturated": self.cut, "weight": _root(self.weight), "change": _root(self.all.change),
+            "ratio": _root(self.all.change / self.weight) if self.weight else None,
+            "largest": _short(self.largest), "retained": _short(retained),
+            "noise": None if retained is None else _root(self.noise / self.all.intended),
+            "adapters": [s and {"change": _root(s.change), "retained": _short(s.retained)} for s in shares],
+        }  # fmt: skip
+
+
+def _short(number: float | None) -> float | None:
+    """Return a number with six digits; None for one that JSON has no word for."""
+    return float(f"{number:.6g}") if number is not None and isfinite(number) else None
+
+
+def _root(number: float) -> float | None:
+    return _short(sqrt(max(number, 0.0)))
+
+
+class Checked(NamedTuple):
+    """What was seen of some rows of a merged tensor, so that another computation can check it."""
+
+    rows: tuple[int, ...]
+    weight: float  # Σ W²
+    change: float  # Σ ΔW²
+    changed: int | None  # numbers that differ from what the output would hold without adapters; None: not known
+
+
+class Measured(NamedTuple):
+    """The measure of a part of a tensor."""
+
+    tensor: str
+    sums: Measure
+    seen: Checked
+    norms: Mapping[int, float] = NONE  # adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, if factors tell it
+
+
+class Measures:
+    """The measures of merged tensors, added up as their parts become known."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Measure] = {}
+        self.norms: dict[str, Mapping[int, float]] = {}
+        self.seen: dict[str, Checked] = {}
+        """What was seen of a part of some tensors, those whose names have the smallest checksums."""
+
+    def take(self, found: Iterable[Measured]) -> None:
+        """Add the measures of parts of tensors."""
+        for tensor, sums, seen, norms in found:
+            self._put(tensor, sums)
+            if norms:
+                self.norms[tensor] = norms
+            self.seen.setdefault(tensor, seen)
+            if len(self.seen) > CHECKED:
+                del self.seen[max(self.seen, key=lambda name: crc32(name.encode()))]
+
+    def add(self, other: Measures) -> None:
+        """Add the measures of other parts."""
+        for tensor, sums in other.tensors.items():
+            self._put(tensor, sums)
+
+    def _put(self, tensor: str, sums: Measure) -> None:
+        known = self.tensors.get(tensor)
+        self.tensors[tensor] = sums if known is None else known + sums
+
+    def forget(self, tensor: str) -> None:
+        """Forget what is known of a tensor, as it is made again."""
+        self.tensors.pop(tensor, None)
+        self.norms.pop(tensor, None)
+        self.seen.pop(tensor, None)
+
+    @property
+    def below(self) -> dict[str, Measure]:
+        """Those that surely lose more of their change than `RETAINED` allows."""
+        return {name: one for name, one in self.tensors.items() if one.loses}
+
+    def to_dict(self, adapters: int, groups: Groups, cut: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the numbers of the merge: in all, by group and by tensor; {} where nothing was measured.
+
+        `adapters`: their number. `cut`: tensor → numbers that were cut to the largest of their dtype.
+        """
+        tensors = {n: one.told(self.norms.get(n, NONE), cut.get(n, 0)) for n, one in self.tensors.items()}
+        if not tensors:
+            return {}
+        kinds: dict[str, dict[str, Measure]] = {"components": {}, "blocks": {}}
+        for name, one in tensors.items():
+            for kind, group in groups(name):
+                rows = kinds[kind]
+                rows[group] = rows[group] + one if group in rows else one
+        listed = tensors if len(tensors) <= MOST_LISTED else {}
+        below = self.below
+        return {
+            "all": total(tensors.values()).to_dict(adapters), "below": len(below),
+            "worst": min(below, key=lambda name: below[name].all.retained or 0.0, default=None),
+            "unlisted": len(tensors) - len(listed),
+            **{kind: {name: one.to_dict(adapters) for name, one in rows.items()}
+               for kind, rows in {**kinds, "tensors": listed}.items()},
+        }  # fmt: skip
+
+
+def total(measures: Iterable[Measure]) -> Measure:
+    """Return the sum of several measures."""
+    found = Measure()
+    for one in measures:
+        found = found + one
+    return found

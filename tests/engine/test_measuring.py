@@ -1,0 +1,170 @@
+"""What a merge records of its changes while it folds, held against numpy on the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.engine.measuring.watch import Looks
+
+from ..proof.test_numbers import NAMES, STRENGTHS, assert_same, lora, numbers_of
+from ..support import Tensors, load, rand, save, sd1
+
+KEYS = [f"{name}.weight" for name in NAMES]
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32", "fp8_e4m3fn"])
+@pytest.mark.parametrize(("count", "method"), [(1, "sum"), (2, "sum"), (2, "compose")])
+def test_every_number_is_what_numpy_says(count: int, method: str, dtype: str, tmp_path: Path) -> None:
+    """Without the proof: in all, by part, by block, by tensor."""
+    base, out = sd1(), tmp_path / "out.safetensors"
+    save(base, tmp_path / "base.safetensors")
+    files = [tmp_path / f"{n}.safetensors" for n in range(count)]
+    made = [lora(file, NAMES[n:], 0.002, 10 * n) for n, file in enumerate(files)]
+    changes = [{k: s * v for k, v in change.items()} for change, s in zip(made, STRENGTHS, strict=False)]
+    pairs = list(zip(files, STRENGTHS, strict=False))
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", pairs, out, dtype=dtype, method=method, verify=False, compute_dtype="fp64"
+    )
+    numbers, after = report.numbers, load(out)
+    for key in KEYS:
+        assert_same(numbers["tensors"][key], numbers_of(base, after, changes, [key]))
+    assert_same(numbers["all"], numbers_of(base, after, changes, KEYS))
+    assert numbers["components"]["unet"] == numbers["all"]
+    first, second = numbers["blocks"].values()
+    assert_same(first, numbers_of(base, after, changes, KEYS[:2]))
+    assert_same(second, numbers_of(base, after, changes, KEYS[2:]))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One number in 16 is looked at, also of small weights."""
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.Looks", lambda: Looks(every=16, least=1))
+    yield
+
+
+@pytest.mark.usefixtures("few")
+def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> None:
+    """Of each adapter and of their sum, also where they cancel in part; the rest is an estimate."""
+    name = "model.layers.0.self_attn.q_proj"
+    base = {f"{name}.weight": rand(512, 64, seed=3)}
+    save(base, tmp_path / "base.safetensors")
+    deltas = []
+    for n in range(2):
+        factors = {f"{name}.lora_A.weight": rand(4, 64, seed=1), f"{name}.lora_B.weight": rand(512, 4, seed=n)}
+        save(factors, tmp_path / f"{n}.safetensors")
+        deltas.append(
+            STRENGTHS[n] * factors[f"{name}.lora_B.weight"].double() @ factors[f"{name}.lora_A.weight"].double()
+        )
+    pairs = [(tmp_path / f"{n}.safetensors", STRENGTHS[n]) for n in range(2)]
+    report = lora_merge.merge(tmp_path / "base.safetensors", pairs, tmp_path / "out.safetensors", verify=False)
+    every = report.numbers["all"]
+    assert (every["of"], every["elements"]) == (512 * 64, 512 * 64 // 16)
+    assert every["change"] == pytest.approx(float(sum(deltas).norm()), rel=1e-5)
+    assert [a["change"] for a in every["adapters"]] == pytest.approx([float(d.norm()) for d in deltas], rel=1e-5)
+    assert every["weight"] == pytest.approx(float(base[f"{name}.weight"].norm()), rel=0.5)
+    assert every["retained"] == pytest.approx(1.0, abs=1e-4)
+
+
+def other_formulas() -> Tensors:
+    """A whole difference, LoHa, LoKr and DoRA, one layer each."""
+    return {
+        "m.full.diff": rand(24, 16) * 0.1,
+        "m.loha.hada_w1_a": rand(24, 2), "m.loha.hada_w1_b": rand(2, 16),
+        "m.loha.hada_w2_a": rand(24, 2, seed=1), "m.loha.hada_w2_b": rand(2, 16, seed=1),
+        "m.lokr.lokr_w1": rand(4, 4), "m.lokr.lokr_w2": rand(6, 4),
+        "m.dora.lora_up.weight": rand(24, 2), "m.dora.lora_down.weight": rand(2, 16), "m.dora.dora_scale": rand(24, 1).abs() + 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_formula_is_measured(dtype: str, tmp_path: Path) -> None:
+    adapter = other_formulas()
+    base = {f"m.{kind}.weight": rand(24, 16, seed=n) for n, kind in enumerate(("full", "loha", "lokr", "dora"))}
+    save(base, tmp_path / "base.safetensors")
+    save(adapter, tmp_path / "a.safetensors")
+    out = tmp_path / "o.safetensors"
+    found = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", out, dtype=dtype, verify=False)
+    exact = lora_merge.merge(
+        tmp_path / "base.safetensors",
+        tmp_path / "a.safetensors",
+        tmp_path / "e.safetensors",
+        dtype="fp32",
+        compute_dtype="fp64",
+        verify=False,
+    )
+    assert exact.numbers["all"]["retained"] == pytest.approx(1, abs=1e-6)
+    written, wanted = load(out), load(tmp_path / "e.safetensors")
+    for key, weight in base.items():
+        change = wanted[key].double() - weight.double()
+        applied = written[key].double() - weight.to(written[key].dtype).double()
+        numbers: Any = found.numbers["tensors"][key]
+        assert numbers["change"] == pytest.approx(float(change.norm()), rel=1e-4), key
+        assert numbers["retained"] == pytest.approx(float((applied * change).sum() / change.square().sum()), rel=1e-4)
+        assert numbers["changed"] == pytest.approx(float((applied != 0).double().mean()), abs=1e-6)
+
+
+def test_numbers_that_are_not_finite_or_were_cut_are_left_out(tmp_path: Path) -> None:
+    base = {"m.a.weight": rand(24, 16)}
+    base["m.a.weight"][0, 0], base["m.a.weight"][1, 1] = float("nan"), float("inf")
+    save(base, tmp_path / "base.safetensors")
+    diff = torch.full((24, 16), 0.5)
+    diff[2, 2] = 1e6
+    save({"m.a.diff": diff}, tmp_path / "a.safetensors")
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors", dtype="fp16",
+        on_overflow="saturate", verify=False,
+    )  # fmt: skip
+    every = report.numbers["all"]
+    assert every["saturated"] == 1 and every["largest"] == pytest.approx(0.5, rel=1e-3)
+    assert every["change"] == pytest.approx(0.5 * np.sqrt(24 * 16 - 3), rel=1e-4)
+    assert every["retained"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_changes_that_become_one_are_told_before_that(method: str, tmp_path: Path) -> None:
+    base, name = sd1(), NAMES[0]
+    save(base, tmp_path / "base.safetensors")
+    files = [tmp_path / f"{n}.safetensors" for n in range(2)]
+    made = [lora(file, [name], 0.2, 10 * n) for n, file in enumerate(files)]
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", [*zip(files, STRENGTHS, strict=True)], tmp_path / "o.safetensors", method=method,
+        dtype="fp32", verify=False,
+    )  # fmt: skip
+    key = f"{name}.weight"
+    every = report.numbers["tensors"][key]
+    wanted = [abs(s) * float(d[key].norm()) for s, d in zip(STRENGTHS, made, strict=True)]
+    assert [a["change"] for a in every["adapters"]] == pytest.approx(wanted, rel=1e-4)
+    assert [a["retained"] for a in every["adapters"]] == [None, None]
+    change = load(tmp_path / "o.safetensors")[key].double() - base[key].double()
+    assert every["change"] == pytest.approx(float(change.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_scaled", "int8", "nvfp4", "mxfp8"])
+def test_codes_are_measured_as_they_are_decoded(dtype: str, tmp_path: Path) -> None:
+    """Of a plain base, and of the quantised one that comes of it: held against the proof, which looks at all rows."""
+    name = "model.layers.0.self_attn.q_proj"
+    save({f"{name}.weight": rand(128, 256, seed=3) * 0.05}, tmp_path / "plain.safetensors")
+    lora_factors = {
+        f"{name}.lora_A.weight": rand(4, 256, seed=1),
+        f"{name}.lora_B.weight": rand(128, 4, seed=2) * 0.002,
+    }
+    save(lora_factors, tmp_path / "a.safetensors")
+    base = tmp_path / "plain.safetensors"
+    for step in ("first", "second"):
+        out = tmp_path / f"{step}.safetensors"
+        report = lora_merge.merge(base, tmp_path / "a.safetensors", out, dtype=dtype if step == "first" else "keep")
+        want = lora_merge.verify(out, full=True)["numbers"]["all"]
+        found = report.numbers["all"]
+        assert 0 < found["elements"] <= found["of"] == 128 * 256
+        entries = ["weight", "retained", "noise", *(["changed"] if step == "second" and dtype != "int8" else [])]
+        assert found["change"] == pytest.approx(want["change"], rel=1e-4)
+        for entry in entries:
+            assert found[entry] == pytest.approx(want[entry], rel=0.3), (step, entry)
+        base = out
