@@ -101,7 +101,9 @@ def test_a_window_goes_up_and_down_once(
     parts = 1 if dtype == "keep" else 2  # tensors that keep their dtype, and others
     assert cuda.counts["up"] == 1 + parts, "the adapter, and the windows"
     if dtype == "keep":
-        assert cuda.counts["down"] == 1 + 3 + 1 + 1, "the adapter's extremes, those of each dtype, what was measured, the window"
+        assert cuda.counts["down"] == 1 + 3 + 1 + 1, (
+            "the adapter's extremes, those of each dtype, what was measured, the window"
+        )
         assert cuda.counts["down and waited for"] == 0
 
 
