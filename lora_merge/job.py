@@ -247,7 +247,8 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
         and not any(p.fullmatch(part) for p in (BLOCKS, BLOCK_PATH))
         and not part.startswith(BLOCK_LIST)
     ):
-        fix = f"use one of {', '.join(PARTS)}, a block such as IN04 or double_blocks.0-9, or re:REGEX"
+        fix = f"use one of {', '.join(PARTS)}, a block such as IN04 or double_blocks.0-9, or re:REGEX; "
+        fix += "lora-merge parts BASE lists those of a base"
         raise UsageError(f"no part is called {part!r}", "--strength-for", fix)
     return part, factor(value, f"--strength-for {part}")
 

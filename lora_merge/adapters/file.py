@@ -49,7 +49,8 @@ SCALES: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
 IN_ORDER: Final = (
-    "name the base model first and the adapter after it; if the order is right, this file is not an adapter"
+    "name the base model first and the adapter after it (combine, resize and the like: the model as --base); if the "
+    "order is right, this file is not an adapter"
 )
 
 CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once

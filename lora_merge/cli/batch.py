@@ -17,6 +17,7 @@ from ..progress import unwatched
 from ..text import Lines
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
+from .habits import ENDINGS
 from .parameters import HTML
 from .stages import paused, watching
 from .text import echo, leave_lost_folder
@@ -76,6 +77,8 @@ def batch(
     from .streams import Pictures, ReportFile
 
     pictures = Pictures(html, None, dry_run=dry_run)
+    if Path(jobs).suffix in ENDINGS:
+        raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
     find(executor)
     number = None if workers is None else whole_number(workers, "--workers")
     with watching(quiet=quiet, doing="jobs are planned"):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from ..errors import UsageError
 from ..text import Lines
 from .habits import completed
 from .helping import examples
@@ -33,9 +34,15 @@ def parts(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List parts and blocks, for --strength-for."""
+    from ..files.checkpoint import open_checkpoint
     from ..paths import expand
+    from ..viewing.inspect import is_adapter
 
-    found = parts_of(expand(completed(base)))
+    path = expand(completed(base))
+    if is_adapter(open_checkpoint(path)):
+        fix = f"name the base; lora-merge inspect {path.name} tells what the adapter changes"
+        raise UsageError("an adapter, and parts are those of a base", str(path), fix)
+    found = parts_of(path)
     if as_json:
         echo(json.dumps(found, ensure_ascii=False))
     elif styled(sys.stdout):

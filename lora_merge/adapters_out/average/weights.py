@@ -12,6 +12,7 @@ from typing import Final
 
 from ...errors import UsageError
 from ...options import is_finite, shown
+from ...text import plural
 
 WIDEST: Final = 12**-0.5
 STEPS: Final = 200  # of bisection: more than the bits of a float
@@ -31,7 +32,11 @@ def average_weights(
         raise UsageError("ema-to needs a beginning", "--ema-to", "give --ema too")
     if weights is not None:
         if len(weights) != count or not all(is_finite(w) for w in weights):
-            raise UsageError(f"{len(weights)} weights for {count} snapshots", "--weights", "give one number for each")
+            raise UsageError(
+                f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}",
+                "--weights",
+                "give one number for each",
+            )
         return [float(w) for w in weights]
     if ema is not None:
         last = ema if ema_to is None else ema_to
