@@ -479,3 +479,24 @@ def test_patterns_of_ranks_are_read_where_their_time_is_bounded(pattern: str, kn
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {pattern: 2}}
     found = read(base, lora((64, 32), name, PEFT, alpha=False), config)
     assert (found.modules, found.proven) == (1, known)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_factors_of_any_rank_are_known_with_a_configuration(rank: int) -> None:
+    tensors: dict[str, Shape] = {
+        "base_model.model.a.lora_A.weight": (rank, 32),
+        "base_model.model.a.lora_B.weight": (64, rank),
+    }
+    found = read(index({"a.weight": (64, 32)}), tensors, {"peft_type": "LORA", "r": 7, "lora_alpha": 3})
+    assert (found.modules, found.proven) == (1, 1)
+    whole = {"base_model.model.a.lokr_w1": (8, 4), "base_model.model.a.lokr_w2": (8, 8)}
+    assert read(index({"a.weight": (64, 32)}), whole, {"peft_type": "LOKR", "r": rank, "alpha": 3}).proven == 1
+
+
+@pytest.mark.parametrize("part", ["", "transformer."])
+def test_the_configuration_in_the_header_of_diffusers_is_known(part: str) -> None:
+    told = {f"{part}{name}": value for name, value in {"r": 4, "lora_alpha": 2, "use_rslora": True}.items()}
+    tensors = lora((64, 32), f"{part}blocks.0.attn.to_q", PEFT, alpha=False)
+    found = read(index({"blocks.0.attn.to_q.weight": (64, 32)}), tensors,
+                 metadata={"lora_adapter_metadata": json.dumps(told)})  # fmt: skip
+    assert (found.modules, found.proven) == (1, 1)
