@@ -481,7 +481,7 @@ def test_patterns_of_ranks_are_read_where_their_time_is_bounded(pattern: str, kn
     assert (found.modules, found.proven) == (1, known)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [1, 3, 32])
 def test_factors_of_any_rank_are_known_with_a_configuration(rank: int) -> None:
     tensors: dict[str, Shape] = {
         "base_model.model.a.lora_A.weight": (rank, 32),
