@@ -29,8 +29,9 @@ from ..text import plural
 from .suffixes import SHARED, split, split_row_part
 from .values import differing, zero_outside
 
+BUNDLE: Final = "bundle_emb."
 IGNORED: Final = {
-    "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",
+    BUNDLE: "bundled textual-inversion embedding, not a change of weights",
     "emb_params": "textual-inversion embedding, not a change of weights",
     "_aux.": "bookkeeping of the training tool",
 }

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import torch
 
+from ..adapters.file import BUNDLE, AdapterFile
 from ..disk.destination import check_output
+from ..disk.files import StoredTensor
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError
@@ -110,6 +112,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
         entries = entries_of(task.to, completed(made, everywhere, task.to, converter.value))
+        entries += [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
         outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources))
@@ -149,8 +152,9 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     sources = alone(job) if job.base is None else open_sources(job)
     assert sources.inputs is not None, "it has a base, or one is assumed"
     task = given.written_as(to.of(sources.inputs.names.known))
+    read = [f for index in sources.indexes for f in index.files]
     check_output(task.job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
-                 contents=CONTENTS)  # fmt: skip
+                 contents=CONTENTS, spared=read)  # fmt: skip
     everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
     there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
@@ -190,6 +194,11 @@ def prefix_name(to: Dialect, made: Made) -> str:
     name = to.key(made.place.prefix, made.place.module, "")
     name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
     return name if made.place.parameter == "weight" else f"{name}.{made.place.parameter}"
+
+
+def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
+    """Return the embeddings that OneTrainer stores beside an adapter, where the dialect has a place for them."""
+    return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
 
 
 def entries_of(to: Dialect, made: Sequence[Made]) -> list[Entry]:

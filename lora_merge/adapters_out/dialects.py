@@ -63,6 +63,8 @@ class Dialect:
     folder: bool = False
     whole: bool = False
     """Whether new values of whole tensors are stored under the parameter's name."""
+    bundles: bool = False
+    """Whether embeddings that OneTrainer stores beside the adapter have a place: `bundle_emb.`."""
     table: str = ""
     """The only table whose names it has, such as XLabs' for the attention of Flux."""
     others: Mapping[str, str] = field(default_factory=dict)
@@ -133,9 +135,10 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
         row.name: row
         for row in (
             Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
-                    largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
+                    bundles=True, largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
             Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True),
-            Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True),
+            Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True,
+                    bundles=True),
             Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
                     canonical=frozenset(), aliases=("native", "onetrainer-comfy")),
             Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", CANONICAL, _DIFFUSERS, alpha=False,

@@ -207,7 +207,7 @@ class Storage:
             one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
             left, right = (one, left @ right) if out <= cols else (left @ right, one)
         alpha = cut.alpha_of(left.shape[1])
-        scale = alpha / left.shape[1]
+        scale = alpha / left.shape[1] if left.shape[1] else 1.0  # rank 0: no change
         up, down = (left / scale).to(self.dtype), right.to(self.dtype)
         off = apart(left, right, up.double() * scale, down.double())
         return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))

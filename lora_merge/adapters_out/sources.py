@@ -17,6 +17,7 @@ from ..files.checkpoint import Index
 from ..job import Adapter
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
+from ..matching.incomplete import gaps, incomplete
 from ..matching.patch import Match, PatchPart
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice, Weight, whole
@@ -26,6 +27,7 @@ from ..planning.plan import weights
 from .job import AdapterJob
 
 GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
+NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 
@@ -156,6 +158,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
     files = tuple(opened.adapter(ref.path) for ref in job.adapters)
     joined: dict[tuple[str, str], list[tuple[int, Module]]] = {}
     for number, file in enumerate(files):
+        check_complete(file)
         if file.strange:
             raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
@@ -203,8 +206,7 @@ def _joined_target(
 ) -> Target:  # fmt: skip
     shape = next(filter(None, (shape_of(m) for _, m in members)), None)
     if shape is None:
-        raise UsageError("the shape of a weight is not in the adapter's file", f"{contexts[0].adapter.path}: {name}",
-                         GIVE_BASE)  # fmt: skip
+        raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
     view, uses = whole(f"{body_of(name)}.{parameter}", shape), []
     for number, module in members:
         context = contexts[number]
@@ -220,6 +222,13 @@ def _joined_target(
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
     return Target(name, parameter, shape, tuple(uses))
+
+
+def check_complete(file: AdapterFile) -> None:
+    """Raise InputError if a module lacks a tensor that the others have."""
+    lacking = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
+    for where, slot in lacking.items():
+        raise incomplete(f"{where} has no {slot}", file.path)
 
 
 def shape_of(module: Module) -> Shape | None:

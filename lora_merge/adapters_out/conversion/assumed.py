@@ -24,7 +24,7 @@ from ...planning.make_plan import Inputs
 from ..dialects import Dialect
 from ..job import AdapterJob
 from ..places import Place, places
-from ..sources import Sources, on_base, shape_of
+from ..sources import NO_SHAPE, Sources, check_complete, on_base, shape_of
 
 GIVE_BASE: Final = "give the base model that it was trained on: --base MODEL"
 NOWHERE: Final = Path("the base that was not given")
@@ -74,6 +74,7 @@ def _on_shapes(job: AdapterJob, names: Names, file: AdapterFile) -> Sources:
 
 
 def _changes(file: AdapterFile) -> list[Change]:
+    check_complete(file)
     if file.strange:
         raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                          GIVE_BASE)  # fmt: skip
@@ -81,8 +82,7 @@ def _changes(file: AdapterFile) -> list[Change]:
     for module in file.modules:
         shape = shape_of(module)
         if shape is None:
-            raise UsageError("the shape of a weight is not in the adapter's file", f"{file.path}: {module.where}",
-                             GIVE_BASE)  # fmt: skip
+            raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
         found.append(Change(module.name, module.parameter, shape))
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...adapters.file import AdapterFile, Module
+from ...adapters.peft.rules import rules
 from ...adapters.suffixes import split_parameter
 from ...errors import FitError
 from ...files.layouts import PEFT
@@ -36,6 +37,7 @@ class Own(Dialect):
 
 def own_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
+    rules(file.index.config, str(file.path), file.index.metadata)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
     if kind == "LORA":
         return DIALECTS["peft"]
@@ -51,7 +53,7 @@ def own_dialect(file: AdapterFile) -> Dialect:
     common = {slot: count.most_common(1)[0][0] for slot, count in seen.items()}
     spelling = Spelling.of(file)
     endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down, **common}
-    return Own(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange))
+    return Own(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True)
 
 
 def own_places(sources: Sources, to: Dialect) -> Iterator[Place]:

@@ -1,0 +1,122 @@
+"""Adapters that are damaged, odd or of no use here: one error, told by what, where and how; nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.errors import InputError, MergeError, UsageError
+from tests.support import Tensors, rand
+
+from .test_convert import flux, of_flux
+
+MODULE = "lora_unet_double_blocks_0_img_attn_proj"
+DOWN, UP, ALPHA = f"{MODULE}.lora_down.weight", f"{MODULE}.lora_up.weight", f"{MODULE}.alpha"
+
+
+def changed(**values: torch.Tensor | None) -> Tensors:
+    """The adapter for the tiny Flux with other tensors in one module; None: without that tensor."""
+    found = {
+        **of_flux(),
+        **{{"down": DOWN, "up": UP, "alpha": ALPHA}[k]: v for k, v in values.items() if v is not None},
+    }
+    gone = {{"down": DOWN, "up": UP, "alpha": ALPHA}[k] for k, v in values.items() if v is None}
+    return {name: value for name, value in found.items() if name not in gone}
+
+
+WRONG: dict[str, tuple[Tensors, int, str]] = {
+    "NaN": (changed(down=torch.full((3, 8), float("nan"))), 3, DOWN),
+    "infinity": (changed(up=torch.full((8, 3), float("inf"))), 3, UP),
+    "no up": (changed(up=None), 3, "img_attn_proj has no up"),
+    "ranks that differ": (changed(down=rand(2, 8)), 4, "img_attn_proj"),
+    "alpha is NaN": (changed(alpha=torch.tensor(float("nan"))), 3, ALPHA),
+    "no change at all": ({k: torch.zeros_like(v) for k, v in of_flux().items()}, 3, "changes nothing"),
+}  # fmt: skip
+RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
+    "convert": lambda a, o, _: lora_merge.convert(a, o, to="diffusers"),
+    "convert with a base": lambda a, o, base: lora_merge.convert(a, o, to="diffusers", base=base),
+    "keep": lambda a, o, _: lora_merge.convert(a, o, dtype="fp32"),
+    "resize": lambda a, o, _: lora_merge.resize(a, o, rank=1),
+    "combine": lambda a, o, base: lora_merge.combine([a, (a, 0.5)], o, base=base),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("what", WRONG)
+def test_damaged_adapters_are_refused_with_their_tensor(what: str, run: str, tmp_path: Path) -> None:
+    tensors, code, told = WRONG[what]
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file(flux(), tmp_path / "base.safetensors")
+    with pytest.raises(MergeError) as failure:
+        RUNS[run](tmp_path / "a.safetensors", tmp_path / "o.safetensors", tmp_path / "base.safetensors")
+    assert failure.value.exit_code == code, failure.value
+    assert told in str(failure.value)
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+ODD: dict[str, Tensors] = {
+    "rank 0": changed(down=torch.zeros(0, 8), up=torch.zeros(8, 0)),
+    "zeros in one module": changed(up=torch.zeros(8, 3)),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("what", ODD)
+def test_modules_without_a_change_are_dropped_and_named(what: str, run: str, tmp_path: Path) -> None:
+    save_file(ODD[what], tmp_path / "a.safetensors")
+    save_file(flux(), tmp_path / "base.safetensors")
+    report = RUNS[run](tmp_path / "a.safetensors", tmp_path / "o.safetensors", tmp_path / "base.safetensors")
+    notes: tuple[str, ...] = getattr(report, "notes", ())
+    assert any("change is zero" in note for note in notes), notes
+    assert not any("img_attn_proj" in name or "0.attn.to_out" in name for name in load_file(tmp_path / "o.safetensors"))
+
+
+def test_alpha_0_is_scale_1_and_fp8_is_read(tmp_path: Path) -> None:
+    """LyCORIS reads an α of 0 as the rank."""
+    for name, tensors in {"a": changed(alpha=torch.tensor(0.0)), "b": changed(alpha=torch.tensor(3.0))}.items():
+        small = {k: v if k.endswith("alpha") else v.to(torch.float8_e4m3fn) for k, v in tensors.items()}
+        save_file(small, tmp_path / f"{name}.safetensors")
+        lora_merge.convert(tmp_path / f"{name}.safetensors", tmp_path / f"{name}2.safetensors", to="diffusers")
+    one, other = (load_file(tmp_path / f"{n}2.safetensors") for n in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_what_is_no_change_of_weights_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
+    for what, more in {"aLoRA": {"alora_invocation_tokens": [1]}, "LoftQ": {"init_lora_weights": "loftq"},
+                       "PROMPT_TUNING": {"peft_type": "PROMPT_TUNING"}}.items():  # fmt: skip
+        (folder := tmp_path / what).mkdir()
+        name = "base_model.model.a"
+        tensors = {f"{name}.lora_A.weight": rand(2, 4), f"{name}.lora_B.weight": rand(4, 2)}
+        save_file(
+            {"prompt_embeddings": rand(2, 4)} if "peft_type" in more else tensors, folder / "adapter_model.safetensors"
+        )
+        (folder / "adapter_config.json").write_text(json.dumps({**config, **more}))
+        with pytest.raises(InputError, match=f"(?i){what.replace('_', '.')}"):
+            lora_merge.convert(folder, tmp_path / "o")
+
+
+def test_an_input_is_never_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(of_flux(), path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="is an adapter"):
+        lora_merge.convert(path, path, to="comfy", overwrite=True)
+    assert path.read_bytes() == before
+
+
+def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None:
+    """OneTrainer's: in its own dialects and kohya's; elsewhere the report names them."""
+    key = "bundle_emb.word.clip_l"
+    save_file({**of_flux(), key: rand(2, 8)}, tmp_path / "a.safetensors")
+    for to in ("kohya", "onetrainer", "keep", "diffusers"):
+        out = tmp_path / f"{to}.safetensors"
+        report = lora_merge.convert(tmp_path / "a.safetensors", out, to=to)
+        assert (key in load_file(out)) == (to != "diffusers")
+        assert key in report.coverage["a.safetensors"]["ignored"]
