@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zlib import crc32
+
+if TYPE_CHECKING:
+    from .job import Job
 
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
 RETAINED: Final = 0.9  # below this share of a change, the user is told
@@ -153,6 +156,19 @@ class Measures:
         self.tensors.pop(tensor, None)
         self.norms.pop(tensor, None)
         self.seen.pop(tensor, None)
+
+    def lost(self, job: Job) -> Iterator[str]:
+        """Yield a warning for each adapter of which less than `RETAINED` is in the output, where no proof tells it."""
+        every = total(self.tensors.values())
+        for number, ref in enumerate(job.adapters):
+            one = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
+            if one.loses and not every.cut:
+                kept = max(one.all.retained or 0.0, 0.0)
+                yield (
+                    f"only {kept:.0%} of {ref.path.name} is in the output: its changes are "
+                    "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
+                    "--rounding stochastic"
+                )
 
     @property
     def below(self) -> dict[str, Measure]:

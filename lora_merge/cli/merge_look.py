@@ -77,9 +77,10 @@ def conclude(
     if done.saturated:
         rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))
     if done.verified is not None:
-        rows += proven(done.verified, verbose=verbose)
+        rows += proven({**done.verified, "numbers": done.numbers or done.verified["numbers"]}, verbose=verbose)
     else:
         rows.append(("proven", f"not at all (--no-verify); later: lora-merge verify {quoted(done.output)}"))
+        rows += [("", f"the change: {effect(done.numbers)}")] if done.numbers else []
     rows.append(("undo", undo(done)))
     warned = bool(done.verified and done.verified["warnings"])
     show(panel(f"{mark('done')} merged", rows, "yellow" if warned else "green"))

@@ -16,7 +16,7 @@ from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error
-from ..models.blocks import places
+from ..models.blocks import groups
 from ..models.names import names
 from ..planning.card import card, card_path
 from ..planning.outputs import Card, contents
@@ -201,15 +201,15 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
 
 
 def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[str]) -> Report:
-    plan, job = written.plan, written.plan.job
+    plan, job, lost = written.plan, written.plan.job, () if proof else tuple(written.measures.lost(written.plan.job))
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
         seconds=seconds, device=written.device, device_choice=written.choice,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
-        saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes),
-        numbers=written.measures.to_dict(len(job.adapters), places(names(plan.base, job.map)), written.saturated),
+        saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes, *lost),
+        numbers=written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
 from ..text import html_table, plural
 from .live_model import live_model
-from .merging import KEEP, prepare, warn_of_cut
+from .merging import KEEP, prepare, warn_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -44,6 +44,8 @@ class MergedModel:
     def __init__(self, tensors: Mapping[str, Tensor], keep: Keep) -> None:
         self._tensors, self._keep = tensors, keep
         self._originals: dict[str, Restore] = {}
+        self.numbers: Mapping[str, Any] = {}
+        """What the merge did to the weights, as `numbers` of a report."""
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -140,8 +142,9 @@ def merge_into(
 
     try:
         with watched(progress) as watcher:
-            cut = merge.run(give, watcher)
-        warn_of_cut(cut)
+            told = merge.run(give, watcher)
+        merged.numbers = told.numbers
+        warn_of(told)
     except BaseException:
         merged.undo()
         raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, OneAdapter, is_pair, make_job
+from ..measure import Measures
+from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
 from ..paths import expand
@@ -55,6 +57,14 @@ MemoryAdapters: TypeAlias = MemoryAdapter | Sequence[MemoryAdapter] | Mapping[st
 """What functions on tensors take as adapters: paths, state dicts and opened adapters, each also with a strength."""
 
 Give = Callable[[OutputTensor, Tensor], None]
+
+
+class Made(NamedTuple):
+    """What is known of a merge in memory, beside its tensors."""
+
+    saturated: Counter[str]  # tensor → numbers that were cut to the largest of their dtype
+    numbers: Mapping[str, Any]  # what the merge did to the weights, as in a report
+    lost: tuple[str, ...]  # warnings of changes that are lost in the rounding
 
 
 @dataclass(frozen=True)
@@ -82,12 +92,12 @@ class MemoryMerge:
         inputs = self.matched.inputs
         return (target for _, target in outputs(inputs.job, inputs.base, self.matched.adapters))
 
-    def run(self, give: Give, progress: Progress) -> Counter[str]:
-        """Pass every target with its result to `give`; return how many numbers of each were cut to their dtype.
+    def run(self, give: Give, progress: Progress) -> Made:
+        """Pass every target with its result to `give`.
 
         The tensors of `Packing.parts` come last, as they are known when all weights are merged.
         """
-        inputs, saturated = self.matched.inputs, Counter[str]()
+        inputs, saturated, measures = self.matched.inputs, Counter[str](), Measures()
         told = counted(progress, "merge", "", sum(target.nbytes for target in self.targets()))
         with ExitStack() as stack:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
@@ -100,8 +110,9 @@ class MemoryMerge:
             parts: list[PartBytes] = []
             for some in _portions(self.targets()):
                 own = {t.name: self.own[t.source.name] for t in some if self.own and self.of_base(t)}
-                made, more = _merged(some, folder, own, saturated)
-                parts += more
+                made, outcome = _merged(some, folder, own, saturated)
+                parts += outcome.parts
+                measures.take(outcome.measured)
                 for target in some:
                     name = target.in_file[0]
                     if name in late:
@@ -114,7 +125,8 @@ class MemoryMerge:
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)
-        return saturated
+        numbers = measures.to_dict(len(self.job.adapters), groups(inputs.names), saturated)
+        return Made(saturated, numbers, (*measures.lost(self.job),))
 
 
 def prepare(
@@ -146,9 +158,12 @@ def prepare(
     return MemoryMerge(found, at, own if keep else {}, head)
 
 
-def warn_of_cut(saturated: Counter[str]) -> None:
-    """Warn the caller of a public function of numbers that were cut to the largest of their dtype."""
-    if saturated:
+def warn_of(made: Made) -> None:
+    """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
+    are lost in the rounding."""
+    for text in made.lost:
+        warnings.warn(text, stacklevel=4)
+    if saturated := made.saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=4)  # fmt: skip
 
@@ -174,8 +189,8 @@ def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
 
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockMerger, own: Mapping[str, Tensor], saturated: Counter[str]
-) -> tuple[dict[str, Tensor], tuple[PartBytes, ...]]:
-    """Return name → result, and what changes beside codes; adds to the counts of cut numbers."""
+) -> tuple[dict[str, Tensor], Outcome]:
+    """Return name → result, and what changes beside codes and was measured; adds to the counts of cut numbers."""
     merged, items, fetch = {}, [], folder.tensors.fetch
 
     def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
@@ -206,11 +221,12 @@ def _merged(
     saturated += outcome.cut
     for target in (t for t in targets if t.name in outcome.largest):
         new = refitted(target, outcome.largest[target.name], fetch)
+        outcome = replace(outcome, measured=tuple(m for m in outcome.measured if m.tensor != target.name))
         for block, codes, again in made_again(new, folder):
             _rows(merged[target.stored], target, block).copy_(codes)
-            outcome += Outcome(parts=again.parts)
+            outcome += replace(again, largest={})
         outcome += Outcome(parts=tuple(new_parts(new)))
-    return merged, outcome.parts
+    return merged, outcome
 
 
 def _amend(kept: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.torch_state import undisturbed
 from ..progress import Progress, watched
-from .merging import prepare, warn_of_cut
+from .merging import prepare, warn_of
 from .state_index import index_of, ties
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def merge_state_dict(
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
     with watched(progress) as watcher:
-        cut = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
-    warn_of_cut(cut)
+        told = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
+    warn_of(told)
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:

@@ -249,15 +249,15 @@ def _is_single(path: str) -> bool:
     return path.rpartition(".")[2].startswith("single")
 
 
-def places(lookup: Names) -> Callable[[str], Iterator[tuple[str, str]]]:
+def groups(lookup: Names) -> Callable[[str], Iterator[tuple[str, str]]]:
     """Return a function of a tensor's key that yields ("components", its part of the model), and ("blocks", part and
     block) where it lies in a block."""
     block_of = blocks(lookup).of
 
-    def groups(key: str) -> Iterator[tuple[str, str]]:
+    def of_key(key: str) -> Iterator[tuple[str, str]]:
         component, block = lookup.component(key), block_of(key)
         yield "components", component
         if block:
             yield "blocks", f"{component} {block}"
 
-    return groups
+    return of_key

@@ -23,7 +23,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..measure import RETAINED
-from ..models.blocks import places
+from ..models.blocks import groups
 from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
@@ -252,7 +252,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     """Return the size of the change and what of it is in the output: in all, by component, by block, by tensor."""
-    return findings.measures.to_dict(len(plan.job.adapters), places(names(plan.base, plan.job.map)))
+    return findings.measures.to_dict(len(plan.job.adapters), groups(names(plan.base, plan.job.map)))
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:

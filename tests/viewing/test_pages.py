@@ -59,7 +59,7 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     seen = unescape(re.sub("<[^>]*>", "\n", dom.split("<footer")[0].split("<main")[1]))
     assert "<b>out</b>" in seen  # as text
     assert f"{report['changed']} of {report['tensors']} tensors" in seen
-    numbers = report["verified"]["numbers"]
+    numbers = report["numbers"]
     assert f"{numbers['all']['ratio']:.2%} of the weights" in seen
     assert "heatmaplayer" in dom  # Plotly has drawn
     assert {"components", "blocks"} <= numbers.keys()

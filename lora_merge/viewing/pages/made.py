@@ -32,7 +32,7 @@ def of_merge(found: Found) -> dict[str, Any]:
     """Return the content of the page of a merge."""
     page = Content("Merge", Path(found["output"]).name)
     proof = found["verified"] or {}
-    numbers = proof.get("numbers") or {}
+    numbers = found.get("numbers") or proof.get("numbers") or {}
     every = numbers.get("all") or {}
     page.summary(
         ("output", f"{found['output']} ({size(found['written'])})"),
@@ -158,7 +158,7 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     page.data["warnings"] = [f"{job['output']}: {job['error']['what']}" for job in found if job.get("error")]
     rows = []
     for job, report in zip(found, reports, strict=True):
-        every = ((report.get("verified") or {}).get("numbers") or {}).get("all") or {}
+        every = (report.get("numbers") or {}).get("all") or {}
         link = {"text": Path(job["output"]).name, "href": Path(job["output"]).absolute().as_uri()}
         rows.append(
             [
