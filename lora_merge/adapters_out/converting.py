@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES
-from ..engine.placement import TORCH_DTYPES
+from ..engine.devices import places
+from ..engine.placement import TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
@@ -46,6 +48,11 @@ class Converter:
     to: Dialect
     rules: RankRules | None
     evaluator: Evaluator
+
+    @cached_property
+    def at(self) -> Placement:
+        """Where matrices are decomposed."""
+        return places(self.job.inputs.device, "F32")[0]
 
     def ranks(self, there: Iterable[Filled]) -> dict[str, int]:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
@@ -150,7 +157,7 @@ class Converter:
         if alpha is not None and not self.to.alpha and self.rules is None:
             alpha = None
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
-        storage = Storage(algorithm, self._dtype(shares), 0.0)
+        storage = Storage(algorithm, self._dtype(shares), 0.0, self.at)
         if algorithm == FACTORS and wanted.left is None and self.rules is None:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
         rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
