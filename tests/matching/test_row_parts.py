@@ -304,15 +304,15 @@ def test_real_models_tell_what_their_fused_weights_hold() -> None:
         ("transformers/gpt-neox-20b", "gpt_neox.layers.0.attention.query_key_value.weight", ()),  # head by head
     ):
         base = names_of(name)
-        assert agreed(base.fused(whole(key, base._shapes[key]))) == split
+        assert agreed(base.fused(whole(key, base.shapes[key]))) == split
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_neighbours_never_contradict_the_tables(name: str) -> None:
     """Of every real model that a table knows: what the tensors beside a fused weight tell is what the table says."""
     base = names_of(name)
-    for key, shape in base._shapes.items():
-        told, known = splits(key, base._shapes, {}), base.fused(whole(key, shape))
+    for key, shape in base.shapes.items():
+        told, known = splits(key, base.shapes, {}), base.fused(whole(key, shape))
         assert len({*told.values()}) <= 1
         if told and known and "table" in next(iter(known)):
             assert agreed(told) == agreed(known), key
