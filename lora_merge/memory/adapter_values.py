@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ from ..options import factor
 from .loaded_adapter import LoadedAdapter
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..adapters_out.report import AdapterReport
+    from ..keywords import AdapterReading
 
 Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
@@ -75,13 +78,13 @@ class Changes:
 
     def save(
         self, path: str | Path, *, format: str = "keep", rank: str | int = EXACT,
-        base: str | Path | None = None, **options: Any,
+        base: str | Path | None = None, **options: Unpack[AdapterReading],
     ) -> AdapterReport:  # fmt: skip
         """Write the changes as one adapter: as `combine` does, or in another dialect as `convert` does.
 
         Parameters:
             path: The file or folder to write.
-            format: A dialect of `convert`, which needs `base`; "keep": that of the first adapter.
+            format: A dialect of `convert`; "keep": that of the first adapter.
             rank: A number or a rule, as for `combine`.
             base: The model.
 

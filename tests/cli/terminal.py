@@ -88,6 +88,7 @@ def played_here(
         for name in {"NO_COLOR", "COLUMNS", "LINES"} - {*keep}:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLORTERM", "truecolor")  # Rich keeps the codes of a style, whatever a later terminal has
         files = [stack.enter_context(os.fdopen(os.dup(end), "w", encoding="utf-8")) for _ in range(2)]
         monkeypatch.setattr(sys, "argv", ["lora-merge", *words])
         monkeypatch.setattr(sys, "stdout", SafeStream(files[0]))

@@ -50,8 +50,7 @@ def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pyte
     assert any("✓ merged" in row for row in found.screen)
     assert not re.search("\x1b\\[[0-9;]*m", found.text)
     assert played_here([*MERGE, "--color", "never", "--overwrite"], monkeypatch).screen[:5] == found.screen[:5]
-    for words in (["inspect", "base.safetensors", "style.safetensors", "--weights"], ["inspect", "no.safetensors"],
-                  ["compare", "base.safetensors", "o.safetensors"], ["parts", "base.safetensors"]):  # fmt: skip
+    for words in (["inspect", "base.safetensors", "style.safetensors", "--weights"], ["inspect", "no.safetensors"]):  # fmt: skip
         coloured, plain = played_here(words, monkeypatch), played_here([*words, "--color", "never"], monkeypatch)
         assert re.search("\x1b\\[[0-9;]*m", coloured.text), words
         assert not re.search("\x1b\\[[0-9;]*m", plain.text)

@@ -127,6 +127,13 @@ def test_editors_know_every_keyword(call: Any) -> None:
             assert text.startswith("Unpack[")
 
 
+def test_editors_know_every_keyword_of_methods() -> None:
+    for kind in (getattr(lora_merge, name) for name in lora_merge.__all__):
+        for name, method in signatures.getmembers(kind, signatures.isfunction) if signatures.isclass(kind) else ():
+            found = [p for p in signatures.signature(method).parameters.values() if p.kind is p.VAR_KEYWORD]
+            assert name.startswith("_") or all("Unpack[" in str(p.annotation) for p in found), f"{kind}.{name}"
+
+
 @pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
 def test_help_tells_what_goes_in_and_what_comes_out(call: Any) -> None:
     text = signatures.getdoc(call) or ""
