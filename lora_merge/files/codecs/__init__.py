@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from . import bitsandbytes, compressed_tensors, folders, fp4, fp8_scaled, gptq, mlx, torchao, trainers
+from . import (
+    bitsandbytes,
+    compressed_tensors,
+    folders,
+    fp4,
+    fp8_scaled,
+    gptq,
+    halves,
+    mlx,
+    sdnq,
+    torchao,
+    trainers,
+)
 from .base import Checkpoint, Claim
 
 CODECS: Final[tuple[Callable[[Checkpoint], Iterable[Claim]], ...]] = (
     fp8_scaled.claim, fp4.comfy, folders.blocks, folders.fbgemm, folders.modelopt, fp4.modelopt, fp4.gpt_oss,
     compressed_tensors.claim, bitsandbytes.claim, gptq.claim, mlx.claim,
-    torchao.claim, trainers.claim,
+    torchao.claim, halves.quanto, halves.hqq, sdnq.claim, trainers.claim,
 )  # fmt: skip
 """Functions that yield the weights that a codec reads. All tensors that none of them claims are plain numbers."""

@@ -270,6 +270,17 @@ def repeated(groups: int, count: int) -> Tensor:
     return torch.arange(groups).repeat_interleave(count // groups)
 
 
+def divided(first: int, count: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Return row and column of `count` consecutive numbers of a matrix, from number `first` on."""
+    return parted(torch.arange(first, first + count), cols)
+
+
+def parted(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return quotients and remainders of whole numbers."""
+    whole = numbers // size
+    return whole, numbers - whole * size
+
+
 def nearest(levels: Tensor, table: Tensor) -> Tensor:
     """Return, as bytes, the places of the nearest numbers of a table."""
     found = table.sort()

@@ -133,10 +133,11 @@ def _weight(found: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | 
         return None
     each = ITEM_BYTES[scale.dtype]
     parts = {role: Part(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
-    encoding = _encoding(size, bits=bits, numbers=scale.dtype, label=f"mlx {bits} bit")
+    encoding = affine(size, bits=bits, numbers=scale.dtype, label=f"mlx {bits} bit")
     return claimed(codes, codes.name, shape, Packing(encoding, codes, parts))
 
 
 @cache
-def _encoding(size: int, *, bits: int, **settings: Any) -> Affine:
+def affine(size: int, *, bits: int, **settings: Any) -> Affine:
+    """Return the encoding of weights with a scale and a bias for each `size` columns."""
     return Affine((size, size * bits // 8), size, bits=bits, **settings)

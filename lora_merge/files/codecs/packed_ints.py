@@ -38,6 +38,7 @@ class Packed(Encoding):
     size: int = 0  # columns with one scale
     zeros: bool = False
     scales: str = "F32"  # dtype of the scales
+    zero_groups: bool = False  # whether a group of zeros has the scale 0
     name: ClassVar[str] = "packed_ints"
     stochastic: ClassVar[bool] = True
 
@@ -68,7 +69,7 @@ class Packed(Encoding):
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted(low, high, old, zero)
         half = 2 ** (self.bits - 1)
-        levels = (groups / scale.to(values.dtype) + zero).view(rows, self.cols)
+        levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
             levels = draws.to_integers(levels, parts[DRAW].view(rows, self.cols))
         levels = levels.round().clamp(-half, half - 1)
@@ -100,7 +101,7 @@ class Packed(Encoding):
 
     def _scale(self, parts: Parts, rows: int) -> Tensor:
         found = parts[SCALE].float().view(rows, -1, 1)
-        if not bool(((found > 0) & (found < inf)).all()):
+        if not bool((((found > 0) | ((found == 0) & self.zero_groups)) & (found < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
         return found
 
@@ -194,7 +195,7 @@ def packed_ints(of: PackedInts, name: str) -> Claim | None:
     parts = {SCALE: Part(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
     parts |= {ZERO: Part(of.zero, each * cols, across * 4)} if of.zero is not None else {}
     parts |= {ORDER: Part(of.order)} if of.order is not None else {}
-    found = _encoding(
+    found = packed(
         (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
         zeros=of.zero is not None, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
     )  # fmt: skip
@@ -209,5 +210,6 @@ def _shape(info: StoredTensor | None) -> tuple[int, ...]:
 
 
 @cache
-def _encoding(unit: tuple[int, int], group: int, **settings: Any) -> Packed:
+def packed(unit: tuple[int, int], group: int, **settings: Any) -> Packed:
+    """Return the encoding of rows of codes that take so many bytes."""
     return Packed(unit, group, **settings)

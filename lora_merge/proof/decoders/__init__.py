@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..grids import Grid
 from ..reference.floats import Array
-from .codes import BadPart, bnb4, fp4, packed_ints, scaled, transposed
+from .codes import BadPart, bnb4, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .streams import streams
 
@@ -19,6 +19,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "packed_ints": packed_ints,
     "scaled": scaled,
     "ggml": blocks,
+    "halves": halves,
     "mlx": streams,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""

@@ -104,7 +104,7 @@ def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tu
     column = np.arange(cols) // encoding.size
     if "order" in raw:
         column = np.frombuffer(raw["order"], "<i4")
-    scale = scales(raw["scale"], encoding.scales).reshape(rows, across)[:, column]
+    scale = scales(raw["scale"], encoding.scales, zero=encoding.zero_groups).reshape(rows, across)[:, column]
     shift: Any = 0.0
     if encoding.zeros:
         words = _unpacked(raw["zero"], bits).reshape(-1, across, 32 // bits)
@@ -152,3 +152,19 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
     spread = np.broadcast_to(scale[group, row], level.shape).reshape(-1)
     levels = (level - zero).reshape(-1).astype(np.float64)
     return levels, Grid(Table(np.arange(-mask - 1, mask + 1)), spread)
+
+
+def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+    """Return whole numbers whose matrix of groups is stored in parts of rows, each in other bits of the same bytes."""
+    data, bits, cols = np.frombuffer(raw["codes"], np.uint8).reshape(-1, encoding.cols), encoding.bits, encoding.cols
+    shifts = range(8 - bits, -1, -bits) if encoding.hqq else range(0, 8, bits)
+    levels = np.concatenate([data >> shift for shift in shifts]) & (2**bits - 1)
+    scale, zero = decode(raw["scale"], encoding.scales), decode(raw["zero"], encoding.zeros)
+    if not (np.isfinite(scale).all() and np.isfinite(zero).all()):
+        raise BadPart("a scale or a zero point is not a finite number")
+    number = np.arange(first, first + count)
+    group = number % cols if encoding.across else number // cols
+    spread = np.where(scale != 0, scale, np.finfo(np.float64).tiny)
+    shift = -zero * scale if encoding.hqq else -zero
+    found = levels.ravel()[first : first + count].astype(np.float64)
+    return found, Grid(Table(np.arange(2**bits)), spread[group], shift[group])
