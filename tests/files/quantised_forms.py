@@ -157,11 +157,13 @@ def _compressor(form: str) -> Any:
     return BaseCompressor.get_value_from_registry(form)
 
 
-def rows(dtype: torch.dtype, limit: float, last: str, kind: torch.dtype = torch.float32) -> Callable[[Tensor], Tensors]:
+def rows(
+    dtype: torch.dtype, limit: float, last: str, kind: torch.dtype = torch.float32, codes: str = "weight"
+) -> Callable[[Tensor], Tensors]:
     def make(w: Tensor) -> Tensors:
         scale = (w.abs().amax(1, keepdim=True) / limit).to(kind)
         levels = w / scale.float()
-        return {"weight": (levels if dtype.is_floating_point else levels.round()).to(dtype), last: scale}
+        return {codes: (levels if dtype.is_floating_point else levels.round()).to(dtype), last: scale}
 
     return make
 
@@ -341,6 +343,33 @@ def mlx(bits: int, dtype: torch.dtype, size: int = 64) -> Form:
     )
 
 
+def sdnq(kind: str) -> Form:
+    """SDNQ in groups of 32 columns, by its formula, which its library confirms (test_other_formats)."""
+    bits, signed = int(kind.removeprefix("u").removeprefix("int")), kind.startswith("int")
+    most, lowest = 2 ** (bits - 1) - 1 if signed else 2**bits - 1, -(2 ** (bits - 1)) if signed else 0
+
+    def make(w: Tensor) -> Tensors:
+        groups = w.view(SHAPE[0], -1, 32)
+        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = groups.abs().amax(2, keepdim=True) / most if signed else (high - low) / most
+        levels = (groups if signed else groups - low) / torch.where(scale > 0, scale, 1)
+        codes = levels.round().clamp(lowest, most).to(torch.int8 if kind == "int8" else torch.uint8)
+        if bits == 4:
+            codes = ((levels.round().clamp(lowest, most) - lowest).to(torch.uint8)).view(-1, 2)
+            codes = codes[:, 0] | codes[:, 1] << 4
+        return {"weight": codes, "scale": scale, **({} if signed else {"zero_point": low})}
+
+    def read(t: Tensors) -> Tensor:
+        codes = t["weight"]
+        if bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1)
+        levels = codes.float() + (lowest if bits == 4 else 0)
+        return (levels.view(SHAPE[0], -1, 32) * t["scale"] + t.get("zero_point", torch.zeros(1))).view(SHAPE)
+
+    config = {"quant_method": "sdnq", "weights_dtype": kind, "group_size": 32}
+    return Form(make, read, lambda t, _: spread(t["scale"].squeeze(2)).abs() / 2, config, scale="scale")
+
+
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
@@ -398,6 +427,13 @@ FORMS: dict[str, Form] = {
     "mlx 4 bit": mlx(4, torch.bfloat16),
     "mlx 8 bit": mlx(8, torch.bfloat16),
     "mlx 3 bit": mlx(3, torch.float16, 32),
+    "quanto int8": Form(
+        rows(torch.int8, 127, "weight._scale", codes="weight._data"), lambda t: t["weight._data"].float() * t["weight._scale"].float(),
+        lambda t, _: spread(t["weight._scale"]) / 2, {"quant_method": "quanto"}, scale="weight._scale",
+    ),
+    "SDNQ int4": sdnq("int4"),
+    "SDNQ uint4": sdnq("uint4"),
+    "SDNQ int8": sdnq("int8"),
     "GPTQ": Form(_gptq, _read_gptq, _int, {"quant_method": "gptq", "bits": 4}, scale="scales", decode_only=True),
     "AWQ": Form(_awq, _read_awq, _int, {"quant_method": "awq", "bits": 4, "version": "gemm"}, scale="scales", decode_only=True),
 }  # fmt: skip
