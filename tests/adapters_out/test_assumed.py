@@ -86,7 +86,8 @@ ASKS = {
     "the only block": (sd3(16, 1), "diffusers", "which block is the last one"),
     "the model": ({"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}, "kohya", "fit no model"),
     "a name": (
-        of_flux() | {"lora_unet_other.lora_up.weight": rand(8, 2), "lora_unet_other.lora_down.weight": rand(2, 8)},
+        of_flux() | {"lora_unet_other.lora_up.weight": rand(8, 2), "lora_unet_other.lora_down.weight": rand(2, 8),
+                     "lora_unet_other.alpha": torch.tensor(1.0)},
         "diffusers", "lora_unet_other is no known name",
     ),
     "a shape": ({"transformer.single_blocks.0.linear1.oft_blocks": rand(2, 4, 4)}, "kohya", "shape of a weight"),

@@ -22,8 +22,11 @@ from ..sources import Sources, Target
 from ..truncation.storing import squares_of
 from .assumed import WithoutBase, cache_of, same_base
 
-BUDGET: Final = 2**27
+BUDGET: Final = 2**30
 """Multiplications of the comparison; weights are taken evenly over the file."""
+
+FORMED: Final = 8
+"""Multiplications that take as long as to form one number of a whole matrix."""
 
 PROBES: Final = 8
 """Random vectors x of a comparison of factors. ‖E x‖² has the mean ‖E‖², so an error that all of them miss is one of
@@ -82,7 +85,7 @@ def _cost(target: Target) -> int:
     out, cols = target.matrix
     ranks = [use.patch.shapes["down"][0] for use in target.uses if "down" in use.patch.shapes]
     factored = ranks and len(ranks) == len(target.uses)
-    return 2 * PROBES * sum(ranks) * (out + cols) if factored else out * cols
+    return 2 * PROBES * sum(ranks) * (out + cols) if factored else FORMED * out * cols
 
 
 def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], allowed: float) -> float:
