@@ -6,10 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.engine import blocks
+from lora_merge.files.codecs import arithmetic
 from lora_merge.files.codecs.base import Encoding, Packing
 from lora_merge.files.codecs.plain import plain
 from lora_merge.models.weights import Weight
@@ -49,3 +51,19 @@ def test_rows_that_are_encoded_together_are_not_cut(rows: int, largest: int, mon
     assert (cut[0].first, cut[-1].last) == (0, rows)
     assert all(a.last == b.first and b.first % 128 == 0 for a, b in pairwise(cut))
     assert len(cut) == (1 if largest == 2**20 else -(-rows // 128))
+
+
+@pytest.mark.parametrize("dtype", arithmetic.FP8)
+def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_nan(dtype: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    numbers = every.view(arithmetic.FP8[dtype]).float()
+    for codes in (every, every[~numbers.isnan()], every[:0]):
+        found, expected = arithmetic.from_fp8(codes, dtype), codes.view(arithmetic.FP8[dtype]).float()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
+
+
+@pytest.mark.parametrize("size", [1, 6, 16, 32])
+def test_the_largest_magnitude_of_each_block(size: int) -> None:
+    blocks = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(arithmetic.largest_of_each(blocks), blocks.abs().amax(1))

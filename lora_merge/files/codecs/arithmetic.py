@@ -50,8 +50,23 @@ def _fp8_values(dtype: str) -> Tensor:
 
 
 def from_fp8(codes: Tensor, dtype: str) -> Tensor:
-    """Return the numbers of bytes, in fp32. A table takes a fifth of the time of torch's cast."""
-    return _fp8_values(dtype).index_select(0, codes.reshape(-1).view(torch.uint8).int())
+    """Return the numbers of bytes, in fp32.
+
+    A table takes a fifth of the time of torch's cast. On a CPU, fp16 takes half of that again: it has the same fields,
+    only wider, but in e4m3 other bits for NaN.
+    """
+    raw = codes.reshape(-1).view(torch.int8)
+    if raw.device.type == "cpu" and dtype == "F8_E5M2":
+        return raw.to(torch.int16).mul_(256).view(torch.float16).float()
+    if raw.device.type == "cpu" and raw.numel() and not _holds_nan(raw):
+        signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
+        return signed.view(torch.float16).float().mul_(256.0)  # the exponents' biases are 15 and 7
+    return _fp8_values(dtype).index_select(0, raw.view(torch.uint8).int())
+
+
+def _holds_nan(raw: Tensor) -> bool:
+    """Return whether a byte is NaN in e4m3: all bits but the sign are set."""
+    return int(raw.max()) == 0x7F or int(raw.view(torch.uint8).max()) == 0xFF
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
@@ -73,6 +88,19 @@ def largest(values: Tensor) -> float:
     if isfinite(low) and isfinite(high):
         return max(-low, high)
     return largest(values[values.isfinite()])
+
+
+def largest_of_each(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of [n, k]. Of short rows, torch's own way takes twice as long as halving
+    them."""
+    sizes, width = blocks.abs(), blocks.shape[1]
+    while 1 < width <= SHORT and width % 2 == 0:
+        width //= 2
+        sizes = torch.maximum(sizes[:, :width], sizes[:, width:])
+    return sizes.amax(1)
+
+
+SHORT: Final = 16
 
 
 def single(values: Tensor) -> Tensor:
@@ -188,28 +216,27 @@ def e2m1_codes(levels: Tensor) -> Tensor:
     for one correct rounding to two.
     """
     bits = single(levels).contiguous().reshape(-1).view(torch.int32)
-    index = ((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)
-    return _e2m1_codes().index_select(0, index)
+    sticky = (bits & 0xFFFF).add_(0xFFFF).bitwise_right_shift_(16)
+    return _e2m1_codes().index_select(0, (bits >> 16).bitwise_and_(0xFFFF).bitwise_or_(sticky))
 
 
 @a_table
 def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
-    """Return the two numbers of each byte of two codes."""
+    """Return the two numbers of each byte of two codes, in fp32, as one of 64 bits: it is copied at once."""
     codes, numbers = torch.arange(256), torch.tensor(table)
     low, high = numbers[codes & 15], numbers[codes >> 4]
-    return torch.stack([high, low] if high_first else [low, high], 1)
+    return torch.stack([high, low] if high_first else [low, high], 1).view(torch.int64).view(-1)
 
 
 def from_halves(raw: Tensor, table: Sequence[float], *, high_first: bool) -> Tensor:
     """Return the numbers of bytes that hold two codes each, flat, by a table of 16 numbers."""
-    return _pairs(tuple(table), high_first).index_select(0, raw.reshape(-1).int()).view(-1)
+    return _pairs(tuple(table), high_first).index_select(0, raw.reshape(-1).int()).view(torch.float32)
 
 
 def in_halves(codes: Tensor, *, high_first: bool) -> Tensor:
-    """Return 4-bit codes, two in a byte."""
-    pairs = codes.reshape(-1, 2)
-    first, second = pairs[:, 0], pairs[:, 1]
-    return (first << 4 | second) if high_first else (second << 4 | first)
+    """Return 4-bit codes, given as bytes, two in a byte."""
+    pairs = codes.contiguous().view(-1).view(torch.int16)  # the second code lies in the upper byte
+    return (pairs << 4 | pairs >> 8 if high_first else pairs >> 4 | pairs).to(BYTE)
 
 
 def from_bits(raw: Tensor, bits: int) -> Tensor:

@@ -78,7 +78,7 @@ class Fp4(Encoding):
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         blocks = values.view(-1, self.size)
         old, whole = self._scale(parts, count), self._whole(parts)
-        largest = blocks.abs().amax(1)
+        largest = arithmetic.largest_of_each(blocks)
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
             return None
         refit = (largest > old * COVERED) | (largest < old * FINE)
@@ -122,7 +122,7 @@ class Fp4(Encoding):
         raw = parts[SCALE].view(arithmetic.BYTE)
         found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
         if self.swizzled:
-            found = found[arithmetic.swizzle(count // self.cols, self.cols // self.size)]
+            found = found.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
         if not bool((found >= 0).all()):
             raise InvalidPart("a scale is negative or not a number")
         return found * self._whole(parts)

@@ -136,7 +136,7 @@ class Scaled(Encoding):
         raw = parts[SCALE]
         found = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
         if self.swizzled:
-            found = found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)]
+            found = found.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
         good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
         if not bool(good.all()):
             raise InvalidPart(f"a scale is not a positive number: {found[~good][0].item():g}")
