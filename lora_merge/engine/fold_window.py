@@ -62,7 +62,7 @@ class WindowMerger:
         if not task.last:
             for low, high in _kept(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
-        task.under_way.extend(self.codes.measure(task.plan, task.change))
+        task.under_way.extend(self.codes.measure(task.plan, task.change, base))
         for c in task.change.converts:
             if not c.target.packing.encoding.plain:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))

@@ -1,8 +1,8 @@
 """Quantises weights on the way out.
 
-Some formats have one scale for the whole weight, and the first byte of its codes depends on it. Such a weight is folded
-twice: for its largest number, then for its codes. Its numbers are never all in memory; the second time the system still
-has the base's bytes.
+Some formats have one scale for the whole weight, and the first byte of its codes depends on it. Such a weight is looked
+at twice: for its largest number, then for its codes. A changed weight is folded twice, and its numbers are never all in
+memory; the second time the system still has the base's bytes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ class NewCodes:
             {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
         ]
 
-    def measure(self, plan: int, change: Change) -> Iterator[Future[Outcome]]:
-        """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes."""
+    def measure(self, plan: int, change: Change, base: memoryview) -> Iterator[Future[Outcome]]:
+        """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes.
+
+        `base`: the window's input. An unchanged weight that it holds as a whole is not read again.
+        """
         own, known = self._own[plan], self._known[plan]
         names = (t.name for t in chain((f.block.target for f in change.folds), (c.target for c in change.converts)))
         for name in dict.fromkeys(names) if own else ():
             if name in own and name not in known:
-                known[name] = refitted(own[name], self._largest(own[name]), self.read)
+                known[name] = refitted(own[name], self._largest(own[name], change, base), self.read)
                 done: Future[Outcome] = Future()
                 done.set_result(Outcome(parts=tuple(new_parts(known[name]))))
                 yield done
@@ -69,27 +72,33 @@ class NewCodes:
             into = packed(out[at : at + made.nbytes(count)], target.packing, target.dtype, (count,))
             yield self.pool.submit(_store, target, (c.first + low, count), given, into, fetch)
 
-    def _largest(self, target: OutputTensor) -> float:
+    def _largest(self, target: OutputTensor, change: Change, base: memoryview) -> float:
         """Return the largest magnitude of a weight with its changes."""
-        found, started = 0.0, self._measurements(target)
+        found, started = 0.0, self._measurements(target, change, base)
         while some := list(islice(started, AT_ONCE)):
             found = max([found, *settled(some).largest.values()])
         return found
 
-    def _measurements(self, target: OutputTensor) -> Iterator[Future[Outcome]]:
+    def _measurements(self, target: OutputTensor, change: Change, base: memoryview) -> Iterator[Future[Outcome]]:
         """Start to measure a weight, part by part; yield the futures."""
         if target.uses:
             for block in blocks(target):
                 yield from self.merger.begin([replace(apart(block, self.read), measured=True)])
             return
-        total, group = prod(target.shape), target.group
+        total, group, weight = prod(target.shape), target.group, target.weight
         step = max(1, BLOCK_ELEMENTS // group) * group
+        read = weight.packing.encoding
+        here = next((c for c in change.converts if c.target.name == target.name and c.count == total), None)
         for first in range(0, total, step):
-            yield self.pool.submit(self._plain, target, first, min(step, total - first))
+            count, given = min(step, total - first), None
+            if here is not None:
+                low = here.source + read.nbytes(first)
+                given = packed(base[low : low + read.nbytes(count)], weight.packing, weight.stored.dtype, (count,))
+            yield self.pool.submit(self._plain, target, first, count, given)
 
-    def _plain(self, target: OutputTensor, first: int, count: int) -> Outcome:
-        """Return the largest number of a part of a weight that no adapter changes."""
-        numbers = stored_numbers(target.weight, first, count, self.read)
+    def _plain(self, target: OutputTensor, first: int, count: int, given: Tensor | None) -> Outcome:
+        """Return the largest number of a part of a weight that no adapter changes, read from the base if not given."""
+        numbers = stored_numbers(target.weight, first, count, self.read) if given is None else given
         return Outcome(largest={target.name: largest(decoded(numbers, target.weight, first, count, self.read))})
 
 
