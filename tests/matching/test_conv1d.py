@@ -262,3 +262,8 @@ def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
             change = opened.delta(name, weight, fan_in_fan_out=layer == "conv1d")
         torch.testing.assert_close(weight + change, wanted[f"{layer}.weight"], atol=1e-5, rtol=1e-4)
     assert asked == ({"conv1d"} if method == "hira" or not flag else set())
+
+
+def test_the_types_of_a_model_s_parts_count_too() -> None:
+    parts = {"decoder": {"model_type": "gpt2"}, "encoder": {"model_type": "bert", "other": {"x": 1}}}
+    assert base_types({"model_type": "encoder-decoder", **parts}) == {"encoder-decoder", "gpt2", "bert"}

@@ -80,6 +80,15 @@ def test_signs_are_free() -> None:
     assert CHECKS["frod"](spoiled(made("frod"), "basis", lambda a: a * np.where(np.arange(IN) % 2, 1, -1)))
 
 
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_only_the_largest_triples_are_those_of_psoft(first: int) -> None:
+    """Others of the same weight are orthonormal and mapped to each other, too."""
+    u, s, v = np.linalg.svd(WEIGHT.astype(np.float64), full_matrices=False)
+    part = slice(first, first + 3)
+    right = spoiled(made("psoft"), "left", lambda _: u[:, part] * s[part])
+    assert CHECKS["psoft"](spoiled(right, "right", lambda _: v[part])) is (first == 0)
+
+
 def swapped(values: Array) -> Array:
     return values[[1, 0, *range(2, len(values))]]
 
