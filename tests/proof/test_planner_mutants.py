@@ -134,7 +134,7 @@ def suffix(ending: str, **changed: Any) -> Break:
     """A key ending means something else."""
 
     def apply(patch: MonkeyPatch) -> None:
-        conventions._row.cache_clear()
+        conventions._longest.cache_clear()
         row = conventions._BY_ENDING[ending]
         patch.setitem(conventions._BY_ENDING, ending, replace(row, **changed))
 
@@ -369,7 +369,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scene]:
 @pytest.fixture(autouse=True)
 def _no_cached_rows() -> Iterator[None]:
     yield
-    conventions._row.cache_clear()
+    conventions._longest.cache_clear()
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -415,6 +415,6 @@ def test_without_the_second_reading_most_mutants_pass(
             except VerificationFailed:
                 continue
             finally:
-                conventions._row.cache_clear()
+                conventions._longest.cache_clear()
             passed += 1
     assert passed >= 8
