@@ -192,8 +192,9 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     wanted = plan.job.verify or full
+    headers, seen = written.headers, written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=written.headers, progress=progress) if wanted else None
+        verify(plan, written.part, reader, full=full, written=headers, seen=seen, progress=progress) if wanted else None
     )
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import prod, sqrt
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES
 from ..matching.patch import Patch, PatchPart
 from ..matching.relatives import kin
+from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .combined import of_weight
@@ -71,6 +72,8 @@ class Recomputation:
         self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
+        self.recorded: Mapping[str, Checked] = {}  # what the merge recorded of some rows of some tensors
+        self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
         self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
@@ -105,6 +108,25 @@ class Recomputation:
         self.findings.tensors += 1
         for found in self.pool.map(look, parts) if len(parts) > 1 else map(look, parts):
             self.findings.add(found)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def confirm(self, target: OutputTensor, fd: int) -> None:
+        """Compute again what the merge recorded of some rows of a tensor, and note the tensor if it differs."""
+        seen = self.recorded.get(target.name)
+        if seen is None or target.name in self.left_out or target.combining is not None:
+            return
+        rows, cols = np.array(seen.rows), target.matrix[1]
+        (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        one = measure(found, exact, grid.rounded, 1.0)
+        if not np.isfinite(found).all() or grid.beyond(exact.value).any():
+            return  # such numbers are not recorded
+        slack = exact.loss * self.rounding * float(np.linalg.norm(exact.terms))
+        pairs = ((seen.weight, one.weight), (seen.change, one.all.change))
+        same = all(abs(sqrt(max(a, 0.0)) - sqrt(b)) <= 1e-3 * sqrt(b) + slack for a, b in pairs)
+        wide = max(ITEM_BYTES[target.dtype], ITEM_BYTES[target.weight.stored.dtype]) > 4  # than what is recorded
+        counted = seen.changed is None or target.name in self.outputs or wide or seen.changed == one.changed
+        if not (same and counted):
+            self.unconfirmed.append(target.name)
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -22,14 +22,14 @@ from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
-from ..measure import RETAINED
+from ..measure import RETAINED, Checked
 from ..models.blocks import groups
 from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
-from ..text import quoted
+from ..text import listed, quoted
 from .account import account
-from .findings import Findings, remedy
+from .findings import REPORT, Findings, remedy
 from .grids import plain_grid
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
@@ -50,16 +50,19 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     *,
     full: bool = False,
     written: Sequence[bytes] = (),
+    seen: Mapping[str, Checked] | None = None,
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Return the proof of the files at `part`; VerificationFailed if they are not what the plan says.
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
+    `seen`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
+        merged.recorded = seen or {}
         told = _telling(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
         headers = [*written] or [b""] * len(paths)
@@ -107,6 +110,7 @@ def _check(
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
+                    merged.confirm(target, fd)
                     told(target.nbytes)
     except OSError as e:
         raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
@@ -259,6 +263,8 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
     dtypes, wider, fix = remedy(plan)
     f = merged.findings
+    if merged.unconfirmed:
+        yield f"the report's numbers of {listed(merged.unconfirmed)} are not those of the file; {REPORT}"
     if f.broken:
         yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring.watch import Looks
+from lora_merge.engine.blocks import Block
+from lora_merge.engine.measuring.watch import Looks, Watch
+from lora_merge.measure import Measured
 
 from ..proof.test_numbers import NAMES, STRENGTHS, assert_same, lora, numbers_of
 from ..support import Tensors, load, rand, save, sd1
@@ -182,3 +184,22 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
     assert merged.numbers["all"]["retained"] < 0.9
     with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
         lora_merge.merge_state_dict(layer.state_dict(), tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning names a tensor of which other numbers were recorded than its rows have."""
+    if wrong:
+        own = Watch._measure
+
+        def half(self: Watch, block: Block, sums: Sequence[float], *, known: bool) -> Measured:
+            return own(self, block, [s / 2 for s in sums], known=known)
+
+        monkeypatch.setattr(Watch, "_measure", half)
+    save(sd1(), tmp_path / "base.safetensors")
+    lora(tmp_path / "a.safetensors", NAMES, 0.02, 0)
+    report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "a", "out")), dtype="bf16")
+    assert report.verified is not None
+    told = [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+    assert bool(told) is wrong
+    assert not wrong or KEYS[0] in told[0]
