@@ -170,6 +170,26 @@ def told_apart(folder: Path) -> int:
     return max(command("compare", one, other), command("compare", other, one), command("inspect", one, other))
 
 
+def apart(limit: int) -> Iterator[tuple[str, Files]]:
+    """Two models of every kind of names whose numbers differ, and an adapter for them."""
+    for kind, names in SHAPES.items():
+        shapes = {name: [1, 1] for name in some(names(), limit)}
+        tuned = tensors(shapes, "BF16", fill=b"\x00@")
+        yield f"{kind}: a base and its training", {"base": flat(shapes), "b": tuned, "a": lora(names(), limit)}
+
+
+def taken_apart(folder: Path) -> int:
+    """`extract`, a merge that is taken apart again, and a page about the adapter on the base."""
+    base, adapter, out = folder / "base", folder / "a", folder / "out.safetensors"
+    codes = [command("extract", base, folder / "b", "--rank", "1", "-o", folder / "made.safetensors")]
+    codes.append(command("inspect", base, adapter, "--html", folder / "page.html"))
+    codes.append(command(base, adapter, "-o", out, "--device", "cpu", "--unmatched", "skip"))
+    if out.exists():
+        codes.append(command("unmerge", out, adapter, "-o", folder / "again", "--unmatched", "skip"))
+    return max(codes)
+
+
 GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
     "gguf": (gguf_files, looked_at), "adapters": (adapters, changed), "combined": (recipes, changed), "compared": (compared, told_apart),
+    "apart": (apart, taken_apart),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Files of up to a megabyte whose names, entries or fields are as many, as long, or as alike as that allows.
 
-`python -m tests.hostile_names FOLDER [BYTES [GROUP]]` makes them, or one group of GROUPS, and gives them to the command
-line, in one process; one JSON line for each, as `hostile_inputs` does.
+`python -m tests.hostile_names FOLDER [BYTES [GROUP [EVERY]]]` makes them, or one group of GROUPS, or every so many-th of
+it, and gives them to the command line, in one process; one JSON line for each, as `hostile_inputs` does.
 """
 
 from __future__ import annotations
@@ -467,5 +467,5 @@ def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
 
 
 if __name__ == "__main__":
-    folder, limit, word = [*sys.argv[1:], str(MEGABYTE), ""][:3] if len(sys.argv) < 4 else sys.argv[1:4]
-    run(Path(folder), inputs(int(limit), word))
+    folder, limit, word, every = (*sys.argv[1:], *("", str(MEGABYTE), "", "1")[len(sys.argv) - 1 :])
+    run(Path(folder), itertools.islice(inputs(int(limit), word), 0, None, int(every)))
