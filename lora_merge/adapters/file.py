@@ -249,9 +249,9 @@ def group(index: Index) -> AdapterFile:
     named = {info.name for info in strange}
     strange += [info for info in lonely if info.name not in named]
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
-    for info in [i for i in strange if i.name.rpartition(".")[0] in wrapped]:
-        strange.remove(info)
-        ignored[info.name] = "the base's own tensor inside a wrapped layer"
+    inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
+    ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
+    strange = [info for info in strange if info.name not in inside]
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..adapters.file import Values
 from ..errors import InputError
@@ -35,14 +35,16 @@ Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_ex
 TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
 
 
-def _tied(one: str, two: str) -> bool:
-    """Return whether two names are of two modules that share a weight, not of one module with two prefixes."""
-    found = TIED.search(one) or TIED.search(two)
-    return found is not None and _innermost(one) != _innermost(two)
+class _Name(NamedTuple):
+    """The name of a module, read once: thousands of modules may be compared with each other."""
 
+    name: str
+    innermost: str  # without prefixes
+    may_share: bool  # whether modules of such names may share their weight
 
-def _innermost(name: str) -> str:
-    return list(prefixed(name))[-1][1].replace(".", "_")
+    @classmethod
+    def of(cls, name: str) -> _Name:
+        return cls(name, list(prefixed(name))[-1][1].replace(".", "_"), TIED.search(name) is not None)
 
 
 class DuplicateCheck:
@@ -50,28 +52,33 @@ class DuplicateCheck:
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
-        self._taken: dict[str, list[tuple[int, int, Patch]]] = {}  # base key → first and last row + 1, by what
+        self._taken: dict[str, dict[tuple[int, int], dict[str | None, tuple[Patch, _Name]]]] = {}
+        """Base key → first and last row + 1 → name without prefixes → what changes them; None: the one of its kind
+        that cannot share its weight. So of thousands of modules on one weight, none is compared with all others."""
 
     def repeats(self, patch: Patch) -> bool:
         """Remember a patch; return whether an equal patch of another name changes the same rows already.
 
         InputError if a different patch of another name changes some of the rows.
         """
-        name = patch.module.name
+        name = _Name.of(patch.module.name)
+        kinds = (name.innermost,) if name.may_share else (name.innermost, None)
         for piece in patch.view.row_slices:
-            others = self._taken.setdefault(piece.key, [])
-            for start, stop, other in others:
-                by = other.module.name
-                if by == name or piece.stop <= start or stop <= piece.start or _tied(by, name):
+            others = self._taken.setdefault(piece.key, {})
+            for (start, stop), taken in others.items():
+                if piece.stop <= start or stop <= piece.start:
                     continue
-                if self._equal(patch, other):
-                    return True
-                raise InputError(
-                    "two modules of the adapter change the same weight",
-                    f"{self._path}: {by} and {name} both mean {piece.key}",
-                    "remove one of the two; applying both would double the effect",
-                )
-            others.append((piece.start, piece.stop, patch))
+                for other, by in (taken[kind] for kind in kinds if kind in taken and taken[kind][1].name != name.name):
+                    if self._equal(patch, other):
+                        return True
+                    raise InputError(
+                        "two modules of the adapter change the same weight",
+                        f"{self._path}: {by.name} and {name.name} both mean {piece.key}",
+                        "remove one of the two; applying both would double the effect",
+                    )
+            here = others.setdefault((piece.start, piece.stop), {})
+            for kind in kinds:
+                here.setdefault(kind, (patch, name))
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:

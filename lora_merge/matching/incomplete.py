@@ -8,15 +8,18 @@ other modules show which tensor is missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..adapters.file import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import SHARED
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
+
+Kinds: TypeAlias = Mapping[tuple[frozenset[str], tuple[str, ...]], int]
+"""(slots, algorithms) → number of modules that have them."""
 
 BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
 """Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
@@ -35,6 +38,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
     weights = [(m, _has(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((has, m.algorithms) for m, has in weights)
+    lacking = _lacking(kinds)
     paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
     found: dict[str, str] = {}
     for m, has in weights:
@@ -42,7 +46,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
             missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
         else:
             missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
-        missing = missing or (_alone(m, kinds) if kinds[has, m.algorithms] == 1 else missing)
+        missing = missing or (_alone(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
         if missing:
             found[m.where] = min(missing)
     return found
@@ -52,16 +56,20 @@ def _has(m: Module) -> frozenset[str]:
     return frozenset({*m.slots, *m.shared}) - BY_LAYER
 
 
-def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int]) -> frozenset[str]:
+def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
+    """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
+    found: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
+    for slots, algorithms in (kind for kind, count in kinds.items() if count >= MOST):
+        for slot in slots:
+            found.setdefault(slots - {slot}, []).append((slot, algorithms))
+    return found
+
+
+def _alone(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
     """Return the one slot that this module lacks and the others of its algorithms have; empty if there is none."""
-    for (slots, algorithms), count in kinds.items():
-        missing = slots - _has(m)
-        if count < MOST or len(missing) != 1 or not _has(m) < slots:
-            continue
-        (slot,) = missing
-        common = set(algorithms) & set(m.algorithms)
-        if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in common):
-            return missing
+    for slot, algorithms in others:
+        if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in set(algorithms) & set(m.algorithms)):
+            return frozenset({slot})
     return frozenset()
 
 

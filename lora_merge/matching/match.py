@@ -156,7 +156,7 @@ class MatchBuilder:
         """Place one module: find its weight and formula and record the patch."""
         if (view := self._seek(module)) is None:
             return
-        if self.pair.as_one(module.name) and self._repeats(module.name, [m.name for m in self.context.adapter.modules]):
+        if self.pair.as_one(module.name) and self._repeats(module.name):
             self._leave_unused(module, COPY)
             self._count(module.where, {self.names.component(view.row_slices[0].key)})
             return
@@ -174,13 +174,11 @@ class MatchBuilder:
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
-    def _repeats(self, name: str, others: Sequence[str]) -> bool:
+    def _repeats(self, name: str, rows: tuple[int, ...] | None = None) -> bool:
         """Return whether the adapter repeats for the head what it stores for the embeddings; add a note if so."""
-        shared = self.places.embeddings() if self.places.lacks_head(name) else None
-        if shared is None or all(self.places.look(other) != shared for other in others):
-            return False
-        self.notes.append(AGAIN.format(name=name))
-        return True
+        found = self.places.lacks_head(name) and self.places.embeddings_change(rows)
+        self.notes += [AGAIN.format(name=name)] if found else []
+        return found
 
     def _untie(self, name: str, view: WeightView) -> None:
         """Record a module that may change one end of tied embeddings alone."""
@@ -295,7 +293,7 @@ class MatchBuilder:
             view = bare if bare and bare.row_slices[0].key.rpartition(".")[2] == parameter else None
         if value is not None and value.kind != "value":
             self._leave(info, value, view)
-        elif value is not None and value.rows is not None and self._repeats(name, self.pair.trained(value.rows)):
+        elif value is not None and value.rows is not None and self._repeats(name, value.rows):
             self.unused[info.name] = COPY
             self._count(info.name, {"model"})
         elif (view := view or self._of_head(info, name, parameter, rows=bool(value and value.rows))) is None:

@@ -16,7 +16,7 @@ from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from .context import AdapterContext
 from .orientation import Place
-from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
+from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_heads import AdapterPair
 
@@ -28,6 +28,9 @@ class Places:
         self.names, self.stored, self.pair = names, stored, pair
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
+        self._modules = context.adapter.modules
+        self._changed: dict[tuple[int, ...] | None, bool] = {}  # trained tokens, None for factors → see below
+        self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
@@ -55,7 +58,7 @@ class Places:
         if view is None or number is None:
             return view
         try:
-            return place(view, number, self._parts.get(name, {}), self.names.fused(view))
+            return place(view, number, self._parts.get(name, NO_PARTS), self.names.fused(view))
         except NoPlace as e:
             where = f"{self._path}: {module.where} of {view.row_slices[0].key}: {e}"
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
@@ -75,8 +78,11 @@ class Places:
             for name in module.complete
             for parameter in ALGORITHMS[name].beside.values()
         }
-        found |= {f"{LAYER}{n}": self.named(name, "weight") for n, name in enumerate(relatives)}
-        return {parameter: view for parameter, view in found.items() if view is not None}
+        related = tuple(relatives)
+        if related not in self._relatives:
+            views = ((f"{LAYER}{n}", self.named(name, "weight")) for n, name in enumerate(related))
+            self._relatives[related] = {slot: view for slot, view in views if view is not None}
+        return {parameter: view for parameter, view in found.items() if view is not None} | self._relatives[related]
 
     def widest(self, modules: Iterable[Module]) -> tuple[int, int]:
         """Return (rows, columns), each the largest over the weights whose formula has the setting `widest`."""
@@ -95,6 +101,14 @@ class Places:
         if self.pair.tied is not None:
             return whole(self.pair.shared, self.pair.tied.info.shape)
         return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
+
+    def embeddings_change(self, rows: tuple[int, ...] | None) -> bool:
+        """Return whether the adapter has a module on the embeddings, or has trained these tokens of them."""
+        if rows not in self._changed:
+            others = (m.name for m in self._modules) if rows is None else self.pair.trained.get(rows, ())
+            shared = self.embeddings()
+            self._changed[rows] = shared is not None and any(self.look(other) == shared for other in others)
+        return self._changed[rows]
 
     def lacks_head(self, name: str) -> bool:
         """Return whether this is the name of a head that the base does not store."""

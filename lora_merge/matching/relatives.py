@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
@@ -19,6 +21,9 @@ from ..models.module_order import in_order, type_of
 from ..models.weights import WeightView
 from .context import AdapterContext
 from .patch import Patch
+
+MOST: Final = 256
+"""The most layers that share a basis: those of one kind, one in each block. Each of them is computed from all."""
 
 
 def related(
@@ -41,18 +46,22 @@ def related(
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)
+    if (most := max(map(len, kinds.values()))) > MOST:
+        raise refuse(rules.kind, f"{most} layers share a basis, more than any model has", CONVERT, rules.fields.where)
     fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
     common = {
         "ridge": fields.number("regularization_alpha", 1e-3),
         "share": fields.number("sparse_rate", 0.01),
         "seed": fields.integer("projection_prng_key", 0),
     }
+    same = {kind: tuple(layers[p].name for p in paths) for kind, paths in kinds.items()}
+    before = list(accumulate((widths[kind],) for kind in sorted(kinds)))
+    up_to = dict(zip(sorted(kinds), before, strict=True))
     relatives, settings = {}, {}
     for path, module in layers.items():
         kind = shared_kind(path)
-        before = tuple(widths[k] for k in sorted(kinds) if k <= kind)
-        relatives[module.name] = tuple(layers[p].name for p in kinds[kind])
-        settings[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
+        relatives[module.name] = same[kind]
+        settings[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": up_to[kind]}
     return replace(rules, relatives=relatives, layer_settings=settings)
 
 

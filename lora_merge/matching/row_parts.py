@@ -8,7 +8,9 @@ are fused, and in which order, because a pruned or partly trained adapter lacks 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
@@ -32,34 +34,54 @@ class NoPlace(ValueError):
     """A part has no place in its weight."""
 
 
-def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
-    """Return split module → number of the part → rows that it changes, 0 where its tensors do not show them."""
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one split module that an adapter has."""
+
+    heights: Mapping[
+        int, int
+    ]  # number of the part, in order → rows that it changes, 0 where its tensors do not show them
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        """The first row of every part, and the end of the last, if the parts follow each other; empty if not."""
+        rows = self.heights.values()
+        together = [*self.heights] == [*range(len(rows))] and 0 not in rows
+        return [0, *accumulate(rows)] if together else []
+
+
+NO_PARTS: Final = Parts({})
+
+
+def heights(modules: Iterable[Module]) -> Mapping[str, Parts]:
+    """Return split module → its parts."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = split_row_part(module.name)
         if number is not None and module.parameter == "weight":
             found[whole][number] = module.height
-    return {name: dict(sorted(parts.items())) for name, parts in found.items()}
+    return {name: Parts(dict(sorted(parts.items()))) for name, parts in found.items()}
 
 
-def place(view: WeightView, number: int, parts: Mapping[int, int], splits: Mapping[str, Split]) -> WeightView:
+def place(view: WeightView, number: int, parts: Parts, splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
-    `parts`: number of rows of each part. `splits`: source in the base → rows of every fused layer, in order. Without
+    `splits`: source in the base → rows of every fused layer, in order. Without
     a source, the parts follow each other and must fill the weight.
     """
     if any(piece.transposed for piece in view.row_slices):
         raise NoPlace(TURNED)
-    rows, height = view.shape[0], parts.get(number, 0)
-    if parts.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split
+    rows, height = view.shape[0], parts.heights.get(number, 0)
+    if parts.heights.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split
         return view
     fused = agreed(splits)
     if splits and not fused:
         raise NoPlace("; ".join(f"by {source} {_layers(split)}" for source, split in splits.items()))
     if not fused:
-        fused = tuple(parts.values())
-        if number not in parts or [*parts] != [*range(len(parts))] or 0 in fused or sum(fused) != rows:
+        starts = parts.starts
+        if number not in parts.heights or rows != next(reversed(starts), None):
             raise NoPlace(UNKNOWN)
+        return rows_of(view, starts[number], starts[number + 1])
     starts = [0, *accumulate(fused)]
     if number >= len(fused) or height not in (0, fused[number]):  # the formula checks an unknown height
         has = f"part {number} has {height} rows" if height else f"there is no layer for part {number}"

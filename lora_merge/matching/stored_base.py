@@ -10,7 +10,7 @@ other strengths the rest would lack all of the start, so the base's weight stays
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +83,8 @@ def stored_base(
 ) -> StoredBase:
     """Return the base as the adapter sees it; every copy in the adapter is compared with the base's tensor."""
     stored = [*_stored(context, names, base, tied)]
-    started = {own.name for info, own in stored if _takes_start(context, info)}
+    complete = {m.name: m.complete for m in reversed(context.adapter.modules)} if stored else {}
+    started = {own.name for info, own in stored if _takes_start(context, info, complete)}
     copies: dict[str, StoredTensor] = {}
     other: dict[str, StoredTensor] = {}
     notes: dict[str, str] = {}
@@ -108,11 +109,10 @@ def stored_base(
     return StoredBase(context.adapter.path, shaped, pair, copies, other, idle, without_start, notes)
 
 
-def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:
-    """Return whether this is a copy of a weight from which a start was subtracted."""
+def _takes_start(context: AdapterContext, info: StoredTensor, complete: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether this is a copy of a weight from which a start was subtracted. `complete`: module → its rows."""
     name = info.name.partition(".base_layer.")[0]
-    complete = next((m.complete for m in context.adapter.modules if m.name == name), ())
-    return bool(complete) and context.rules.of(name).algorithm(name, complete) in STARTED
+    return bool(complete.get(name)) and context.rules.of(name).algorithm(name, complete[name]) in STARTED
 
 
 def _stored(

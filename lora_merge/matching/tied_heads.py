@@ -9,13 +9,14 @@ right, and a merge follows it. PEFT 0.21, utils/other.py, tuners/{tuners_utils,l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.methods import MLX
+from ..algorithms import Shape
 from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
@@ -77,10 +78,15 @@ class AdapterPair:
             return whole(shared.name, shared.shape)  # saved by both names of one parameter
         return whole(key, shared.shape)
 
-    def trained(self, rows: Sequence[int]) -> list[str]:
-        """Return the modules for which the adapter trained these tokens."""
+    @cached_property
+    def trained(self) -> Mapping[tuple[int, ...], Sequence[str]]:
+        """Trained tokens → the modules for which the adapter trained them."""
         values = (self.context.rules.of(t.name).stored_value(t.name) for t in self.context.adapter.strange)
-        return [p.target.rpartition(".")[0] for p in values if p and p.rows == rows]
+        found: dict[tuple[int, ...], list[str]] = {}
+        for value in values:
+            if value and value.rows is not None:
+                found.setdefault(value.rows, []).append(value.target.rpartition(".")[0])
+        return found
 
     def origin(self, view: WeightView) -> WeightView:
         """Return the view with the values that a place starts from: for a new head the embeddings."""
@@ -118,21 +124,27 @@ class AdapterPair:
         modules = [m for m in self.context.adapter.modules if {"up", "down"} <= set(m.slots)]
         heads = [m for m in modules if self.is_head(m.name)]
         tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
-        same = {m.name for h in heads for t in tables if self._scale(h) == self._scale(t) and self._transposed(h, t)
-                for m in (h, t)}  # fmt: skip
+        alike: dict[tuple[float, Shape], tuple[list[Module], list[Module]]] = {}
+        for end, some in enumerate((heads, tables) if heads and tables else ()):
+            for m in (m for m in some if "magnitude" not in m.shared):
+                shape = m.slots["up"].shape[::-1] if end else m.slots["down"].shape
+                alike.setdefault((self._scale(m), shape), ([], []))[end].append(m)
+        same = {name for ends in alike.values() if all(ends) for name in self._transposed(*ends)}
         return frozenset(m.name for m in (*heads, *tables)) - same
 
     def _scale(self, module: Module) -> float:
         """Return the scale in PEFT, which each end has for itself, also where both share the factors."""
         return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
 
-    def _transposed(self, head: Module, table: Module) -> bool:
-        """Return whether the head's A is the transpose of the embeddings' B, the smaller two of the four factors."""
-        a, b = head.slots["down"], table.slots["up"]
-        if a.shape != b.shape[::-1] or "magnitude" in {**head.shared, **table.shared}:
-            return False
-        (head_a, table_b), columns = map(self.context.values.numbers, (a, b)), b.shape[1]
-        return head_a == tuple(v for k in range(columns) for v in table_b[k::columns])
+    def _transposed(self, heads: Sequence[Module], tables: Sequence[Module]) -> Iterator[str]:
+        """Yield the heads whose A is the transpose of the B of embeddings, the smaller two of the four factors, and
+        these embeddings."""
+        numbers = self.context.values.numbers
+        found = [(m.name, numbers(m.slots["down"])) for m in heads]
+        columns = [(m, numbers(m.slots["up"]), m.slots["up"].shape[-1]) for m in tables]
+        other = [(m.name, tuple(v for k in range(n) for v in values[k::n])) for m, values, n in columns]
+        common = {values for _, values in found} & {values for _, values in other}
+        yield from (name for name, values in (*found, *other) if values in common)
 
 
 def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Strengths, unmatched: Unmatched) -> Match:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -96,6 +97,11 @@ class PeftRules:
         """The row of METHODS, an empty row without a configuration."""
         return METHODS[self.kind] if self.kind else NONE
 
+    @cached_property
+    def _lengths(self) -> Sequence[int]:
+        """The lengths of the components' names, the longest first."""
+        return sorted({len(name) for name in self.components}, reverse=True)
+
     @property
     def fan_in_fan_out(self) -> bool:
         """Whether the last layer that PEFT wrapped has an [in, out] weight."""
@@ -122,13 +128,14 @@ class PeftRules:
         """
         if not self.components:
             return self
-        if prefixes := [name for name in self.components if module.startswith(f"{name}.")]:
-            return self.components[max(prefixes, key=len)]
+        for length in self._lengths:
+            if module[length : length + 1] == "." and module[:length] in self.components:
+                return self.components[module[:length]]
         hint, path = list(prefixed(module))[-1]
-        named = [name for name in self.components if name in COMPONENTS.get(hint, ())]
+        named = self.components.keys() & COMPONENTS.get(hint, ())
         if self.kind or len(named) != 1:
             return self
-        found = self.components[named[0]]
+        found = self.components[named.pop()]
         return replace(found, fields=replace(found.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
