@@ -235,6 +235,18 @@ def test_a_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case
     assert all(same(made[key], tensors[key]) for key in tensors if not key.startswith(LAYERS[1]))
 
 
+@pytest.mark.parametrize("last", ["strange_scale", "weight_rescale", "scales_of_rows"])
+def test_a_scale_of_an_unknown_kind_is_not_ignored(last: str, tmp_path: Path) -> None:
+    """The codes alone are not the weight. Scales of activations, and of what is no weight, are no sign."""
+    key = "double_blocks.0.img_attn.qkv"
+    plain = {f"{key}.weight": rand(48, 32).to(torch.float8_e4m3fn), f"{key}.input_scale": torch.tensor(2.0)}
+    lora = save(adapter([key]), tmp_path / "lora.safetensors")
+    lora_merge.merge(save(plain, tmp_path / "plain.safetensors"), lora, tmp_path / "out.safetensors")
+    source = save(plain | {f"{key}.{last}": torch.tensor(2.0)}, tmp_path / "base.safetensors")
+    with pytest.raises(InputError, match="scales of an unknown kind"):
+        lora_merge.merge(source, lora, tmp_path / "again.safetensors")
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"layers": 3}', '{"layers": {"x": 1}}', "[" * 3000])
 def test_metadata_that_says_nothing_of_layers_is_a_reason_to_refuse(text: str, tmp_path: Path) -> None:
     tensors, _ = base("entry")

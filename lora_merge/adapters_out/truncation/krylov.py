@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...engine.placement import Placement, host, stage
 from .factored import orthonormal
 from .triples import Triples
 
@@ -82,7 +83,8 @@ class _Bases:
 
     def __init__(self, stack: Tensor, width: int) -> None:
         n, out, cols = stack.shape
-        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0)).to(stack.dtype).to(stack.device)
+        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0))
+        (start,) = stage([start], Placement(stack.device, stack.dtype))
         self.stack, self.core = stack, torch.zeros(n, width, 0, dtype=torch.float64)
         self.block, _, _ = _apart(stack @ start, stack.new_zeros(n, out, 0))
         self.lefts, self.rights = self.block, stack.new_zeros(n, cols, 0)
@@ -154,7 +156,7 @@ def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     once, outer = orthonormal(block - basis @ first)
     again = basis.mT @ once
     result, inner = orthonormal(once - basis @ again)
-    return result, first.cpu().double() + again.cpu().double() @ outer, inner @ outer
+    return result, host(first, torch.float64) + host(again, torch.float64) @ outer, inner @ outer
 
 
 def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:

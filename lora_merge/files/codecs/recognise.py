@@ -6,6 +6,7 @@ an adapter of the other parts can be merged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ BESIDE_WEIGHTS: Final = {
     "scales": ("mlx", frozenset(("U32",))),
 }
 """Last name of the scales beside a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
+
+FP8: Final = frozenset(("F8_E4M3", "F8_E5M2"))
+OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
+"""Parts of last names that show the scale of something else than the weight."""
 
 METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
@@ -176,8 +181,9 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
     if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
         part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
         return part, f"{info.dtype} numbers, as in {name}"
-    if last not in BESIDE_WEIGHTS:
-        return None
     weight = tensors.get(f"{path}.weight")
+    if last not in BESIDE_WEIGHTS:
+        unknown = weight is not None and weight.dtype in FP8 and "scale" in last and not OF_OTHERS.search(last)
+        return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None
     how, dtypes = BESIDE_WEIGHTS[last]
     return (path, f"{how}, it has {name}") if weight and weight.dtype in dtypes else None
