@@ -190,7 +190,7 @@ def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream, fetch:
     if not block.target.weight.padded:
         values = [_values(i, at, fetch) for i in group]
         own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
-        if own and (in_place(group, at) or not _shares(values[0], group[0].base)):
+        if own and (in_place(group, at) or (values[0] is not group[0].base and not _shares(values[0], group[0].base))):
             return values[0].unsqueeze(0)
         return stage(values, at, lane)
     out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.devices import precise
-from ...engine.placement import HOST, Placement, stage
+from ...engine.placement import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from .krylov import WIDTH, Found, searched
 from .triples import Triples, numeric_rank
@@ -87,13 +87,13 @@ def exactly(change: Tensor, rule: Rule | None, squares: float, at: Placement = H
         return _decomposed(matrix, squares)
     wide = matrix.shape[0] <= matrix.shape[1]
     found, vectors = torch.linalg.eigh(matrix @ matrix.mT if wide else matrix.mT @ matrix)
-    values = found.flip(0).clamp_min(0).sqrt().cpu()
+    values = host(found.flip(0).clamp_min(0).sqrt())
     rank = choose(rule, values.tolist(), total=squares)
     if not rank or values[rank - 1] < DIGITS * values[0]:
         return _decomposed(matrix, squares)
     own = vectors.flip(1)[:, :rank]
-    other = (own.mT @ matrix if wide else matrix @ own).cpu() / (values[:rank, None] if wide else values[:rank])
-    own, one = own.cpu(), torch.eye(rank, dtype=torch.float64)
+    other = host(own.mT @ matrix if wide else matrix @ own) / (values[:rank, None] if wide else values[:rank])
+    own, one = host(own), torch.eye(rank, dtype=torch.float64)
     return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
 
 
@@ -102,7 +102,7 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
     long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
     q, r = torch.linalg.qr(long)
     u, s, v = torch.linalg.svd(r)
-    q, u, s, v = q.cpu(), u.cpu(), s.cpu(), v.cpu()
+    q, u, s, v = map(host, (q, u, s, v))
     one = torch.eye(len(s), dtype=torch.float64)
     if long is matrix:
         return Triples((q, v), (u, one), s, squares)

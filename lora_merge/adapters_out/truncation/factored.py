@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...engine.placement import host
+from ...engine.tensors import beside
 from .triples import Triples, numeric_rank
 
 STORED_IN_16: Final = 1e-7
@@ -65,25 +67,25 @@ def triangle(matrix: Tensor) -> Triangle:
         second = _turned(first.basis @ first.turn)
         if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
             return second._replace(r=second.r @ first.r)
-    q, r = torch.linalg.qr(matrix.cpu().double())
+    q, r = torch.linalg.qr(host(matrix, torch.float64))
     one = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
-    return Triangle(q.to(matrix.dtype).to(matrix.device), one.to(matrix.dtype).to(matrix.device), r)
+    return Triangle(beside(q.to(matrix.dtype), matrix), beside(one.to(matrix.dtype), matrix), r)
 
 
 def _turned(matrix: Tensor) -> Triangle | None:
     """Return M, R⁻¹ and R with RᵀR = MᵀM; None where M has no such triangle."""
-    lower, info = torch.linalg.cholesky_ex((matrix.mT @ matrix).cpu().double())
+    lower, info = torch.linalg.cholesky_ex(host(matrix.mT @ matrix, torch.float64))
     if bool(info.any()):
         return None
     inverse = torch.linalg.solve_triangular(lower, _one(lower), upper=False)
     if not bool(torch.isfinite(inverse).all()):
         return None
-    return Triangle(matrix, inverse.mT.to(matrix.dtype).to(matrix.device), lower.mT)
+    return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
 
 
 def _condition(found: Triangle) -> Tensor:
     """Return a bound of the condition of each matrix."""
-    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, found.turn.cpu())]
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, host(found.turn))]
     return sizes[0] * sizes[1]
 
 

@@ -165,5 +165,5 @@ def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:
     if item.core is None or item.finer or item.rank is None:
         return None
     u, s, v = torch.linalg.svd(item.core, full_matrices=False)
-    bases = (left[:, : len(item.core)].cpu(), right[: item.core.shape[1]].cpu())
+    bases = (host(left[:, : len(item.core)]), host(right[: item.core.shape[1]]))
     return Triples(bases, (u, v), s, item.squares).first(item.rank)
