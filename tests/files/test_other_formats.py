@@ -61,7 +61,7 @@ def adapter(folder: Path, cols: int) -> tuple[Path, torch.Tensor]:
     return path, up.double() @ down.double()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     want, out = FORMS[name]["want"], tmp_path / "out"
     source, (lora, change) = base(tmp_path / "base", name, FORMS[name]), adapter(tmp_path, want.shape[1])
@@ -74,7 +74,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
     assert name.partition(" ")[0] in json.dumps(inspect(source)).lower()
 
 
-@pytest.mark.parametrize("name", READ_ONLY)
+@pytest.mark.parametrize("name", sorted(READ_ONLY))
 def test_what_cannot_be_stored_again_says_so(name: str, tmp_path: Path) -> None:
     lora, _ = adapter(tmp_path, FORMS[name]["want"].shape[1])
     with pytest.raises(InputError, match="rows that are far apart share its bytes") as caught:
