@@ -123,7 +123,9 @@ class Recomputation:
         slack = exact.loss * self.rounding * float(np.linalg.norm(exact.terms))
         pairs = ((seen.weight, one.weight), (seen.change, one.all.change))
         same = all(abs(sqrt(max(a, 0.0)) - sqrt(b)) <= 1e-3 * sqrt(b) + slack for a, b in pairs)
-        wide = max(ITEM_BYTES[target.dtype], ITEM_BYTES[target.weight.stored.dtype]) > 4  # than what is recorded
+        wide = (
+            max(ITEM_BYTES.get(dtype, 0) for dtype in (target.dtype, target.weight.stored.dtype)) > 4
+        )  # than what is recorded
         counted = seen.changed is None or target.name in self.outputs or wide or seen.changed == one.changed
         if not (same and counted):
             self.unconfirmed.append(target.name)

@@ -212,7 +212,7 @@ def test_lanes_share_factors_without_races(
     adapter = {f"layer.{n}.{slot}": rand(*shape) for n in range(3) for slot, shape in shapes.items()}
     files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
     report = lora_merge.merge(*files, tmp_path / "o", verify=False, device="cpu", max_vram="160MiB", max_memory="64MiB")
-    assert len(report.notes) == (most == 1)
+    assert sum("short of memory" in note for note in report.notes) == (most == 1)
     caller, *lanes = device.streams
     assert len(lanes) > 1 and all(lane.waited for lane in lanes) and not caller.queued
     assert device.numbers > 40
@@ -267,7 +267,7 @@ def test_a_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_
     report = lora_merge.merge(*files, tmp_path / "o", verify=not alone, device="cpu", max_vram=bound)
     assert device.peak <= bound and bool(device.peak) is alone and not device.races
     note = "meta was short of memory: a block that needs more than --max-vram was folded on the CPU"
-    assert report.notes == (() if alone else (note,))
+    assert tuple(n for n in report.notes if "short of memory" in n) == (() if alone else (note,))
 
 
 def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(

@@ -36,6 +36,8 @@ from lora_merge.proof.verify import verify
 
 from ..support import Tensors, load, rand, save, strays
 
+pytestmark = pytest.mark.filterwarnings("ignore:only .* is in the output")  # changes that are too small
+
 FP8_E4M3, FP8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMITS = {  # dtype → its largest number, and the smallest one that is nearer to what would come after it
     torch.float32: (3.4028234663852886e38, 3.4028235677973366e38),

@@ -261,8 +261,8 @@ def part_moved(by: int) -> Break:
 def squeezed(original: Any, *arguments: Any) -> Any:
     """W2 of old: a part that is missing has no height, and those after it move up."""
     view, number, parts, _ = arguments
-    start = sum(parts.get(k, 0) for k in range(number))
-    return rows_of(view, start, start + parts[number])
+    start = sum(parts.heights.get(k, 0) for k in range(number))
+    return rows_of(view, start, start + parts.heights[number])
 
 
 BLOCK = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1"
@@ -285,7 +285,8 @@ MUTANTS = (
     Mutant("flux", "parts: each in the place of the next", part_moved(1)),
     Mutant("flux", "parts: in the reverse order", both(part_moved(0), around(
         matching, "place",
-        lambda place, view, number, parts, fused: place(view, 2 - number, {2 - n: h for n, h in parts.items()}, fused)))),
+        lambda place, view, number, parts, fused: place(
+            view, 2 - number, replace(parts, heights={2 - n: h for n, h in parts.heights.items()}), fused)))),
     Mutant("phi3", "gate and up change places", swapped("gate_proj", "up_proj")),
     Mutant("phi3", "k and v change places", swapped("k_proj", "v_proj")),
     Mutant("phi3", "the next layer", swapped("layers.0", "layers.1")),

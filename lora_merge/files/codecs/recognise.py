@@ -181,9 +181,11 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
     if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
         part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
         return part, f"{info.dtype} numbers, as in {name}"
+    if "scale" not in last:
+        return None
     weight = tensors.get(f"{path}.weight")
     if last not in BESIDE_WEIGHTS:
-        unknown = weight is not None and weight.dtype in FP8 and "scale" in last and not OF_OTHERS.search(last)
+        unknown = weight is not None and weight.dtype in FP8 and not OF_OTHERS.search(last)
         return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None
     how, dtypes = BESIDE_WEIGHTS[last]
     return (path, f"{how}, it has {name}") if weight and weight.dtype in dtypes else None

@@ -58,7 +58,7 @@ def lora_fused(g: FormulaInput) -> Array:
 def lora_transposed(g: FormulaInput) -> Array:
     """Return (A B)ᵀ with A (in, r) and B (r, out)."""
     a, b = g["down"], g["up"]
-    scale = g.settings["lora_alpha"] / (max(a.shape[1], 1) if g.settings.get("over_rank", True) else 1)
+    scale = g.settings["lora_alpha"] / (a.shape[1] if a.size and g.settings.get("over_rank", True) else 1)
     return scale * (a @ b[:, g.rows]).T
 
 
@@ -78,7 +78,7 @@ def lora_switch(g: FormulaInput) -> Array:
     for e in np.unique(which):
         up, down = (g.read(slot, np.array([e]))[0] for slot in ("up", "down"))
         result[which == e] = up[inside[which == e]] @ down
-    scale = g.settings["lora_alpha"] / (max(down.shape[0], 1) if g.settings.get("over_rank", True) else 1)
+    scale = g.settings["lora_alpha"] / (down.shape[0] if down.size and g.settings.get("over_rank", True) else 1)
     return scale * result.reshape(len(g.rows), g.cols)
 
 
