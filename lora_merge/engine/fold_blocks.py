@@ -205,7 +205,7 @@ class BlockMerger:
         blocks = [i.block for i in group]
         stacks = self.tensors.stacks(blocks, at, lane)
         base = base_values(group, at, lane, self.tensors.fetch)
-        merged, watch = watched(blocks, base, stacks, self.tensors, lane, self.looks)
+        merged, watch = watched(blocks, base, stacks, self.tensors, lane, None if group[0].measured else self.looks)
         if blocks[0].target.packed is not None:
             return Folded(merged, watch)
         drawn = self.draw is not None and group[0].into.dtype.itemsize < 4

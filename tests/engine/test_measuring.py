@@ -203,3 +203,19 @@ def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, mo
     told = [w for w in report.verified["warnings"] if "the report's numbers of" in w]
     assert bool(told) is wrong
     assert not wrong or KEYS[0] in told[0]
+
+
+def test_tiles_of_rows_that_are_encoded_together_are_looked_at_in_some_blocks_alone(tmp_path: Path) -> None:
+    """A tile of nvfp4 is half a block here: to look at one in each block would encode most of a weight twice."""
+    key, (rows, cols) = "double_blocks.0.img_mlp.0", (2048, 4096)
+    base = save({f"{key}.weight": rand(rows, cols, scale=0.02).bfloat16()}, tmp_path / "base.safetensors")
+    factors = {"lora_down.weight": rand(4, cols, scale=0.1), "lora_up.weight": rand(rows, 4, scale=0.1)}
+    lora = save(
+        {f"lora_unet_{key.replace('.', '_')}.{k}": t for k, t in factors.items()}, tmp_path / "lora.safetensors"
+    )
+    report = lora_merge.merge(base, lora, tmp_path / "out.safetensors", dtype="nvfp4", verify=False)
+    assert report.numbers is not None
+    found = report.numbers["tensors"][f"{key}.weight"]
+    assert found["of"] == rows * cols
+    assert 0 < found["elements"] <= rows * cols // 8
+    assert 0.9 < found["retained"] < 1.1

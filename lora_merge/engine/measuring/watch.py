@@ -27,6 +27,10 @@ SUMS: Final = 11
 largest |ΔW|."""
 
 
+COARSE: Final = 4
+"""How many times as many numbers as usual are looked at where whole tiles of rows are encoded together."""
+
+
 @dataclass(frozen=True)
 class Looks:
     """How many numbers of a block are looked at: about one in `every`, and at least `least`."""
@@ -43,6 +47,17 @@ class Looks:
             return [rows * i // count for i in range(count)]
         group = block.target.row_group
         return [*range(min(rows, -(-count // group) * group))]
+
+    def stands_for(self, block: Block) -> int:
+        """Return how many rows of its weight the rows of a block that are looked at stand for; 0 if it is not looked
+        at. Rows that are encoded together may be most of a block: then only some blocks are."""
+        rows, group = block.last - block.first, block.target.row_group
+        wanted = max(block.elements // self.every, self.least)
+        if block.target.packed is None or group * block.cols <= COARSE * wanted:
+            return rows
+        period = group * max(self.every // COARSE, 1)
+        at = -(-block.first // period) * period
+        return min(period, block.target.matrix[0] - at) if at < block.last else 0
 
 
 EVERY_NUMBER: Final = Looks(every=1)
@@ -78,6 +93,7 @@ class Watch:
     work: Tensor  # [3, n, k · cols]: base, merged (then ΔW), stored (then what is applied of it)
     norms: Sequence[tuple[int, Mapping[int, Tensor]]] = ()  # number of a block → what factors tell of its whole weight
     parts: list[Own] = field(default_factory=list)
+    stands_for: int = 0  # rows of the weight that the rows of a block stand for
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch:
@@ -85,7 +101,8 @@ class Watch:
         rows, (n, height, cols) = looks.rows(blocks[0]), base.shape
         flat = rows if n == 1 else [number * height + row for number in range(n) for row in rows]
         index = numbers_of(flat, base)
-        watch = Watch(blocks, rows, index, workspace(base, (3, n, len(rows) * cols)))
+        stands_for = looks.stands_for(blocks[0]) if n == 1 else height
+        watch = Watch(blocks, rows, index, workspace(base, (3, n, len(rows) * cols)), stands_for=stands_for)
         take(base, index, watch.work.select(0, 0))
         return watch
 
@@ -117,7 +134,7 @@ class Watch:
         """Return the same with its rows on the host."""
         norms = [(n, {adapter: host(norm) for adapter, norm in found.items()}) for n, found in self.norms]
         parts = [part._replace(change=host(part.change)) for part in self.parts]
-        return Watch(self.blocks, self.rows, host(self.index), host(self.work), norms, parts)
+        return Watch(self.blocks, self.rows, host(self.index), host(self.work), norms, parts, self.stands_for)
 
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, ΔW² and applied · ΔW of each part, norms of factors.
@@ -165,7 +182,7 @@ class Watch:
 
     def _measure(self, block: Block, own: Sequence[float], *, known: bool) -> Measured:
         weight, change, left, square, changed, largest = (own[k] for k in (0, 4, 5, 8, 9, 10))
-        scale = (block.last - block.first) / len(self.rows)
+        scale = self.stands_for / len(self.rows)
         whole = Share(scale * change, scale * change, scale * left if known else None)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
@@ -173,7 +190,8 @@ class Watch:
             told = known and not part.combined and isfinite(kept)
             shares[part.adapter] = Share(size, size if told else 0.0, kept if told else None)
         sums = Measure(
-            block.elements, len(self.rows) * block.cols, scale * changed if known else 0.0, 0, scale * weight,
+            self.stands_for * block.cols, len(self.rows) * block.cols, scale * changed if known else 0.0, 0,
+            scale * weight,
             scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
         )  # fmt: skip
         rows = tuple(block.first + row for row in self.rows)
@@ -211,10 +229,11 @@ def bring(seen: Sequence[tuple[Watch, Tensor]], lane: DeviceStream) -> Read:
 
 def watched(  # noqa: PLR0913, PLR0917  # what is folded, and where
     blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], tensors: PatchTensors, lane: DeviceStream,
-    looks: Looks,
+    looks: Looks | None,
 ) -> tuple[Tensor, Watch | None]:  # fmt: skip
-    """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them."""
-    watch = Watch.of(blocks, base, looks) if base.numel() and stacks else None
+    """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them; nothing without looks."""
+    seen = looks is not None and base.numel() and stacks and (len(blocks) > 1 or looks.stands_for(blocks[0]))
+    watch = Watch.of(blocks, base, looks) if looks is not None and seen else None
     merged = new_weights(blocks, base, stacks, watch if watch is not None and watch.several else None)
     if watch is not None:
         watch.done(merged)
