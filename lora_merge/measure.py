@@ -1,4 +1,4 @@
-"""What a change does to weights: sums over numbers, from which norms and shares follow."""
+"""Measures the effect of changes on weights: sums over numbers, from which norms and shares follow."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _root(number: float) -> float | None:
 
 
 class Checked(NamedTuple):
-    """What was seen of some rows of a merged tensor, so that another computation can check it."""
+    """Sums over some rows of a merged tensor, so that another computation can check it."""
 
     rows: tuple[int, ...]
     weight: float  # Σ W²

@@ -11,14 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from ..adapters.file import BUNDLE, AdapterFile
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, TooLarge, UsageError
+from ..errors import FitError, InputError, UsageError
 from ..options import pairs, shown
 from ..paths import absolute
 from ..planning.cache import CheckpointCache
@@ -30,6 +28,7 @@ from .conversion.proof import Claim, prove
 from .converting import Converter, Made
 from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
+from .layers import expect_finite
 from .peft.complete import completed
 from .peft.folder import config
 from .places import Filled, Place, filled, places
@@ -173,8 +172,7 @@ def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tup
     found, zeros, ranks = [], [], converter.ranks(there)
     for one in there:
         made = converter.made(one, ranks.get(one.place.label))
-        if any(not bool(torch.isfinite(t).all()) for t in made.tensors.values() if t.dtype.itemsize > 1):
-            raise TooLarge("a number is too large for the dtype of the output", one.place.name, "use --dtype fp32")
+        expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:

@@ -51,7 +51,7 @@ class Converter:
 
     @cached_property
     def at(self) -> Placement:
-        """Where matrices are decomposed."""
+        """The placement at which matrices are decomposed."""
         return places(self.job.inputs.device, "F32")[0]
 
     def ranks(self, there: Iterable[Filled]) -> dict[str, int]:

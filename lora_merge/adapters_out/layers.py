@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..engine.combining import coefficients, combined
-from ..engine.placement import HOST, Placement
-from ..errors import FitError
+from ..engine.placement import HOST, Placement, finite, odd
+from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
@@ -160,6 +160,12 @@ class Cut(NamedTuple):
     def alpha_of(self, rank: int) -> float:
         """Return α of a layer of this rank."""
         return rank * self.scale if self.alpha is None else self.alpha
+
+
+def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype fp32") -> None:
+    """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite."""
+    if any(odd(t) and not bool(finite(t).all()) for t in tensors):
+        raise TooLarge("a number is too large for the dtype of the output", where, fix)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ import torch
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
-from ..engine.placement import odd
-from ..errors import TooLarge
 from ..methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
 from .changes import Evaluator
 from .job import FACTORS, AdapterJob
-from .layers import Cut, Layer, Storage, Wanted, combine, shared_out
+from .layers import Cut, Layer, Storage, Wanted, combine, expect_finite, shared_out
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources, Target
@@ -76,9 +74,8 @@ class Maker:
         if wanted is None:
             return None
         layer = self._layer(target, wanted, rank)
-        if any(odd(t) and not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
-            raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {target.label}",
-                           "write it with --dtype fp32 or bf16")  # fmt: skip
+        where = f"{self.job.output}: {target.label}"
+        expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
         return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer
 
     def _wanted(self, target: Target) -> Wanted | None:

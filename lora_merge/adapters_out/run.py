@@ -32,7 +32,7 @@ from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks
-from .metadata.entries import Facts as Known
+from .metadata.entries import Known
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
@@ -45,7 +45,7 @@ HIGH: Final = 256
 
 @dataclass(frozen=True)
 class Facts:
-    """What a report of a run or of a plan tells beside its layers."""
+    """The facts of a report, of a run or of a plan, beside its layers."""
 
     coverage: Mapping[str, Any]
     dtype: str

@@ -163,7 +163,7 @@ def _field(option: Option) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class Options(_Strict):
-        """What `lora-merge merge` takes as options; names are the same."""
+        """The options of `lora-merge merge`, under the same names."""
 
 else:
     Options = create_model(
@@ -177,7 +177,7 @@ else:
 if TYPE_CHECKING:
 
     class CommandOptions(Options):
-        """What the commands that write adapters take besides."""
+        """The further options of the commands that write adapters."""
 
 else:
     CommandOptions = create_model(

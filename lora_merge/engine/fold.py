@@ -49,7 +49,7 @@ class StackedPatch:
 
 
 class Watching(Protocol):
-    """What takes note of the changes of each adapter while several are folded."""
+    """An object that takes note of the changes of each adapter while several are folded."""
 
     def seen(self, adapter: int, merged: Tensor) -> None:
         """Take note of blocks to which all changes up to those of an adapter are added."""

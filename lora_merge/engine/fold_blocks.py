@@ -265,7 +265,7 @@ class BlockMerger:
             raise sum_too_large(target.name, values.dtype)
         if item.measured:
             return Outcome(largest={target.name: largest(own)})
-        codes = Codes(item.base, item.into, self._uniform(item.block, own.device))
+        codes = Codes(item.base, self._uniform(item.block, own.device))
         found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
         return Outcome(largest={target.name: largest(own)}) if found is None else found
 

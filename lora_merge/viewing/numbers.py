@@ -235,8 +235,9 @@ def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchT
     not cover them, and a new one is needed."""
     if target.packed is not None:
         base = stored_numbers(target.weight, *block.stored, tensors.fetch)
-        codes = Codes(base, base, None)
-        return merged if target.weight.padded else read_back(target, block.stored[0], merged[0], codes, tensors.fetch)
+        if target.weight.padded:
+            return merged
+        return read_back(target, block.stored[0], merged[0], Codes(base, None), tensors.fetch)
     written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
     convert(merged, written)
     return written

@@ -28,7 +28,7 @@ PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
 
 @dataclass(frozen=True)
 class Own(Dialect):
-    """How one file spells its tensors."""
+    """The spelling of the tensors of one file."""
 
     def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
         """Return the ending that the tensor has."""

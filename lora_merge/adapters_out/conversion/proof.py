@@ -39,7 +39,7 @@ REPORT: Final = "report it with the two inputs"
 
 
 class Claim(NamedTuple):
-    """What a run says of the file that it has written."""
+    """The statements of a run about the file that it has written."""
 
     job: AdapterJob
     part: Path

@@ -15,9 +15,9 @@ import torch
 from ...disk.destination import check_output
 from ...dtypes import DTYPES, ITEM_BYTES
 from ...engine.devices import places
-from ...engine.placement import TORCH_DTYPES
+from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
-from ...errors import InputError, TooLarge, UsageError
+from ...errors import InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.tied_weights import TiedPair, tied
@@ -27,7 +27,7 @@ from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Storage, Wanted, shared_out
+from ..layers import Storage, Wanted, expect_finite, shared_out
 from ..peft.complete import completed
 from ..peft.folder import config
 from ..places import Place
@@ -124,7 +124,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
 
 
 def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
-    return Facts(_coverage(found, layers), _called(found.dtype), notes, found.to.name)
+    return Facts(_coverage(found, layers), FILE_DTYPES[found.dtype], notes, found.to.name)
 
 
 def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
@@ -147,10 +147,6 @@ def _head(found: Opened, made: Sequence[Made]) -> list[Made]:
     if table is None:
         return []
     return [Made(table.place._replace(module=found.head.head), table.tensors, table.layer)]
-
-
-def _called(dtype: torch.dtype) -> str:
-    return next(name for name, found in TORCH_DTYPES.items() if found == dtype)
 
 
 def _coverage(found: Opened, layers: int) -> dict[str, Any]:
@@ -180,8 +176,7 @@ def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[lis
         elif isinstance(one, Pair):
             skipped.append(pair.name)
         else:
-            if any(not bool(torch.isfinite(t).all()) for t in one.tensors.values()):
-                raise TooLarge("a number is too large for the dtype of the output", pair.name, "use --dtype fp32")
+            expect_finite(one.tensors.values(), pair.name)
             made.append(one)
         told(pair.nbytes)
     if not made:

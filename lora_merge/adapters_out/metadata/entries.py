@@ -32,8 +32,8 @@ ARGUMENTS: Final = "ss_network_args"
 LONGEST: Final = 1 << 20  # letters of an input's arguments
 
 
-class Facts:
-    """What a run knows of its output when the tensors are made.
+class Known:
+    """The facts from which the metadata of an output follows, known when its tensors are made.
 
     `layers`: label → facts of the report. `model`: the stem of the architecture's file, "" where it is unknown.
     """

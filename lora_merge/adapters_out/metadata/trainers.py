@@ -1,5 +1,6 @@
-"""What the trainers call a model in the metadata of its adapters. Facts: sd-scripts 48d368f (library/sai_model_spec.py,
-library/train_util.py, networks/), musubi-tuner 30c658c (src/musubi_tuner/networks, dataset/architectures)."""
+"""Names of models in the metadata that trainers write into adapters. Facts: sd-scripts 48d368f
+(library/sai_model_spec.py, library/train_util.py, networks/), musubi-tuner 30c658c (src/musubi_tuner/networks,
+dataset/architectures)."""
 
 from __future__ import annotations
 

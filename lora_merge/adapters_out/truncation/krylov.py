@@ -46,7 +46,7 @@ Reach = Callable[[Sequence[float], float], int | None]
 
 @dataclass
 class _Item:
-    """What is known of one matrix: singular values after each step, and the step at which they are near enough."""
+    """The state of one matrix: singular values after each step, and the step at which they are near enough."""
 
     squares: float
     reach: Reach

@@ -89,9 +89,15 @@ def extremes(work: Tensor, lane: DeviceStream) -> Tensor:
     lane is settled."""
     found = work.new_empty(2)
     torch.aminmax(work, out=(found[0], found[1]))
-    if lane.stream is None:
-        return found.cpu()
-    return lane.host(f"extremes {work.dtype}", (2,), work.dtype).copy_(found, non_blocking=True)
+    return brought(found, lane, "extremes")
+
+
+def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
+    """Return numbers in memory of the host that holds them once the lane is settled; the next call for the same use and
+    dtype overwrites them."""
+    if lane.stream is None or values.device.type == "cpu":
+        return values.cpu()
+    return lane.host(f"{use} {values.dtype}", values.shape, values.dtype).copy_(values, non_blocking=True)
 
 
 def fit(found: Tensor, dtype: torch.dtype) -> bool:

@@ -1,11 +1,10 @@
-"""What an output of codes holds of the rows that are looked at: they are encoded once more, and decoded."""
+"""Measures outputs of codes: the rows that are looked at are encoded once more, and decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..storing.recoding import Codes, read_back
@@ -26,10 +25,8 @@ class Part(NamedTuple):
 
     def stored(self, values: Tensor, uniform: Tensor | None, fetch: Fetch) -> Tensor | None:
         """Return flat the numbers that the codes of some stand for; None where no scale covers them."""
-        target, size = self.block.target, values.numel()
-        fresh = target.weight.packing.encoding is not target.packing.encoding
-        into = torch.empty(target.packing.encoding.nbytes(size), dtype=torch.uint8) if fresh else self.base
-        return read_back(target, self.block.first * self.block.cols, values, Codes(self.base, into, uniform), fetch)
+        first = self.block.first * self.block.cols
+        return read_back(self.block.target, first, values, Codes(self.base, uniform), fetch)
 
 
 def part(watch: Watch, number: int, base: Tensor) -> Part:

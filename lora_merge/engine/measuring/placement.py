@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..placement import DeviceStream, _ready, holds
+from ..placement import _ready, holds
 
 
 def widened(values: Tensor) -> Tensor:
@@ -43,10 +43,3 @@ def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     if holds(values.device, dtype):
         return ready.to(dtype).to(values.dtype)
     return ready.cpu().to(dtype).to(values.dtype).to(values.device)
-
-
-def brought(values: Tensor, lane: DeviceStream) -> Tensor:
-    """Return numbers on the host, where they are once the lane is settled."""
-    if lane.stream is None or values.device.type == "cpu":
-        return values.cpu()
-    return lane.host(f"sums {values.dtype}", values.shape, values.dtype).copy_(values, non_blocking=True)

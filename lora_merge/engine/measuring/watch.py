@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ...measure import NONE, Checked, Measure, Measured, Share
 from ..blocks import Block
+from ..device.placement import brought
 from ..fold import new_weights
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, host
 from .factors import factor_norms
-from .placement import as_stored, brought, numbers_of, take, workspace
+from .placement import as_stored, numbers_of, take, workspace
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
@@ -33,7 +34,7 @@ COARSE: Final = 4
 
 @dataclass(frozen=True)
 class Looks:
-    """How many numbers of a block are looked at: about one in `every`, and at least `least`."""
+    """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
 
     every: int = 128
     least: int = 2**11
@@ -41,26 +42,29 @@ class Looks:
     def rows(self, block: Block) -> list[int]:
         """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
         share a scale are encoded together."""
-        rows, wanted = block.last - block.first, max(block.elements // self.every, self.least)
-        count = min(rows, -(-wanted // max(block.cols, 1)))
+        rows = block.last - block.first
+        count = min(rows, -(-self._wanted(block) // max(block.cols, 1)))
         if block.target.packed is None:
             return [rows * i // count for i in range(count)]
         group = block.target.row_group
         return [*range(min(rows, -(-count // group) * group))]
 
-    def stands_for(self, block: Block) -> int:
-        """Return how many rows of its weight the rows of a block that are looked at stand for; 0 if it is not looked
-        at. Rows that are encoded together may be most of a block: then only some blocks are."""
+    def stands_for(self, blocks: Sequence[Block]) -> int:
+        """Return how many rows of its weight the rows of a block that are looked at stand for; 0 if the block is not
+        looked at. Rows that are encoded together may be most of a block: then only some of such blocks are, unless
+        several are folded in one call."""
+        block = blocks[0]
         rows, group = block.last - block.first, block.target.row_group
-        wanted = max(block.elements // self.every, self.least)
-        if block.target.packed is None or group * block.cols <= COARSE * wanted:
+        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._wanted(block):
             return rows
         period = group * max(self.every // COARSE, 1)
         at = -(-block.first // period) * period
         return min(period, block.target.matrix[0] - at) if at < block.last else 0
 
+    def _wanted(self, block: Block) -> int:
+        """Return how many numbers of a block are to be looked at."""
+        return max(block.elements // self.every, self.least)
 
-EVERY_NUMBER: Final = Looks(every=1)
 
 Nearest: TypeAlias = Callable[[Tensor], Tensor]
 """Function that returns the numbers [n, k · cols] that the output can hold for some."""
@@ -68,7 +72,7 @@ Nearest: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """What the output holds of the rows that are looked at."""
+    """The numbers that the output holds in the rows that are looked at."""
 
     nearest: Nearest
     found: Tensor | None = None  # [n, k · cols]; None: the nearest of the merged numbers
@@ -91,18 +95,19 @@ class Watch:
     rows: list[int]  # of each block
     index: Tensor  # [n · k] the rows of all blocks
     work: Tensor  # [3, n, k · cols]: base, merged (then ΔW), stored (then what is applied of it)
+    stands_for: int  # rows of the weight that the rows of a block stand for
     norms: Sequence[tuple[int, Mapping[int, Tensor]]] = ()  # number of a block → what factors tell of its whole weight
     parts: list[Own] = field(default_factory=list)
-    stands_for: int = 0  # rows of the weight that the rows of a block stand for
 
     @staticmethod
-    def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch:
-        """Return rows of base values [n, rows, cols], which are not folded yet."""
+    def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
+        """Return rows of base values [n, rows, cols], which are not folded yet; None if they are not looked at."""
+        if not (stands_for := looks.stands_for(blocks)):
+            return None
         rows, (n, height, cols) = looks.rows(blocks[0]), base.shape
         flat = rows if n == 1 else [number * height + row for number in range(n) for row in rows]
         index = numbers_of(flat, base)
-        stands_for = looks.stands_for(blocks[0]) if n == 1 else height
-        watch = Watch(blocks, rows, index, workspace(base, (3, n, len(rows) * cols)), stands_for=stands_for)
+        watch = Watch(blocks, rows, index, workspace(base, (3, n, len(rows) * cols)), stands_for)
         take(base, index, watch.work.select(0, 0))
         return watch
 
@@ -134,7 +139,7 @@ class Watch:
         """Return the same with its rows on the host."""
         norms = [(n, {adapter: host(norm) for adapter, norm in found.items()}) for n, found in self.norms]
         parts = [part._replace(change=host(part.change)) for part in self.parts]
-        return Watch(self.blocks, self.rows, host(self.index), host(self.work), norms, parts, self.stands_for)
+        return Watch(self.blocks, self.rows, host(self.index), host(self.work), self.stands_for, norms, parts)
 
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, ΔW² and applied · ΔW of each part, norms of factors.
@@ -218,7 +223,7 @@ def bring(seen: Sequence[tuple[Watch, Tensor]], lane: DeviceStream) -> Read:
     if not seen:
         return tuple
     sizes = [len(sums) for _, sums in seen]
-    every = brought(torch.cat([sums for _, sums in seen]), lane)
+    every = brought(torch.cat([sums for _, sums in seen]), lane, "sums")
 
     def read() -> tuple[Measured, ...]:
         parts = zip(seen, every.split_with_sizes(sizes), strict=True)
@@ -232,8 +237,7 @@ def watched(  # noqa: PLR0913, PLR0917  # what is folded, and where
     looks: Looks | None,
 ) -> tuple[Tensor, Watch | None]:  # fmt: skip
     """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them; nothing without looks."""
-    seen = looks is not None and base.numel() and stacks and (len(blocks) > 1 or looks.stands_for(blocks[0]))
-    watch = Watch.of(blocks, base, looks) if looks is not None and seen else None
+    watch = Watch.of(blocks, base, looks) if looks is not None and base.numel() and stacks else None
     merged = new_weights(blocks, base, stacks, watch if watch is not None and watch.several else None)
     if watch is not None:
         watch.done(merged)

@@ -105,7 +105,7 @@ class NewCodes:
 def _store(target: OutputTensor, span: tuple[int, int], numbers: Tensor, into: Tensor, fetch: Fetch) -> Outcome:
     """Store (first, count) numbers in another way."""
     values = decoded(numbers, target.weight, *span, fetch)
-    made = recode(target, span[0], values, Codes(into, into, None), fetch)
+    made = recode(target, span[0], values, Codes(into, None), fetch)
     if made is None:
         return Outcome(largest={target.name: largest(values)})
     into.copy_(made.codes)

@@ -19,11 +19,10 @@ from ..tensors import Fetch, as_bytes, beside, computing, parts_of, raw
 
 
 class Codes(NamedTuple):
-    """The codes of some numbers, as bytes on the host: those of the base, and the tensor for the new ones, which may
-    share memory; and uniform numbers, for stochastic rounding."""
+    """The codes that the base has for some numbers, as bytes on the host, and uniform numbers, for stochastic
+    rounding."""
 
     base: Tensor
-    into: Tensor
     uniform: Tensor | None
 
 
@@ -73,7 +72,7 @@ def _encoded(
     if afresh and odd(wide):
         raise InputError("the base holds NaN or infinite numbers, which no code stands for",
                          f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
-    before = torch.zeros_like(codes.into) if afresh else codes.base
+    before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
     old = parts_of(beside(before, wide), packing, first, count, fetch)
     if codes.uniform is not None:
         old[DRAW] = beside(codes.uniform, wide)

@@ -63,7 +63,7 @@ KINDS: Final = (
 
 
 class DiffusionFile(NamedTuple):
-    """What a GGUF file of a checkpoint holds: one network, whose names lose their prefix."""
+    """The content of a GGUF file that is made of a checkpoint: one network, whose names lose their prefix."""
 
     kind: Kind
     prefix: str
