@@ -118,7 +118,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         notes = (*dict.fromkeys(sources.notes), *left_out(zeros))
         dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
         worst = max(float(f["residual"]) for f in outcome.told.values())
-        facts = Facts(coverage(job, sources), dtypes, notes, task.to.name)
+        facts = Facts(coverage(job, sources), dtypes, notes, task.to.name, _weights(there))
 
         def proven(part: Path) -> Mapping[str, Any]:
             claim = Claim(job, part, worst, partly=bool(task.include))
@@ -138,7 +138,7 @@ def plan(task: Conversion) -> AdapterReport:
     job = task.job
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
     dtype = next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values())
-    facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name)
+    facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name, _weights(there))
     return planned(job, facts, layers, size)
 
 
@@ -168,7 +168,7 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
 
 
 def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tuple[list[Made], list[str]]:
-    told = begin("make", sum(map(_numbers, there)))
+    told = begin("make", _weights(there))
     found, zeros, ranks = [], [], converter.ranks(there)
     for one in there:
         made = converter.made(one, ranks.get(one.place.label))
@@ -185,6 +185,10 @@ def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tup
 def _numbers(one: Filled) -> int:
     """Return the bytes of the weight that a module changes, in fp64."""
     return 8 * prod(one.place.view.shape)
+
+
+def _weights(there: Sequence[Filled]) -> int:
+    return sum(map(_numbers, there))
 
 
 def prefix_name(to: Dialect, made: Made) -> str:

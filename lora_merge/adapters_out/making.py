@@ -41,13 +41,13 @@ class Maker:
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.notes: dict[str, None] = {}
+        self.weights = weights_of(self.job, self.sources, self.dtype)
 
     def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
         """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
         change is zero."""
-        together, numbers = self.job.rules.together, sum(prod(t.shape) for t in self.sources.targets)
-        told = begin("make", numbers * self.dtype.itemsize * (1 + together))
-        chosen = self._shared_out(told) if together else {}
+        told = begin("make", self.weights)
+        chosen = self._shared_out(told) if self.job.rules.together else {}
         found: dict[str, Layer] = {}
         zeros = []
         targets, bound = self.sources.targets, self.job.inputs.max_memory
@@ -122,6 +122,11 @@ class Maker:
 
 def _has_kernel(target: Target) -> bool:
     return any(n > 1 for n in target.shape[2:])
+
+
+def weights_of(job: AdapterJob, sources: Sources, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights whose changes are computed, twice where a rule looks at all layers first."""
+    return sum(prod(t.shape) for t in sources.targets) * dtype.itemsize * (1 + job.rules.together)
 
 
 def most_rank(target: Target) -> int:

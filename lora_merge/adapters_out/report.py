@@ -27,6 +27,7 @@ class AdapterReport:
     notes: tuple[str, ...] = ()
     verified: Mapping[str, Any] | None = None
     version: str = ""
+    weights: int = 0  # bytes of the weights whose changes are computed
     planned: bool = field(default=False)  # whether this is a plan: nothing is written, and nothing is known of the loss
     schema: str = "lora-merge/adapter/1"  # the format of `to_json`: viewing/schemas/adapter.json
 

@@ -31,7 +31,7 @@ from ..version import __version__
 from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Layer, numbers_of
-from .making import Maker, most_rank, ranks
+from .making import Maker, most_rank, ranks, weights_of
 from .metadata.entries import Known
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
@@ -51,6 +51,7 @@ class Facts:
     dtype: str
     notes: tuple[str, ...] = ()
     to: str = "keep"  # the dialect
+    weights: int = 0  # bytes of the weights whose changes are computed
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Outcome:
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
-            time.monotonic() - run.started, facts.notes, proof, __version__,
+            time.monotonic() - run.started, facts.notes, proof, __version__, facts.weights,
         )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
         made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
-        facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes)
+        facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes, weights=maker.weights)
         return made.finish(reader, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
@@ -158,14 +159,15 @@ def plan(job: AdapterJob) -> AdapterReport:
         layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
         size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize
-    facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], tuple(dict.fromkeys(sources.notes)))
+    notes, weights = tuple(dict.fromkeys(sources.notes)), weights_of(job, sources, dtype)
+    facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes, weights=weights)
     return planned(job, facts, layers, size)
 
 
 def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
     """Return the report of a plan; `size`: the bytes that it would write."""
     return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
-                         facts.notes, None, __version__, planned=True)  # fmt: skip
+                         facts.notes, None, __version__, facts.weights, planned=True)  # fmt: skip
 
 
 def planned_rank(job: AdapterJob, target: Target) -> int | None:

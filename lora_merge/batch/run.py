@@ -136,6 +136,7 @@ def make_batch(
 ) -> Batch:
     """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once."""
     switch(overwrite, "--overwrite")
+    by = find(executor)
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
@@ -144,7 +145,7 @@ def make_batch(
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])
-    return Batch(survey(entries, workers=_share(len(entries), workers, find(executor))))
+    return Batch(survey(entries, workers=_share(len(entries), workers, by)))
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command

@@ -23,7 +23,7 @@ from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
 from ..proof.unmerge import taken_back
 from ..text import Lines
-from .commands import Request
+from .commands import EFFORT, Request
 from .jobs_file import BatchJob
 from .resume import Hashes, done, made
 
@@ -39,6 +39,7 @@ class PlannedJob:
     level: int = 0  # 0: all inputs are there; n: some input is the output of a job of level n − 1
     needs: int | None = None  # number of the job whose output is its base, where that has to be made first
     size: int = 0  # bytes of its output
+    effort: int = 0  # bytes that a merge writes in the time that this job takes
     needs_disk: int = 0  # those of them that take space: the others are blocks of the base
     replaces: int = 0  # bytes of what is there now and will be replaced
     together: Any = None  # equal for jobs that can share one read of their base
@@ -174,7 +175,8 @@ class _Surveyor:
         together = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         self.planned[entry.number] = replace(
-            blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
+            blank, size=outline.size, effort=outline.size, needs_disk=needed,
+            replaces=min(_size(job.output), needed), together=together,
             strengths=tuple(map(_applied, job.adapters, outline.strengths)), done=complete,
         )  # fmt: skip
 
@@ -187,14 +189,15 @@ class _Surveyor:
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
             task = request.task(replace(entry.job, overwrite=True))
-            size = task.plan().written
+            plan = task.plan()
+            size, effort = plan.written, int(plan.weights * EFFORT.get(request.command, 1.0))
             complete = made(request.task(entry.job).job, self.hashes)
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(entry.job, overwrite=True)))
         except MergeError as e:
             return replace(blank, error=e)
         replaces = min(_size(entry.job.output), size)
-        return replace(blank, size=size, needs_disk=size, replaces=replaces, done=complete)
+        return replace(blank, size=size, effort=effort, needs_disk=size, replaces=replaces, done=complete)
 
     def _shares(self, folder: Path, base: Path) -> bool:
         """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""

@@ -19,7 +19,7 @@ from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
 from .habits import ENDINGS
 from .parameters import HTML
-from .stages import paused, watching
+from .stages import Jobs, paused, watching
 from .text import echo, leave_lost_folder
 from .values import whole_number
 
@@ -71,17 +71,16 @@ def batch(
     if jobs is None:
         fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
         raise UsageError("no jobs file was given", "lora-merge batch", fix)
-    from ..batch.executors import Workers
-    from ..batch.executors import executor as find
-    from ..batch.run import make_batch
     from .streams import Pictures, ReportFile
 
     pictures = Pictures(html, None, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
         raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
-    find(executor)
     number = None if workers is None else whole_number(workers, "--workers")
-    with watching(quiet=quiet, doing="jobs are planned"):
+    with watching(quiet=quiet, doing="jobs are planned"):  # from here on, as the imports take a second
+        from ..batch.executors import Workers
+        from ..batch.run import make_batch
+
         made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo)
     if not (dry_run or quiet or as_json):
         echo(announced(made))
@@ -95,7 +94,8 @@ def batch(
     check_room()  # once, as it holds for every worker
     leave_lost_folder()
     run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
-    ended = _run(made, run, told, as_json=as_json, quiet=quiet)
+    here = executor == "local" and number in (None, 1)
+    ended = _run(made, run, told, as_json=as_json, quiet=quiet, here=here)
     pictures.write(lambda: [one.to_dict() for one in ended])
     conclude(made, ended, sys.stderr if as_json else sys.stdout)
 
@@ -114,18 +114,22 @@ def _write_first(name: str) -> None:
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 
-def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool) -> list[JobReport]:
-    """Run the jobs and say how each of them ends; returns all reports."""
+def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool, here: bool) -> list[JobReport]:
+    """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
     ended: list[JobReport] = []
-    sizes = {s.entry.number: s.size for s in made.planned if s.runs}
+    from ..engine.torch_preload import preload
+
+    runs = {str(s.entry.job.output): (s.size, s.effort) for s in made.planned if s.runs}
     with ExitStack() as stack:
-        display = stack.enter_context(watching(quiet=quiet, total=made.size, jobs=len(made.planned)))
+        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(made.planned), runs)))
+        if runs and here:
+            preload(wait=True)
         telling = Telling(len(made.planned), quiet)
         # Where a signal stops it, what is unfinished is removed.
         for one in stack.enter_context(closing(run(progress=display or unwatched))):
             ended.append(one)
             if display is not None:
-                display.end(one.output, sizes.get(one.number, 0))
+                display.end(one.output)
             if told is not None:
                 told.append(one.to_json())
             with paused(display):

@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,15 @@ SURE: Final = 0.002
 
 MOST: Final = 8
 """Lines for jobs under way; further ones are counted."""
+
+REFLOWING: Final = (
+    "VTE_VERSION", "WT_SESSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE",
+    "ITERM_SESSION_ID", "GHOSTTY_RESOURCES_DIR", "VSCODE_INJECTION",
+)  # fmt: skip
+"""Variables of terminals that break long lines again when their width changes."""
+
+CUT: Final = ("XTERM_VERSION", "STY")
+"""Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 """Pictures of a heartbeat, for terminals with and without these letters."""
@@ -90,13 +99,31 @@ class Output:
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a batch."""
+
+    count: int
+    runs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Output of a job that runs → its bytes, and the bytes that a merge writes in the time that the job takes."""
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of all outputs."""
+        return sum(size for size, _ in self.runs.values())
+
+    @cached_property
+    def effort(self) -> int:
+        """The bytes that a merge writes in the time that all jobs take."""
+        return sum(effort for _, effort in self.runs.values())
+
+
 @dataclass
 class Display:
     """Lines at the bottom of a terminal. It is called with every step, from any thread."""
 
     stream: Any
-    total: int = 0  # bytes of all outputs; 0: as the steps say
-    jobs: int = 0  # of a batch; 0: a single merge
+    jobs: Jobs | None = None  # None: a single run
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
     doing: str = "headers are read"  # until the first step
@@ -108,7 +135,7 @@ class Display:
         self.lock = threading.RLock()
         self.outputs: dict[str, Output] = {}  # under way
         self.ended = 0  # jobs
-        self.done = 0  # bytes of outputs that are complete, or will not be
+        self.done = 0  # of the effort: that of outputs that are complete, or will not be
         self.drawn: tuple[str, ...] = ()
         self.last = -BEAT  # when it was drawn
         self.beats = 0
@@ -125,13 +152,23 @@ class Display:
             output.take(step, now)
             if step.done and self.working is None:
                 self.working = now
-            self.bytes += step.done if step.stage == "merge" or (step.stage == "make" and not self.jobs) else 0
+            self.bytes += self._bytes(step, output)
 
-    def end(self, output: str, size: int = 0) -> None:
-        """Count a job of a batch that has ended; `size`: bytes of it that were to be written."""
+    def _bytes(self, step: Step, output: Output) -> int:
+        """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
+        if step.stage == "make" and self.jobs is not None:
+            return self._planned(output.name)[0] * step.done // max(output.to_make, 1)
+        return step.done if step.stage in ("merge", "make") else 0
+
+    def end(self, output: str) -> None:
+        """Count a job of a batch that has ended."""
         with self.lock:
             self.outputs.pop(output, None)
-            self.ended, self.done = self.ended + 1, self.done + size
+            self.ended, self.done = self.ended + 1, self.done + self._planned(output)[1]
+
+    def _planned(self, output: str) -> tuple[int, int]:
+        """Return the bytes of a job's output, and its effort; both are 0 where it did not have to run."""
+        return self.jobs.runs.get(output, (0, 0)) if self.jobs else (0, 0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -145,11 +182,11 @@ class Display:
         with self.lock:
             now, under_way = self.clock(), list(self.outputs.values())
             self._sample(now)
-            if not self.jobs:
+            if self.jobs is None:
                 return [self._merge(under_way[-1] if under_way else Output("", self.began), now, width)]
             shown = [self._job(output, now, width) for output in under_way[:MOST]]
             more = [f"  and {len(under_way) - MOST} more"] if len(under_way) > MOST else []
-            return [*shown, *more, self._batch(now, width)]
+            return [*shown, *more, self._batch(self.jobs, now, width)]
 
     def _sample(self, now: float) -> None:
         self.samples.append((now, self.bytes))
@@ -162,10 +199,10 @@ class Display:
 
     def _share(self) -> float:
         """Return how much of all work is done."""
-        if not self.jobs:
+        if self.jobs is None:
             return max((o.share(self.weights) for o in self.outputs.values()), default=0.0)
-        total = self.total or sum(o.total for o in self.outputs.values()) or 1
-        return min(1.0, (self.done + sum(o.total * o.share(self.weights) for o in self.outputs.values())) / total)
+        under_way = sum(self._planned(name)[1] * o.share(self.weights) for name, o in self.outputs.items())
+        return min(1.0, (self.done + under_way) / (self.jobs.effort or 1))
 
     def _left(self, share: float, now: float) -> str:
         """Return the time that is left, flush and proof included, as far as it can be known."""
@@ -196,7 +233,7 @@ class Display:
         elif output.stage == "merge":
             facts = [f"{in_units(output.written)} of {in_units(output.total)}"]
         elif output.stage == "make":
-            facts = [f"{in_units(output.made)} of {in_units(output.to_make)}"]
+            facts = [f"{in_units(output.made)} of {in_units(output.to_make)} of weights"]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)
@@ -204,13 +241,13 @@ class Display:
         name = name if len(name) <= room else f"…{name[1 - room :]}"
         return self._line(f"{output.stage:<5} {name:<{room}}", facts, output.share(self.weights), width, beats=False)
 
-    def _batch(self, now: float, width: int) -> str:
+    def _batch(self, jobs: Jobs, now: float, width: int) -> str:
         share = self._share()
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
-        of = f"{in_units(self.bytes)} of {in_units(self.total)}"
+        of = f"{in_units(self.bytes)} of {in_units(jobs.size)}"
         facts = [of, self._rate(), self._left(share, now), limit] if self.working is not None else ["torch is loaded"]
-        return self._line(f"{self.ended}/{self.jobs} jobs", facts, share, width)
+        return self._line(f"{self.ended}/{jobs.count} jobs", facts, share, width)
 
     def _line(self, head: str, facts: list[str], share: float | None, width: int, *, beats: bool = True) -> str:
         """Return one line: heartbeat, stage, bar, facts; on a narrow terminal the last facts are left out."""
@@ -249,16 +286,27 @@ class Display:
             self.drawn = ()
 
     def _up(self, width: int) -> str:
-        """Return what takes a terminal to where the lines begin, and clears it; one made narrower has broken them."""
+        """Return what takes a terminal to where the lines begin, and clears it; one made narrower may have broken them.
+
+        Where that is not known it is taken as not: a rest of an old line may stay, and nothing else is cleared.
+        """
         if not self.drawn:
             return ""
-        rows = sum(max(1, -(-len(line) // max(1, width))) for line in self.drawn)
+        rows = sum(max(1, -(-len(line) // max(1, width))) for line in self.drawn) if reflows() else len(self.drawn)
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def _put(self, text: str) -> None:
         if text:
             commanding(self.stream)(text)
             self.stream.flush()
+
+
+def reflows() -> bool:
+    """Return whether this is a terminal that breaks long lines again when it gets another width; False if not known."""
+    own = os.environ
+    if own.get("TMUX") and own.get("TERM", "").startswith(("tmux", "screen")):
+        return True
+    return not any(map(own.get, CUT)) and any(map(own.get, REFLOWING))
 
 
 def interval(seconds: float) -> str:
@@ -277,13 +325,13 @@ def paused(display: Display | None) -> Iterator[None]:
 
 @contextmanager
 def watching(
-    *, quiet: bool, total: int = 0, jobs: int = 0, weights: dict[str, float] | None = None, doing: str = ""
+    *, quiet: bool, jobs: Jobs | None = None, weights: dict[str, float] | None = None, doing: str = ""
 ) -> Iterator[Display | None]:
     """Give the block a `Display` that is redrawn until the block ends; None with `quiet`, or without a terminal."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
-    display = Display(sys.stderr, total, jobs, weights or dict(WEIGHTS))
+    display = Display(sys.stderr, jobs, weights or dict(WEIGHTS))
     display.doing = doing or display.doing
     stop = threading.Event()
 

@@ -39,9 +39,15 @@ def preload(*, wait: bool = False) -> None:
 
     `wait`: return when it is loaded. Other threads go on until then; while `import torch` loads it, none does.
     """
+    if sys.platform == "linux" and "torch" not in sys.modules:
+        keep_freed_memory()
+        load_library(wait=wait)
+
+
+def load_library(*, wait: bool = True) -> None:
+    """Load torch's largest library beside other threads, such as one that draws progress; `wait` as in `preload`."""
     if sys.platform != "linux" or "torch" in sys.modules:
         return
-    keep_freed_memory()
     for name in COMPILED:
         import_module(name)
     with suppress(ImportError, ValueError):  # `import torch` will raise the error

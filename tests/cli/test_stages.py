@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lora_merge.cli import stages
-from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, interval
+from lora_merge.cli.stages import BEAT, CUT, MOST, PROOF, REFLOWING, Display, Jobs, interval
 from lora_merge.progress import APART, Gathered, Step
 
 from ..support import kohya, save, sd1
-from .terminal import fcntl, played_here, terminal, termios
+from .terminal import fcntl, played_here, screen, terminal, termios
 
 GIB = 1 << 30
 
@@ -84,12 +84,12 @@ def test_a_rate_of_a_disk_that_stands_still_falls() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    display, clock = shown(total=20 * GIB, jobs=20)
+    display, clock = shown(jobs=Jobs(20, {"/another.safetensors": (GIB, GIB)}))
     for n in range(MOST + 3):
         display(Step("load", f"/a/folder/{'long name ' * 20}{n}.safetensors", total=GIB))
         display(Step("merge", f"/a/folder/{'long name ' * 20}{n}.safetensors", GIB // 3, GIB, "write"))
     clock.now += 7
-    display.end("/another.safetensors", GIB)
+    display.end("/another.safetensors")
     found = display.lines(width)
     assert all(len(text) < width for text in found)
     assert len(found) == MOST + 2
@@ -109,10 +109,50 @@ def test_never_more_than_ten_redraws_a_second_whatever_is_reported() -> None:
     assert display.beats <= 12
 
 
-def test_the_lines_are_taken_back_where_the_terminal_was_made_narrower() -> None:
+def in_terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Let the variables be those of a terminal that has these and no other ones."""
+    for name in (*REFLOWING, *CUT, "TMUX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "breaks"),
+    [
+        ({}, False),
+        ({"VTE_VERSION": "7600"}, True),
+        ({"TERM": "tmux-256color", "TMUX": "/tmp/tmux,1,0"}, True),
+        ({"XTERM_VERSION": "XTerm(390)", "VTE_VERSION": "7600"}, False),
+        ({"TERM": "xterm-256color", "TMUX": "/tmp/tmux,1,0", "XTERM_VERSION": "XTerm(390)"}, False),
+        ({"TERM": "screen", "STY": "1.pts", "KITTY_WINDOW_ID": "1"}, False),
+    ],
+)
+def test_a_narrower_terminal_keeps_what_stands_above_the_lines(
+    variables: dict[str, str], breaks: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terminals that break long lines get them all taken back; with others the line above stays."""
+    in_terminal(monkeypatch, **variables)
+    clock, columns, out = Clock(), [100], Terminal()
+    out.write("kept\n")
+    display = Display(out, Jobs(2), clock=clock, columns=lambda: columns[0])
+    display(Step("merge", "a.safetensors", 1, GIB))
+    display.draw()
+    before = out.getvalue()
+    out.seek(0)
+    out.truncate()
+    columns[0] = 60
+    display.erase()
+    old = screen(before, 60 if breaks else 100)
+    rows = [row if breaks else row[:60] for row in old]
+    assert screen("\n".join(rows) + out.getvalue(), 60) == ["kept", ""]
+
+
+def test_the_lines_are_taken_back_where_the_terminal_was_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_terminal(monkeypatch, VTE_VERSION="7600")
     clock, columns = Clock(), [160]
     out = Terminal()
-    display = Display(out, 4 * GIB, 4, clock=clock, columns=lambda: columns[0])
+    display = Display(out, Jobs(4), clock=clock, columns=lambda: columns[0])
     display(Step("merge", "a.safetensors", 1, GIB))
     display.draw()
     out.seek(0)
@@ -138,8 +178,25 @@ def test_what_is_said_goes_above_the_lines() -> None:
     assert display.stream.getvalue().endswith("\r\x1b[J[1/2] merged\n")
 
 
+def test_the_bar_of_a_batch_moves_while_an_adapter_is_made() -> None:
+    """Its share of the work, its bytes and the time that is left; and a merge of the same bytes counts for less."""
+    display, clock = shown(jobs=Jobs(2, {"/slow": (GIB // 100, 3 * GIB), "/merged": (GIB, GIB)}))
+    display(Step("make", "/slow", 0, 500))
+    seen = []
+    for _ in range(4):
+        clock.now += 1
+        display(Step("make", "/slow", 100, 500))
+        seen.append(display.lines(160)[-1])
+    assert len({re.search(r"\d+%", one)[0] for one in seen}) == len(seen)  # type: ignore[index]
+    assert "8.19 MiB of 1.01 GiB" in seen[-1]
+    assert "39%" in seen[-1], "0.6 and the proof are to come: 0.8 / 1.52 of three quarters"
+    assert "400 B of 500 B of weights" in display.lines(160)[0]
+    display.end("/slow")
+    assert "75%" in display.lines(160)[-1]
+
+
 def test_names_command_no_terminal() -> None:
-    display, _ = shown(jobs=1)
+    display, _ = shown(jobs=Jobs(1))
     display(Step("load", "/a/\x1b[31mred\n.safetensors"))
     assert all("\x1b" not in text and "\n" not in text for text in display.lines(80))
 
@@ -200,11 +257,12 @@ def test_a_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     assert any("✓ merged" in row for row in found.screen)
 
 
-def test_each_redraw_is_as_wide_as_the_terminal_is_then() -> None:
+def test_each_redraw_is_as_wide_as_the_terminal_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever COLUMNS says, and whatever stdout is: a terminal that was made narrower breaks lines that are too long."""
+    in_terminal(monkeypatch, VTE_VERSION="7600")
     with terminal(120) as (end, arrived), os.fdopen(os.dup(end), "w", encoding="utf-8") as stream:
         clock = Clock()
-        display = Display(stream, 4 * GIB, 4, clock=clock)
+        display = Display(stream, Jobs(4), clock=clock)
         widths = (120, 60, 200)
         for columns in widths:
             fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -219,7 +277,7 @@ def test_each_redraw_is_as_wide_as_the_terminal_is_then() -> None:
 
 
 def test_what_finds_no_room_is_left_out_and_the_bar_stays() -> None:
-    display, _ = shown(jobs=1, total=GIB)
+    display, _ = shown(jobs=Jobs(1))
     display(Step("merge", "a-name-of-some-length.safetensors", GIB // 3, GIB, "write"))
     for width in (40, 50, 60, 80):
         for one in display.lines(width):

@@ -124,7 +124,12 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
 
 
 def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
-    return Facts(_coverage(found, layers), FILE_DTYPES[found.dtype], notes, found.to.name)
+    return Facts(_coverage(found, layers), FILE_DTYPES[found.dtype], notes, found.to.name, _weights(found))
+
+
+def _weights(found: Opened) -> int:
+    """Return the bytes of both checkpoints that are compared; a rule for all layers together reads them twice."""
+    return sum(p.nbytes for p in found.pairs.pairs) * (1 + found.task.job.rules.together)
 
 
 def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
@@ -162,7 +167,7 @@ def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[lis
     extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
     made, skipped, equal = [], [], 0
     rules, pairs = task.job.rules, found.pairs.pairs
-    told = begin("make", sum(p.nbytes for p in pairs) * (1 + rules.together))
+    told = begin("make", _weights(found))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
 
     def work(pair: Pair) -> Made | Pair | None:
