@@ -20,7 +20,7 @@ from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
-from ..dtypes import FLOATS, TABLE, WHOLE
+from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
@@ -157,6 +157,10 @@ def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in second if name in first)
 
 
+UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
+"""Dtype → the dtype whose upper half it is."""
+
+
 class FileValues:
     """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
 
@@ -167,14 +171,13 @@ class FileValues:
         """See `Values.numbers`."""
         if not info.nbytes:
             return ()
-        raw = bytes(self._bytes(info, 0, info.nbytes))
-        if info.dtype == "F8_E4M3":
+        raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
+        if dtype == "F8_E4M3":
             return tuple(map(_e4m3, raw))
-        if info.dtype in ("BF16", "F8_E5M2"):  # the upper halves of F32 and F16
-            half = info.nbytes // max(1, prod(info.shape))
+        if dtype in UPPER_HALF:
+            half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
             raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
-        code = TABLE[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)].code
-        return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{TABLE[dtype].code}", raw)
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
         """See `Values.same`."""
@@ -291,9 +294,11 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:
                 held.setdefault(slot, []).extend(infos)
-    in_order = {slot: sorted(infos, key=lambda info: info.name) for slot, infos in held.items()}
-    first = {slot: infos[0] for slot, infos in in_order.items()}
-    repeated = tuple((slot, info) for slot, infos in in_order.items() for info in infos[1:])
+    for infos in held.values():
+        if len(infos) > 1:
+            infos.sort(key=lambda info: info.name)
+    first = {slot: infos[0] for slot, infos in held.items()}
+    repeated = tuple((slot, info) for slot, infos in held.items() for info in infos[1:])
     return Module(*key, g.slots, first, g.algorithms or (), repeated)
 
 

@@ -88,9 +88,11 @@ class _Chooser:
             if ALGORITHMS[name].stacked and len(candidates) > 1 and len(tried.shape) != 3:
                 continue
             full = context.with_shared(module, name)
-            beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
-            beside |= {slot: turned(tried, of) for slot, of in near.items() if slot.startswith(LAYER)}
-            stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
+            beside, stored = {}, full.shapes
+            if near:
+                beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
+                beside |= {slot: turned(tried, of) for slot, of in near.items() if slot.startswith(LAYER)}
+                stored = {**stored, **{slot: of.matrix for slot, of in beside.items()}}
             settings = self._settings(name)
             try:
                 shapes = fit(name, tuple(stored.items()), tried.shape, tried.matrix)
@@ -127,6 +129,8 @@ class _Chooser:
 
     def _check_factors(self, module: Module, name: str) -> None:
         """Raise InputError if a factor of the formula holds whole numbers, because no scale for them is stored."""
+        if not self.context.has_whole_numbers:
+            return
         for slot, info in chain(module.shared.items(), module.slots.items()):
             if info.dtype not in WHOLE or info.dtype == "BOOL":  # a switch is not a number
                 continue

@@ -46,39 +46,55 @@ class _Name(NamedTuple):
     def of(cls, name: str) -> _Name:
         return cls(name, list(prefixed(name))[-1][1].replace(".", "_"), TIED.search(name) is not None)
 
+    @property
+    def kinds(self) -> tuple[str | None, ...]:
+        """The kinds of names that clash with this one; None: all that cannot share their weight."""
+        return (self.innermost,) if self.may_share else (self.innermost, None)
+
+
+class _Taken:
+    """The patches that change the same rows. Names are read only where a second module changes some of the rows."""
+
+    def __init__(self) -> None:
+        self.unread: list[Patch] = []
+        self._by_kind: dict[str | None, tuple[Patch, _Name]] = {}
+
+    def clashes(self, name: _Name) -> Iterator[tuple[Patch, _Name]]:
+        """Yield the first patches of the kinds that clash with a name, and their names."""
+        for patch in self.unread:
+            of = _Name.of(patch.module.name)
+            for kind in of.kinds:
+                self._by_kind.setdefault(kind, (patch, of))
+        self.unread.clear()
+        found = (self._by_kind[kind] for kind in name.kinds if kind in self._by_kind)
+        return ((patch, of) for patch, of in found if of.name != name.name)
+
 
 class DuplicateCheck:
     """The rows of the base that one adapter changes so far, with the patch of each."""
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
-        self._taken: dict[str, dict[tuple[int, int], dict[str | None, tuple[Patch, _Name]]]] = {}
-        """Base key → first and last row + 1 → name without prefixes → what changes them; None: the one of its kind
-        that cannot share its weight. So of thousands of modules on one weight, none is compared with all others."""
+        self._taken: dict[str, dict[tuple[int, int], _Taken]] = {}  # base key → first and last row + 1 → patches
 
     def repeats(self, patch: Patch) -> bool:
         """Remember a patch; return whether an equal patch of another name changes the same rows already.
 
         InputError if a different patch of another name changes some of the rows.
         """
-        name = _Name.of(patch.module.name)
-        kinds = (name.innermost,) if name.may_share else (name.innermost, None)
         for piece in patch.view.row_slices:
             others = self._taken.setdefault(piece.key, {})
-            for (start, stop), taken in others.items():
-                if piece.stop <= start or stop <= piece.start:
-                    continue
-                for other, by in (taken[kind] for kind in kinds if kind in taken and taken[kind][1].name != name.name):
-                    if self._equal(patch, other):
-                        return True
-                    raise InputError(
-                        "two modules of the adapter change the same weight",
-                        f"{self._path}: {by.name} and {name.name} both mean {piece.key}",
-                        "remove one of the two; applying both would double the effect",
-                    )
-            here = others.setdefault((piece.start, piece.stop), {})
-            for kind in kinds:
-                here.setdefault(kind, (patch, name))
+            meets = [taken for (start, stop), taken in others.items() if start < piece.stop and piece.start < stop]
+            name = _Name.of(patch.module.name) if meets else None
+            for other, by in (found for taken in meets for found in taken.clashes(name)):
+                if self._equal(patch, other):
+                    return True
+                raise InputError(
+                    "two modules of the adapter change the same weight",
+                    f"{self._path}: {by.name} and {patch.module.name} both mean {piece.key}",
+                    "remove one of the two; applying both would double the effect",
+                )
+            others.setdefault((piece.start, piece.stop), _Taken()).unread.append(patch)
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:

@@ -14,6 +14,7 @@ from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
 from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
 from ..algorithms.lora import LORA
+from ..dtypes import WHOLE
 from ..errors import MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView
@@ -50,6 +51,11 @@ class AdapterContext:
     def weights(self) -> Mapping[str, Module]:
         """Modules that change a weight, by name."""
         return {m.name: m for m in self.adapter.modules if m.parameter == "weight"}
+
+    @cached_property
+    def has_whole_numbers(self) -> bool:
+        """Whether a tensor of the file holds whole numbers; a switch is not a number."""
+        return any(info.dtype in WHOLE and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
 
     @cached_property
     def dylora(self) -> bool:

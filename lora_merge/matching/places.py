@@ -73,11 +73,10 @@ class Places:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        found = {
-            parameter: self.named(split_row_part(module.name)[0], parameter)
-            for name in module.complete
-            for parameter in ALGORITHMS[name].beside.values()
-        }
+        asked = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
+        if not asked and not relatives:
+            return {}
+        found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(asked)}
         related = tuple(relatives)
         if related not in self._relatives:
             views = ((f"{LAYER}{n}", self.named(name, "weight")) for n, name in enumerate(related))

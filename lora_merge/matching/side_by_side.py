@@ -50,7 +50,8 @@ def as_trained(
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
     if patch.algorithm != LORA.name or up is None or alpha is None or context.rules.of(patch.module.name).kind:
         return patch, dylora
-    fused = agreed(fused_in(patch.view))
+    evidence = fused_in(patch.view)
+    fused = agreed(evidence) if evidence else ()
     n = len(fused)
     if n < LEAST:
         return patch, dylora

@@ -97,7 +97,12 @@ class NameTable:
         """Return the row ranges of a tensor that are canonical weights, in order; only those of consecutive rows."""
         if body not in self._layers:
             of = form(body)
-            forms = [of, *(".".join(path) for _, path in self._native.names_of(tuple(of.split("."))))]
+            renamed = [".".join(path) for _, path in self._native.names_of(tuple(of.split(".")))]
+            if not renamed and self._sources[of].keys() == {of}:  # nothing is cut: every tensor is one layer
+                keys = {one: self._keys[one] for one in self._bodies[of]}
+                self._layers |= {one: [*whole(key, self._shapes[key]).row_slices] for one, key in keys.items()}
+                return self._layers[body]
+            forms = [of, *renamed]
             sources = dict.fromkeys(source for other in forms for source in self._sources[other])
             found, _ = self._canonical(sources)
             slices: dict[str, set[RowSlice]] = {}

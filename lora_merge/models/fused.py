@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 from ..algorithms import Shape
@@ -67,7 +68,7 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     """
     stem, _, parameter = name.rpartition(".")
     module, dot, leaf = stem.rpartition(".")
-    if (match := FUSED.fullmatch(leaf)) is None or parameter not in ("weight", "bias"):
+    if (match := _fused(leaf)) is None or parameter not in ("weight", "bias"):
         return {}
     weight = shapes.get(f"{stem}.weight", ())
     if len(weight) < 2:
@@ -88,6 +89,11 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     return {
         source: split for source, split in every if sum(split) == weight[0] and 0 < min(split) <= max(split) == split[0]
     }
+
+
+@lru_cache(maxsize=1024)  # a model has thousands of layers of a few names
+def _fused(leaf: str) -> re.Match[str] | None:
+    return FUSED.fullmatch(leaf)
 
 
 def agreed(evidence: Mapping[str, Split]) -> Split:

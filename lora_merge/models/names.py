@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -169,16 +168,19 @@ class Names:
 
         For a model with an architecture file, its table is the only source.
         """
-        parts = [self._part(p.key) for p in view.row_slices]
         pieces = view.row_slices
         if self._stored:
             pieces = tuple(p._replace(key=self.without_wrappers(p.key)) for p in pieces)
-        found = [part.cut(p) if part else () for part, p in zip(parts, pieces, strict=True)]
-        if not all(found):
-            return {}
-        if sum(map(len, found)) > 1:
-            return {f"the table of {self.architecture}": tuple(chain.from_iterable(found))}
-        name, shapes, known = pieces[0].key, self.shapes, parts[0] and parts[0].architecture
+        found: tuple[int, ...] = ()
+        for piece in pieces:
+            part = self._homes.get(piece.key)
+            rows = part.cut(piece) if part else ()
+            if not rows:
+                return {}
+            found += rows
+        if len(found) > 1:
+            return {f"the table of {self.architecture}": found}
+        name, shapes, known = pieces[0].key, self.shapes, self._homes[pieces[0].key].architecture
         split = splits(name, shapes, self._config, known.file.stem if known else "")
         return split if split and whole(name, shapes[name]).row_slices == pieces else {}
 
