@@ -29,7 +29,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Final, TypeAlias
@@ -303,13 +303,15 @@ def _at(row: Row, number: str) -> Row:
     return replace(row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts))
 
 
+@lru_cache(maxsize=4096)
 def is_number(segment: str) -> bool:
     """Return whether a path segment is a number of at most nine ASCII digits; hostile files may hold any key."""
     return segment.isascii() and segment.isdigit() and len(segment) < 10
 
 
+@lru_cache(maxsize=65_536)  # the tables of all architectures have some ten thousand paths
 def _template(path: Path) -> Path:
-    return tuple("#" if s[0] == "{" or is_number(s) else s for s in path)
+    return tuple(["#" if s[0] == "{" or is_number(s) else s for s in path])
 
 
 def _even(template: Path) -> bool:
