@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -60,7 +60,7 @@ class _Taken:
         self._by_kind: dict[str | None, tuple[Patch, _Name]] = {}
 
     def clashes(self, name: _Name) -> Iterator[tuple[Patch, _Name]]:
-        """Yield the first patches of the kinds that clash with a name, and their names."""
+        """Return the first patches of the kinds that clash with a name, and their names."""
         for patch in self.unread:
             of = _Name.of(patch.module.name)
             for kind in of.kinds:
@@ -68,6 +68,12 @@ class _Taken:
         self.unread.clear()
         found = (self._by_kind[kind] for kind in name.kinds if kind in self._by_kind)
         return ((patch, of) for patch, of in found if of.name != name.name)
+
+
+def _clashes(patch: Patch, meets: Sequence[_Taken]) -> Iterator[tuple[Patch, _Name]]:
+    """Return the patches of other modules, and their names, that may not change the same rows as a patch."""
+    name = _Name.of(patch.module.name)
+    return chain.from_iterable(taken.clashes(name) for taken in meets)
 
 
 class DuplicateCheck:
@@ -85,8 +91,7 @@ class DuplicateCheck:
         for piece in patch.view.row_slices:
             others = self._taken.setdefault(piece.key, {})
             meets = [taken for (start, stop), taken in others.items() if start < piece.stop and piece.start < stop]
-            name = _Name.of(patch.module.name) if meets else None
-            for other, by in (found for taken in meets for found in taken.clashes(name)):
+            for other, by in _clashes(patch, meets) if meets else ():
                 if self._equal(patch, other):
                     return True
                 raise InputError(
