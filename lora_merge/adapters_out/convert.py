@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapters.file import BUNDLE, AdapterFile
+from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
+from ..matching.choose import ALPHA
 from ..options import pairs, shown
 from ..paths import absolute
 from ..planning.cache import CheckpointCache
@@ -30,7 +32,7 @@ from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import expect_finite
 from .peft.complete import completed
-from .peft.folder import config
+from .peft.folder import config, expect_one
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
@@ -115,7 +117,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
         outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources))
-        notes = (*dict.fromkeys(sources.notes), *left_out(zeros))
+        notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made))
         dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
         worst = max(float(f["residual"]) for f in outcome.told.values())
         facts = Facts(coverage(job, sources), dtypes, notes, task.to.name, _weights(there))
@@ -160,10 +162,8 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.include:
         there = [one for one in there if one.place.component in task.include]
-    components = {one.place.component for one in there}
-    if task.to.folder and len(components) > 1:
-        raise UsageError(f"a folder of PEFT is for one component, the adapter changes {', '.join(sorted(components))}",
-                         "--include", f"choose one: --include {min(components)}")  # fmt: skip
+    if task.to.folder:
+        expect_one((one.place.component for one in there), "the adapter changes")
     return task, sources, there, everywhere
 
 
@@ -180,6 +180,17 @@ def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tup
         told(_numbers(one))
         converter.evaluator.forget()
     return found, zeros
+
+
+def _stated_again(job: AdapterJob, made: Sequence[Made]) -> list[str]:
+    """Return the note about settings that the user stated and that copied tensors do not hold."""
+    given, needed = dict(job.inputs.setting), set()
+    for one in made:
+        if one.copied:
+            needed |= given.keys() & ALGORITHMS[one.layer.algorithm].settings.keys()
+            needed |= {ALPHA} & given.keys() if ".alpha" not in one.tensors else set()
+    again = " ".join(f"--setting {name}={given[name]}" for name in sorted(needed))
+    return [f"whoever reads the output has to state {again} again"] if again else []
 
 
 def _numbers(one: Filled) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import log2
 from typing import Any, Final
 
 import torch
@@ -71,8 +72,11 @@ class Converter:
             return self._value(filled)
         if len(place.view.shape) < 2:
             return self._vector(place, shares)
-        if self.job.algorithm == KEEP and self.rules is None and (copied := self._copy(place, shares)):
-            return copied
+        if self.job.algorithm == KEEP and self.rules is None:
+            if any(s.patch.algorithm == WHOLE and s.strength != 1 for s in shares):
+                return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
+            if copied := self._copy(place, shares):
+                return copied
         return self._factored(place, shares, rank)
 
     def _copy(self, place: Place, shares: Sequence[Share]) -> Made | None:
@@ -84,6 +88,9 @@ class Converter:
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
         alpha = self._alpha(share)
+        if alpha is None and share.strength != 1:
+            raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
+                           "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
         if others or not share.is_all(place) or None in endings.values() or alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name,
                            "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank")  # fmt: skip
@@ -122,8 +129,21 @@ class Converter:
         wanted = patch.numbers["scale"] * share.strength
         if scale(None if alpha is None else float(alpha)) == wanted:
             return kept
-        one = scale(1.0)
-        return {self.to.endings.get("alpha", ".alpha"): torch.tensor(wanted / one)} if scale(2.0) != one else None
+        one, two = scale(1.0), scale(2.0)
+        power = log2(two / one) if two != one else 0.0
+        if not power or (wanted / one <= 0 and power != 1) or not self._holds_strength(share):
+            return None
+        found = wanted / one if power == 1 else (wanted / one) ** (1 / power)
+        return {self.to.endings.get("alpha", ".alpha"): torch.tensor(found)}
+
+    def _holds_strength(self, share: Share) -> bool:
+        """Return whether the formula at a scale that holds the strength gives the change times the strength."""
+        patch, strength = share.patch, share.strength
+        scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
+        if strength == 1:
+            return True
+        wanted = strength * self._change(patch).dense()
+        return float((self._change(scaled).dense() - wanted).norm()) <= 1e-9 * float(wanted.norm())
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()

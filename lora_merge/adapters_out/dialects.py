@@ -9,7 +9,7 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.methods import METHODS
-from ..adapters.suffixes import SUFFIXES
+from ..adapters.suffixes import LORA, SUFFIXES
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, UNSURE
 from ..models.spellings import Component
@@ -26,6 +26,9 @@ OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux
 """Architectures whose adapters ai-toolkit writes as diffusers does; those of later ones begin with diffusion_model."""
 
 _OF_PEFT: Final = frozenset(ending for method in METHODS.values() for ending in method.suffixes)
+_OF_TRAINERS: Final = {*LORA, *METHODS["LOHA"].algorithms, *METHODS["LOKR"].algorithms}
+_CONFIGURED: Final = {row for method in METHODS.values() for row in method.algorithms} - _OF_TRAINERS
+"""Algorithms that a file without its configuration does not tell."""
 
 COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
     {
@@ -33,6 +36,7 @@ COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
         for row in reversed(SUFFIXES)
         if row.ending not in _OF_PEFT
         for name in row.algorithms
+        if name not in _CONFIGURED
     }
 )
 """(algorithm, parameter, slot) → the ending in files of LyCORIS and kohya's scripts."""

@@ -86,7 +86,7 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
             if module:
                 beside = views.get(f"{module}.weight", view)
                 norm, bare = len(beside.shape) == 1, module == name
-                yield Place(prefix, module, parameter, view, part.label, norm, bare)
+                yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 
 
 def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:

@@ -82,12 +82,13 @@ def open_sources(job: AdapterJob) -> Sources:
     return on_base(open_inputs(job.inputs, opened, merged=False))
 
 
-def on_base(inputs: Inputs, *, stored: bool = True) -> Sources:
+def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) -> Sources:
     """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base.
 
-    `stored`: whether the base is a checkpoint whose weights can be read.
+    `stored`: whether the base is a checkpoint whose weights can be read. `every_setting`: whether a setting that no
+    formula uses is a mistake.
     """
-    matched = match(inputs)
+    matched = match(inputs, every_setting=every_setting)
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):
         raise FitError("an adapter enlarges a weight, which a file of an adapter cannot say", grown[0],

@@ -114,7 +114,7 @@ class Names:
                         raise self._ambiguous(module, parameter, [*views, view])
                     views.append(view)
             if views:
-                return self._as_stored(views[0])
+                return self.as_stored(views[0])
         return None
 
     def knows(self, module: str) -> bool:
@@ -133,9 +133,9 @@ class Names:
             self._by_pattern[pattern] = [(len(name) - len(body), parts) for body, parts in readings if parts]
         return self._by_pattern[pattern]
 
-    def _as_stored(self, view: WeightView | None) -> WeightView | None:
-        """Return the view with the keys of the base."""
-        if view is None or not self._stored:
+    def as_stored(self, view: WeightView) -> WeightView:
+        """Return the view with the keys of the base, whose names may be wrapped (`_orig_mod.`)."""
+        if not self._stored:
             return view
         return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.row_slices), view.shape)
 
@@ -156,7 +156,7 @@ class Names:
         piece = view.row_slices[0]
         part = self._part(piece.key)
         own = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
-        return transposed(view) if piece.transposed and self._as_stored(own) == view else view
+        return transposed(view) if piece.transposed and own and self.as_stored(own) == view else view
 
     def recognised(self, key: str) -> bool:
         """Return whether the network of a base tensor has an architecture file."""

@@ -91,12 +91,13 @@ def open_inputs(job: Job, opened: CheckpointCache, *, merged: bool = True) -> In
     return Inputs(job, base, lookup, adapters)
 
 
-def match(inputs: Inputs) -> Matched:
-    """Match every adapter with the base; FitError if one does not fit."""
+def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
+    """Match every adapter with the base; FitError if one does not fit. `every_setting`: whether a setting of the user
+    that no formula uses is a mistake."""
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        return Matched(inputs, matches(inputs, FileValues(reader)))
+        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
 def make_plan(matched: Matched) -> Plan:
@@ -119,7 +120,7 @@ def make_plan(matched: Matched) -> Plan:
     return Plan(job, base, matched.inputs.names.architecture, found, files, sides, indexes, quantised)
 
 
-def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
+def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
     """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     steps = Steps()
@@ -142,7 +143,7 @@ def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
     used = {name for one in matched for name in one.settings}
-    if unused := sorted(dict(job.setting).keys() - used):
+    if every_setting and (unused := sorted(dict(job.setting).keys() - used)):
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     met = with_meetings(job, matched)

@@ -307,3 +307,51 @@ def test_quantised_checkpoints_are_compared_by_their_values(tmp_path: Path, *, a
     want = (values(tuned) if also_tuned else tuned[f"{name}.weight"]) - values(base)
     torch.testing.assert_close(up.float() @ down.float() * alpha / len(down), want, atol=2e-3, rtol=0)
     assert report.verified is not None
+
+
+def test_a_changed_weight_without_a_name_in_the_dialect_is_refused_or_told(tmp_path: Path) -> None:
+    """A stray tensor has the name of q in the words of diffusers, so that neither means it."""
+    base = flux()
+    qkv = "double_blocks.0.img_attn.qkv.weight"
+    rows, cols = base[qkv].shape
+    base["transformer_blocks.0.attn.to_q.weight"] = rand(rows // 3, cols)
+    tuned = {k: v + rand(*v.shape) if k in (qkv, "single_blocks.0.linear2.weight") else v for k, v in base.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    both = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    with pytest.raises(FitError, match=qkv):
+        lora_merge.extract(*both, tmp_path / "a.safetensors", format="diffusers")
+    left = lora_merge.extract(*both, tmp_path / "a.safetensors", format="diffusers", unmatched="skip")
+    assert any(qkv in note and "not written" in note for note in left.notes)
+    lora_merge.extract(*both, tmp_path / "b.safetensors", format="diffusers", exclude=[f"re:{qkv}"])
+    save_file({**tuned, qkv: base[qkv]}, both[1])
+    assert not any(qkv in n for n in lora_merge.extract(*both, tmp_path / "c.safetensors", format="lycoris").notes)
+    lora_merge.extract(*both, tmp_path / "d.safetensors", format="kohya")
+
+
+def test_a_base_that_was_saved_with_its_wrapper_is_compared_and_its_adapters_are_converted(tmp_path: Path) -> None:
+    """torch.compile and DDP put a level in front of every name."""
+    base = {f"_orig_mod.{k}": v for k, v in flux().items()}
+    tuned = {k: v + rand(*v.shape) for k, v in base.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    made = tmp_path / "a.safetensors"
+    lora_merge.extract(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", made, rank="exact", dtype="fp32")
+    lora_merge.convert(made, tmp_path / "b.safetensors", to="comfy", base=tmp_path / "base.safetensors")
+    for key, value in merged(tmp_path / "base.safetensors", tmp_path / "b.safetensors").items():
+        torch.testing.assert_close(value, tuned[key], rtol=0, atol=1e-5)
+
+
+def test_diffusers_has_no_factors_of_an_embedding(tmp_path: Path) -> None:
+    """Its loader puts factors on linear layers and convolutions; kohya's words have a place."""
+    table = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
+    base = {**sd1(torch.float32), table: rand(40, 24)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({**base, table: base[table] + rand(40, 24, seed=5)}, tmp_path / "tuned.safetensors")
+    both = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    with pytest.raises(FitError, match="token_embedding"):
+        lora_merge.extract(*both, tmp_path / "a.safetensors", format="diffusers", rank=2)
+    made = tmp_path / "a.safetensors"
+    lora_merge.extract(*both, made, rank=2)
+    with pytest.raises(FitError, match="token_embedding"):
+        lora_merge.convert(made, tmp_path / "b.safetensors", to="diffusers", base=both[0])

@@ -1,4 +1,5 @@
-"""Laws of `combine` for every row: merging its output is merging its inputs, at any strength, with or without factors."""
+"""`combine` of rows that need a setting of the user, and its methods on every kind of change; test_rows_written.py has
+the laws of all other rows."""
 
 from __future__ import annotations
 
@@ -6,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from row_files import write
+from row_files import STATED, write
 from safetensors.torch import load_file
 
 import lora_merge
-from lora_merge.algorithms import ALGORITHMS
 from lora_merge.job import Job
 
 KEPT = ("dtype", "compute_dtype", "setting")
@@ -23,11 +23,7 @@ def merged(job: Job, adapters: list[tuple[Path, float]], name: str, *, told: boo
     return load_file(out)
 
 
-OF_ITS_BASE = ("adamss",)
-"""Rows that take only what training from this very base gives; the files of these tests hold random numbers."""
-
-
-@pytest.mark.parametrize("row", sorted(set(ALGORITHMS) - {*OF_ITS_BASE}))
+@pytest.mark.parametrize("row", sorted(STATED))
 def test_merging_the_output_is_merging_the_input(row: str, tmp_path: Path) -> None:
     job = write(row, tmp_path)
     job = replace(job, dtype="fp32", compute_dtype="fp64")

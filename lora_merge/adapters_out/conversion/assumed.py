@@ -91,7 +91,8 @@ def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
     """Return the sources of a job with other adapters on the base of these inputs."""
     opened = CheckpointCache()
     adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    return on_base(replace(inputs, job=job.inputs, adapters=adapters), stored=inputs.base.path != NOWHERE)
+    given = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(given, stored=inputs.base.path != NOWHERE, every_setting=False)
 
 
 class WithoutBase(TensorCache):

@@ -15,6 +15,7 @@ from ...files.layouts import PEFT
 from ...models.weights import whole
 from ...options import shown
 from ..dialects import CANONICAL, DIALECTS, KEEP, Dialect
+from ..job import WHOLE
 from ..places import Place
 from ..sources import Sources
 from ..written import Spelling
@@ -47,7 +48,7 @@ def own_dialect(file: AdapterFile) -> Dialect:
     seen: dict[str, Counter[str]] = {}
     for module in file.modules:
         for slot, info in (*module.slots.items(), *module.shared.items()):
-            if info.name.startswith(module.name):
+            if info.name.startswith(module.name) and (slot != "diff" or WHOLE in module.complete):
                 slot = PARAMETERS.get((slot, module.parameter), slot)
                 seen.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
     common = {slot: count.most_common(1)[0][0] for slot, count in seen.items()}

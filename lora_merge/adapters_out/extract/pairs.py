@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
+from ...algorithms import flat
 from ...errors import FitError, UsageError
 from ...files.checkpoint import Index
 from ...job import SAME_PART
 from ...limits import Pattern, Refused, Steps
 from ...models.names import AVERAGES, Names
 from ...models.tied_weights import tied
-from ...models.weights import WeightView
+from ...models.weights import RowSlice, WeightView
 from ...options import REGEX
 from ...text import listed
 from ..dialects import Dialect
@@ -48,6 +49,7 @@ class Pairs:
 
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
+    nameless: tuple[Pair, ...] = ()  # rows that the dialect has no name for: they must be equal in both
 
 
 class Chosen:
@@ -126,7 +128,38 @@ def paired(
         notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.row_slices[0].key for p in extra), 3)}")
     if left:
         notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
-    return Pairs(tuple(found), tuple(notes))
+    rest = [p for p in _nameless(base, here) if _compared(p, base[0]) and chosen.takes(p, usual=_usual(p))]
+    alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
+    if lost := [p.name for p in rest if p not in alike]:
+        notes.append(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}")
+    return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike))
+
+
+def _nameless(side: tuple[Index, Names], there: Sequence[Place]) -> Iterator[Place]:
+    """Yield the rows of stored weights that no place holds."""
+    index, names = side
+    taken: dict[str, set[RowSlice]] = {}
+    for place in there:
+        for piece in place.view.row_slices:
+            taken.setdefault(piece.key, set()).add(piece)
+    for key in index.tensors.keys() - index.beside:
+        shape = names.shapes.get(names.without_wrappers(key), index.tensors[key].shape)
+        whole, at = RowSlice(key, 0, *flat(shape)), 0
+        pieces = sorted(taken.get(key, ()), key=lambda p: p.start)
+        if pieces:
+            whole = whole._replace(cols=pieces[0].cols, stop=prod(shape) // max(pieces[0].cols, 1))
+        for piece in (*pieces, whole._replace(start=whole.stop)):
+            if piece.start > at:
+                rows = whole._replace(start=at, stop=piece.start)
+                view = WeightView((rows,), (rows.rows, rows.cols) if len(shape) > 1 else (rows.rows,))
+                yield Place("", key, "weight", view, names.component(key), norm=False, bare=True)
+            at = max(at, piece.stop)
+
+
+def _same_rows(place: Place, tuned: Index, base: Index) -> bool:
+    """Return whether the tuned checkpoint has a tensor of the same name and shape."""
+    key = place.view.row_slices[0].key
+    return key in tuned.tensors and tuned.tensors[key].shape == base.tensors[key].shape
 
 
 def _key(place: Place) -> tuple[str, str, str]:

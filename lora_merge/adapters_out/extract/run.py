@@ -17,19 +17,20 @@ from ...dtypes import DTYPES, ITEM_BYTES
 from ...engine.devices import places
 from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
-from ...errors import InputError, UsageError
+from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
+from ...text import listed
 from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Storage, Wanted, expect_finite, shared_out
 from ..peft.complete import completed
-from ..peft.folder import config
+from ..peft.folder import config, expect_one
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
@@ -69,12 +70,10 @@ def opened(task: Extraction) -> Opened:
                  spared=[*base.files, *tuned.files])  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
     pairs = paired((base, names), (tuned, theirs), to, Chosen(task.include, task.exclude), lenient=lenient)
-    components = {p.place.component for p in pairs.pairs}
     if not pairs.pairs:
         raise UsageError("no weight is compared", "--include and --exclude", "choose other parts of the model")
-    if to.folder and len(components) > 1:
-        raise UsageError(f"a folder of PEFT is for one component, the base has {', '.join(sorted(components))}",
-                         "--include", f"choose one: --include {min(components)}")  # fmt: skip
+    if to.folder:
+        expect_one((p.place.component for p in pairs.pairs), "the base has")
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
     return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
@@ -166,6 +165,7 @@ def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[lis
     at = places(task.job.inputs.device, "F32")[0]
     extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
     made, skipped, equal = [], [], 0
+    notes = _changed_nameless(found, sides)
     rules, pairs = task.job.rules, found.pairs.pairs
     told = begin("make", _weights(found))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
@@ -187,9 +187,21 @@ def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[lis
     if not made:
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
-    notes = [f"{equal} parameters are equal in both"] if equal else []
+    notes += [f"{equal} parameters are equal in both"] if equal else []
     notes += [f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}"] if skipped else []
     return made, notes
+
+
+def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
+    """Return the note about weights that changed and have no name in the dialect; FitError unless --unmatched skip."""
+    lost = [pair.name for pair in found.pairs.nameless if difference(pair, *sides) is not None]
+    if not lost:
+        return []
+    what = f"{len(lost)} weights changed that have no name in {found.to.name}"
+    if found.task.job.inputs.unmatched == "error":
+        raise FitError(what, listed(lost, 3), "choose another --format, leave them out with --exclude re:REGEX, or "
+                       "drop them with --unmatched skip")  # fmt: skip
+    return [f"{what} and are not written: {listed(lost, 3)}"]
 
 
 def _nbytes(pair: Pair) -> int:

@@ -73,10 +73,14 @@ def _dtype(made: Sequence[Made], bias: str) -> torch.dtype:
 
 
 def _as_table(made: Made, to: Dialect) -> Made:
-    """Return the factors of an embedding as PEFT stores them: both transposed, under other endings."""
+    """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
+    dialect without such endings, whose loader puts factors on layers alone."""
     down, up = to.endings["down"], to.endings["up"]
-    if "table_up" not in to.endings or up not in made.tensors or not TABLE.search(made.place.module):
+    if up not in made.tensors or not TABLE.search(made.place.module):
         return made
+    if "table_up" not in to.endings:
+        raise FitError(f"{to.name} has no place for factors of an embedding", made.place.label,
+                       "use kohya or comfy, or leave it out; extract does with --exclude re:embedding")  # fmt: skip
     turned: Mapping[str, Tensor] = {
         to.endings["table_down"]: made.tensors[up].mT.contiguous(),
         to.endings["table_up"]: made.tensors[down].mT.contiguous(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+from ...errors import UsageError
 
 if TYPE_CHECKING:
     from ..converting import Made
@@ -13,6 +15,14 @@ if TYPE_CHECKING:
 
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
+
+
+def expect_one(components: Iterable[str], what: str) -> None:
+    """Raise UsageError for several components, which one folder cannot hold; `what` says where they are from."""
+    found = sorted({*components})
+    if len(found) > 1:
+        raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(found)}", "--include",
+                         f"choose one: --include {found[0]}")  # fmt: skip
 
 
 def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
