@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from .limits import STEPS_A_NAME, Steps
+from .ranges import Rows
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END: Final = r"(.*\.)?(%s)$"
@@ -87,7 +88,7 @@ class Matching:
     tables: dict[str, Ends] = field(default_factory=dict)
     ends: dict[tuple[str, str], tuple[frozenset[str], list[int]]] = field(default_factory=dict)
     """Lists of ends of names, as sets, with the lengths of the ends."""
-    rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[int, Rows] = field(default_factory=dict)
     """`id` of a list in the configuration → its row numbers, checked."""
     parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
     """The index of `target_parameters` that target_parameters.py uses."""

@@ -25,6 +25,7 @@ from ..methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
+from ..proof.combined import together
 from ..proof.recompute import Made, Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
@@ -131,10 +132,8 @@ def _right(job: AdapterJob, target: Target, again: Recomputation) -> Array | Non
     shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
     made = Made(shaped, key)
     total, strengths = np.zeros((rows, cols)), {u.patch.adapter: u.strength for u in target.uses}
-    for use in target.uses:
-        change = again._change(use, np.arange(rows * cols // use.piece.cols), made)
-        if change is not None:
-            total += change.reshape(rows, cols)
+    for part in together(target.uses):
+        total += again.whole(part, np.arange(rows * cols // part.cols), made).reshape(rows, cols)
     scale = job.numbers.scale
     return total * scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
+from ..ranges import Ranges
 
 FURTHER: Final = 5
 """Arrays of a block's size beside one for each adapter: base and its buffer, magnitudes, and temporaries."""
@@ -110,16 +111,21 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
     if target.combining is not None:
         yield block(target, 0, rows)
         return
+    uses = Ranges((u.piece.start, u.piece.stop, u) for u in target.uses)
     for low, high in _ranges(target, rows, cols):
-        whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
-        step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
+        found = uses.meeting(low, high)
+        step = high - low if any(map(_joined, found)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            yield block(target, first, min(first + step, high))
+            yield _block(target, first, min(first + step, high), found)
 
 
 def block(target: OutputTensor, first: int, last: int) -> Block:
     """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
-    found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
+    return _block(target, first, last, target.uses)
+
+
+def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart]) -> Block:
+    found = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
     return Block(target, first, last, target.matrix[1], found)
 
 
@@ -138,14 +144,15 @@ def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]
     """Return the row ranges between the bounds of all uses, without bounds inside rows that stay together: rows that
     one formula gives together, or that are encoded together."""
     edges = {0, rows}
-    joined: list[tuple[int, int]] = []
+    joined: Ranges[None] = Ranges()
     for u in target.uses:
         bounds = list(_bounds(u, cols))
         edges.update(bounds)
         if _joined(u):
-            joined += pairwise(bounds)
+            for low, high in pairwise(bounds):
+                joined.add(low + 1, high, None)
     group = target.row_group
-    cuts = sorted(e for e in edges if e in (0, rows) or (e % group == 0 and not any(a < e < b for a, b in joined)))
+    cuts = sorted(e for e in edges if e in (0, rows) or (e % group == 0 and not joined.meeting(e, e + 1)))
     return list(pairwise(cuts))
 
 
@@ -167,10 +174,6 @@ def _row_group(use: PatchPart) -> int:
 def _joined(use: PatchPart) -> bool:
     """Return whether the formula cannot compute the rows of ΔW one by one."""
     return use.piece.transposed or use.patch.row_group > 1
-
-
-def _overlaps(use: PatchPart, low: int, high: int) -> bool:
-    return use.piece.start < high and low < use.piece.stop
 
 
 def _slice(target: OutputTensor, use: PatchPart, first: int, last: int) -> BlockPart:

@@ -6,6 +6,7 @@ written. Plans that share base and layout share their windows: one read for all,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -263,9 +264,10 @@ def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
     """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
     own = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
+    firsts = [[b.first * b.cols for b in of] for of in own]
     for low, high in pairwise(sorted(cuts)):
-        inside = (tuple(b for b in of if low <= b.first * b.cols < high) for of in own)
-        yield _Folded(targets[0], low, high - low, tuple(inside))
+        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(own, firsts, strict=True))
+        yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)))
 
 
 @dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time

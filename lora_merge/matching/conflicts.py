@@ -20,6 +20,7 @@ from ..job import Job
 from ..methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
+from ..ranges import Ranges
 from ..text import listed
 from .patch import Match, Patch
 
@@ -81,7 +82,7 @@ class DuplicateCheck:
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
-        self._taken: dict[str, dict[tuple[int, int], _Taken]] = {}  # base key → first and last row + 1 → patches
+        self._taken: dict[str, tuple[Ranges[_Taken], dict[tuple[int, int], _Taken]]] = {}  # base key → patches by rows
 
     def repeats(self, patch: Patch) -> bool:
         """Remember a patch; return whether an equal patch of another name changes the same rows already.
@@ -89,8 +90,8 @@ class DuplicateCheck:
         InputError if a different patch of another name changes some of the rows.
         """
         for piece in patch.view.row_slices:
-            others = self._taken.setdefault(piece.key, {})
-            meets = [taken for (start, stop), taken in others.items() if start < piece.stop and piece.start < stop]
+            ranges, others = self._taken.setdefault(piece.key, (Ranges(), {}))
+            meets = ranges.meeting(piece.start, piece.stop)
             for other, by in _clashes(patch, meets) if meets else ():
                 if self._equal(patch, other):
                     return True
@@ -99,7 +100,10 @@ class DuplicateCheck:
                     f"{self._path}: {by.name} and {patch.module.name} both mean {piece.key}",
                     "remove one of the two; applying both would double the effect",
                 )
-            others.setdefault((piece.start, piece.stop), _Taken()).unread.append(patch)
+            rows = piece.start, piece.stop
+            if rows not in others:
+                ranges.add(*rows, others.setdefault(rows, _Taken()))
+            others[rows].unread.append(patch)
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:

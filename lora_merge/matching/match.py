@@ -26,6 +26,7 @@ from ..models.strengths import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
+from ..ranges import Rows
 from ..text import listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
@@ -38,6 +39,7 @@ from .places import Places
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
 from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, bias_beside, by_rows, grown, is_copy, is_idle, sizes, with_values
+from .row_parts import chosen_rows
 from .side_by_side import as_trained
 from .stored_base import stored_base
 from .tied_heads import AGAIN, AdapterPair, separate, shared_layers
@@ -106,6 +108,7 @@ class MatchBuilder:
         self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
         self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # parameters with a new value
         self.duplicates = DuplicateCheck(self.path, self.values)
+        self.runs = 0  # of the rows that are replaced so far
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, notes: Sequence[str], unmatched: Unmatched) -> Match:
@@ -174,7 +177,7 @@ class MatchBuilder:
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
-    def _repeats(self, name: str, rows: tuple[int, ...] | None = None) -> bool:
+    def _repeats(self, name: str, rows: Rows | None = None) -> bool:
         """Return whether the adapter repeats for the head what it stores for the embeddings; add a note if so."""
         found = self.places.lacks_head(name) and self.places.embeddings_change(rows)
         self.notes += [AGAIN.format(name=name)] if found else []
@@ -323,21 +326,18 @@ class MatchBuilder:
         elif (patch := self._patch(module, self.pair.origin(view))) is not None:
             self._add(patch, self.pair.key(view))
 
-    def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
-        """Add a patch that replaces rows of an embedding, one piece for each row."""
+    def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Rows) -> None:
+        """Add a patch that replaces rows of an embedding, one piece for each run of rows."""
         module = Module.of_value(*split_parameter(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
-        table = view.row_slices[0]
-        if max(rows, default=0) >= view.shape[0] or len(view.row_slices) > 1 or table.transposed:
-            self.failures.append(ShapeMismatch(
-                "the adapter trains tokens that the base does not have",
-                f"{self.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
-                "resize the base's embeddings to the vocabulary of the training first",
-            ))  # fmt: skip
-            return
-        pieces = tuple(RowSlice(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
-        if (patch := self._patch(module, WeightView(pieces, (len(rows), table.cols)))) is not None:
-            self._add(patch, key)
+        self.runs += len(rows.runs)
+        try:
+            some = chosen_rows(info, view, rows, self.runs)
+        except MergeError as e:
+            self.failures.append(e)
+        else:
+            if (patch := self._patch(module, some)) is not None:
+                self._add(patch, key)
 
     def _leave(self, info: StoredTensor, value: StoredValue, view: WeightView | None) -> None:
         """Record a tensor that the merge does not need; a copy of the base must have the base's shape."""

@@ -14,6 +14,7 @@ from ..errors import MergeError, ShapeMismatch
 from ..models.names import EXPERTS, Names
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
+from ..ranges import Rows
 from .context import AdapterContext
 from .orientation import Place
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
@@ -29,7 +30,7 @@ class Places:
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
-        self._changed: dict[tuple[int, ...] | None, bool] = {}  # trained tokens, None for factors → see below
+        self._changed: dict[Rows | None, bool] = {}  # trained tokens, None for factors → see below
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
 
@@ -101,7 +102,7 @@ class Places:
             return whole(self.pair.shared, self.pair.tied.info.shape)
         return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
 
-    def embeddings_change(self, rows: tuple[int, ...] | None) -> bool:
+    def embeddings_change(self, rows: Rows | None) -> bool:
         """Return whether the adapter has a module on the embeddings, or has trained these tokens of them."""
         if rows not in self._changed:
             others = (m.name for m in self._modules) if rows is None else self.pair.trained.get(rows, ())

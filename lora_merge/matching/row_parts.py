@@ -1,4 +1,4 @@
-"""Parts of a split module: which rows of the weight each part of `path/0`, `path/1`, … changes. No torch.
+"""Modules that change some rows of a weight: parts of a split module (`path/0`, `path/1`, …), trained tokens. No torch.
 
 Trainers that split a fused layer (sd-scripts' `split_qkv`, its OFT for Flux, forks of musubi-tuner) train one adapter
 for the rows of each layer in it: q, k and v, and for single blocks of Flux also the MLP. The base decides which layers
@@ -16,8 +16,11 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.suffixes import split_row_part
+from ..disk.files import StoredTensor
+from ..errors import InputError, ShapeMismatch
 from ..models.fused import Split, agreed
-from ..models.weights import WeightView, rows_of
+from ..models.weights import RowSlice, WeightView, rows_of
+from ..ranges import Rows
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
@@ -93,3 +96,26 @@ def _layers(split: Split) -> str:
     """Return a text such as `the weight holds 3 layers, of 8, 4 and 4 rows`."""
     *most, last = map(str, split)
     return f"the weight holds {len(split)} layers, of {', '.join(most)} and {last} rows"
+
+
+MOST_RUNS: Final = 10_000  # of rows that one adapter replaces; each takes some 0.3 ms, and the list is in a small file
+SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the adapter in PEFT"
+
+
+def chosen_rows(info: StoredTensor, table: WeightView, rows: Rows, runs: int) -> WeightView:
+    """Return the rows of an embedding that a tensor replaces, one piece for each run of them.
+
+    `runs`: those of all such tensors so far. ShapeMismatch if the base has fewer rows; InputError for too many runs.
+    """
+    where, whole_table = f"{info.file}: {info.name}", table.row_slices[0]
+    if runs > MOST_RUNS:
+        raise InputError(f"the adapter replaces more than {MOST_RUNS} separate runs of rows", where, SAVE_WHOLE)
+    if rows.last >= table.shape[0] or len(table.row_slices) > 1 or whole_table.transposed:
+        raise ShapeMismatch(
+            "the adapter trains tokens that the base does not have",
+            f"{where}: row {rows.last} of {table.shape[0]}",
+            "resize the base's embeddings to the vocabulary of the training first",
+        )
+    key, start, cols = whole_table.key, whole_table.start, whole_table.cols
+    pieces = tuple(RowSlice(key, start + first, start + first + count, cols) for first, count in rows.runs)
+    return WeightView(pieces, (len(rows), cols))

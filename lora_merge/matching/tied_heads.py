@@ -25,6 +25,7 @@ from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
 from ..models.weights import WeightView, whole
 from ..options import Unmatched
+from ..ranges import Rows
 from ..text import listed
 from .context import AdapterContext
 from .patch import Match, PatchPart
@@ -79,10 +80,10 @@ class AdapterPair:
         return whole(key, shared.shape)
 
     @cached_property
-    def trained(self) -> Mapping[tuple[int, ...], Sequence[str]]:
+    def trained(self) -> Mapping[Rows, Sequence[str]]:
         """Trained tokens → the modules for which the adapter trained them."""
         values = (self.context.rules.of(t.name).stored_value(t.name) for t in self.context.adapter.strange)
-        found: dict[tuple[int, ...], list[str]] = {}
+        found: dict[Rows, list[str]] = {}
         for value in values:
             if value and value.rows is not None:
                 found.setdefault(value.rows, []).append(value.target.rpartition(".")[0])

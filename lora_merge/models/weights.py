@@ -94,8 +94,10 @@ class WeightView(NamedTuple):
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
         first = self.row_slices[0]
-        rows = first.rows if len(self.row_slices) == 1 else sum(p.rows for p in self.row_slices)
-        return rows, first.stop - first.start if first.transposed else first.cols
+        cols = first.stop - first.start if first.transposed else first.cols
+        if len(self.row_slices) == 1:
+            return first.rows, cols
+        return prod(self.shape) // cols if cols else sum(p.rows for p in self.row_slices), cols
 
 
 def whole(key: str, shape: Shape) -> WeightView:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from ..matching.patch import PatchPart
+from ..matching.patch import Patch, PatchPart
 from ..method_numbers import Numbers
 from ..methods import Method
+from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
+from .reference import REFERENCE
 from .reference.floats import Array
 
 NEAR: Final = 1e-12
@@ -26,6 +29,81 @@ NEAR: Final = 1e-12
 
 STEPS: Final = 100
 """The most steps of the Karcher mean."""
+
+
+@dataclass(frozen=True, eq=False)
+class Together:
+    """The parts of one patch on one tensor: pieces that follow each other there without a common row."""
+
+    uses: Sequence[PatchPart]
+
+    @property
+    def first(self) -> PatchPart:
+        """The first of them."""
+        return self.uses[0]
+
+    @property
+    def patch(self) -> Patch:
+        """The patch."""
+        return self.first.patch
+
+    @property
+    def strength(self) -> float:
+        """The strength on this tensor."""
+        return self.first.strength
+
+    @property
+    def cols(self) -> int:
+        """The width of the tensor."""
+        return self.first.piece.cols
+
+    @cached_property
+    def _pieces(self) -> tuple[Array, Array, Array]:
+        """The first row and the last row + 1 of every piece, and its first row in the view."""
+        starts, stops, at = zip(*((u.piece.start, u.piece.stop, u.start) for u in self.uses), strict=True)
+        return np.array(starts), np.array(stops), np.array(at)
+
+    def find(self, rows: Array) -> tuple[Array | slice, Array]:
+        """Return the places in `rows` of the rows that lie in a piece, and which rows of the view these are."""
+        starts, stops, first = self._pieces
+        number = np.searchsorted(starts, rows, side="right") - 1
+        inside = (number >= 0) & (rows < stops[number])
+        at = slice(None) if inside.all() else np.flatnonzero(inside)
+        return at, rows[at] + (first - starts)[number[at]]
+
+
+def together(uses: Sequence[PatchPart]) -> Sequence[Together]:
+    """Return the uses of a tensor in their order, those of one patch together that follow each other."""
+    found: list[list[PatchPart]] = []
+    for use in uses:
+        last = found[-1][-1] if found else None
+        if last and last.patch is use.patch and last.piece.stop <= use.piece.start and not use.piece.transposed:
+            found[-1].append(use)
+        else:
+            found.append([use])
+    return [Together(some) for some in found]
+
+
+def costs_all(use: PatchPart) -> bool:
+    """Return whether one row of the formula costs as much as all of them."""
+    magnitude = use.patch.magnitude
+    row = REFERENCE.get(use.patch.algorithm)
+    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
+
+
+def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Array]]:
+    """Yield, for every tensor that holds some of these rows of a view, its name, the places in `rows` of the rows that
+    it holds, and its own numbers of them. No piece of the view is transposed."""
+    firsts = np.array([at for _, at in view.addresses()])
+    starts = np.array([piece.start for piece in view.row_slices])
+    number = np.searchsorted(firsts, rows, side="right") - 1
+    lines = rows + (starts - firsts)[number]
+    names = {key: n for n, key in enumerate(dict.fromkeys(piece.key for piece in view.row_slices))}
+    of = np.array([names[piece.key] for piece in view.row_slices])[number]
+    for key, n in names.items():
+        at = np.flatnonzero(of == n)
+        if len(at):
+            yield key, at, lines[at]
 
 
 @dataclass
@@ -41,18 +119,20 @@ class Combined:
         return np.asarray(np.sum([*self.parts.values()], axis=0))
 
 
-def of_weight(target: OutputTensor, rows: Array, change: Callable[[PatchPart], Array | None]) -> Combined:
-    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one use on all rows."""
-    how, by = target.combining, dict[int, list[PatchPart]]()
+def of_weight(
+    target: OutputTensor, parts_of: Sequence[Together], rows: Array, change: Callable[[Together], Array]
+) -> Combined:
+    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on all rows."""
+    how, by = target.combining, dict[int, list[Together]]()
     assert how is not None, "the changes of this weight become one"
-    for use in target.uses:
-        by.setdefault(use.patch.adapter, []).append(use)
+    for part in parts_of:
+        by.setdefault(part.patch.adapter, []).append(part)
 
-    def whole(uses: Sequence[PatchPart]) -> Array:
-        found = [part for part in map(change, uses) if part is not None]
-        return np.asarray(np.sum(found, axis=0) / uses[0].strength)
+    def whole(parts: Sequence[Together]) -> Array:
+        return np.asarray(np.sum([*map(change, parts)], axis=0) / parts[0].strength)
 
-    strengths, seeds = [u[0].strength for u in by.values()], [how.seed(n, u) for n, u in by.items()]
+    strengths = [parts[0].strength for parts in by.values()]
+    seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
     parts, slack = combined(
         how.method, map(whole, by.values()), strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2
     )

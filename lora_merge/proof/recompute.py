@@ -20,7 +20,7 @@ from ..matching.relatives import kin
 from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combined import of_weight
+from .combined import Together, costs_all, of_weight, stored_rows, together
 from .findings import Exact, Findings, measure
 from .grids import Grid, plain_grid
 from .rebuilt import rebuilt_slots
@@ -47,7 +47,7 @@ class Made:
 
     target: OutputTensor
     key: str = ""  # the tensor's name
-    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # patch, piece, rows → s ΔW
+    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
 
     def on(self, key: str) -> Made:
         """Return the same for another tensor that a formula reads."""
@@ -75,6 +75,7 @@ class Recomputation:
         self.recorded: Mapping[str, Checked] = {}  # what the merge recorded of some rows of some tensors
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
+        self._together: dict[int, Sequence[Together]] = {}
         self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
@@ -95,7 +96,7 @@ class Recomputation:
         return self._sampled[target.name]
 
     def _costly(self, target: OutputTensor) -> bool:
-        return target.combining is not None or any(_whole(u) for u in target.uses)
+        return target.combining is not None or any(costs_all(u) for u in target.uses)
 
     def check(self, target: OutputTensor, fd: int) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
@@ -149,22 +150,22 @@ class Recomputation:
         if target.combining is not None:
             return self._combined(target, rows, exact)
         made = Made(target)
-        for use in target.uses:
-            change = self._change(use, rows, made.on(target.name))
-            if change is None:
+        for part in self._parts(target.uses):
+            found = self._change(part, rows, made.on(target.name))
+            if found is None:
                 continue
-            number = use.patch.adapter
-            exact.value += change
-            exact.terms = np.maximum(exact.terms, np.maximum(np.abs(change), np.abs(exact.value)))
-            exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
-            loss = REFERENCE[use.patch.algorithm].loss
+            at, change = found
+            exact.value[at] += change
+            exact.terms[at] = np.maximum(exact.terms[at], np.maximum(np.abs(change), np.abs(exact.value[at])))
+            exact.changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
+            loss = REFERENCE[part.patch.algorithm].loss
             exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
         return exact
 
     def _combined(self, target: OutputTensor, rows: Array, exact: Exact) -> Exact:
         """Add to rows of the base the one change that all changes of the weight become."""
         everything = np.arange(target.matrix[0])
-        one = of_weight(target, rows, lambda use: self._change(use, everything, Made(target)))
+        one = of_weight(target, self._parts(target.uses), rows, lambda part: self.whole(part, everything, Made(target)))
         exact.slack, exact.changes = one.slack, one.parts
         exact.value += one.total
         for part in (exact.value, *exact.changes.values()):
@@ -185,7 +186,8 @@ class Recomputation:
             error = np.abs(found - value)
         if not np.isfinite(found).all():
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
-        rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, len(target.uses) / 16)
+        parts = len(self._parts(target.uses))
+        rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, parts / 16)
         bad = ~(error <= 1.0000002 * self.steps * units + exact.loss * rounding * largest + exact.slack)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
@@ -221,24 +223,38 @@ class Recomputation:
         found[corner] = self.stored(info, info.shape, rows[stored])
         return found.reshape(len(rows), cols)
 
-    def _change(self, use: PatchPart, rows: Array, made: Made) -> Array | None:
-        """Return s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none."""
-        inside = (rows >= use.piece.start) & (rows < use.piece.stop)
-        if not inside.any():
-            return None
-        key = (id(use.patch), use.piece, rows.tobytes())
-        if key not in made.changes:
-            found = use.strength * self._inside(use, rows[inside], made)
-            made.changes[key] = found if inside.all() else np.zeros((len(rows), found.shape[1]))
-            made.changes[key][inside] = found
-        return made.changes[key]
+    def _parts(self, uses: Sequence[PatchPart]) -> Sequence[Together]:
+        """Return the changes of a tensor, those of one patch together. The plan keeps the uses."""
+        if id(uses) not in self._together:
+            self._together[id(uses)] = together(uses)
+        return self._together[id(uses)]
 
-    def _inside(self, use: PatchPart, rows: Array, made: Made) -> Array:
-        """Return ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
-        if use.piece.transposed:
-            seen = np.arange(use.start, use.start + use.piece.rows)
-            return self._delta(use.patch, seen, made).T[rows - use.piece.start]
-        return self._delta(use.patch, rows - use.piece.start + use.start, made)
+    def whole(self, part: Together, rows: Array, made: Made) -> Array:
+        """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
+        found = self._change(part, rows, made)
+        change = np.zeros((len(rows), part.cols))
+        if found is not None:
+            change[found[0]] = found[1]
+        return change
+
+    def _change(self, part: Together, rows: Array, made: Made) -> tuple[Array | slice, Array] | None:
+        """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
+        None where none changes."""
+        at, seen = part.find(rows)
+        if not len(seen):
+            return None
+        key = part, rows.tobytes()
+        if key not in made.changes:
+            made.changes[key] = part.strength * self._inside(part, rows[at], seen, made)
+        return at, made.changes[key]
+
+    def _inside(self, part: Together, rows: Array, seen: Array, made: Made) -> Array:
+        """Return ΔW at strength 1 for rows of the stored tensor, which the patch sees as `seen`."""
+        first = part.first
+        if first.piece.transposed:
+            seen = np.arange(first.start, first.start + first.piece.rows)
+            return self._delta(part.patch, seen, made).T[rows - first.piece.start]
+        return self._delta(part.patch, seen, made)
 
     def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""
@@ -296,40 +312,33 @@ class Recomputation:
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
         """Return the rows of a weight that an adapter's formula reads, gathered from its pieces: the base's, changed by
         the adapters before it where adapters act in turn."""
-        parts = []
-        for piece, at in view.addresses():
-            inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
-            if not len(inside):
-                continue
-            lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
-            values = self._base(self.plan.weights[piece.key], lines, piece.cols)
-            on = made if len(view.row_slices) == 1 else made.on(piece.key)
-            values = self._after(adapter, values, lines, on)
-            parts.append(values.T[inside] if piece.transposed else values)
-        found = np.concatenate(parts)
-        if rows is not None and np.any(np.diff(rows) < 0):
-            found = found[np.argsort(np.argsort(rows))]
+
+        def read(key: str, lines: Array, cols: int) -> Array:
+            on = made if len(view.row_slices) == 1 else made.on(key)
+            return self._after(adapter, self._base(self.plan.weights[key], lines, cols), lines, on)
+
+        wanted = np.arange(view.matrix[0]) if rows is None else rows
+        if any(piece.transposed for piece in view.row_slices):
+            pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
+            return np.concatenate([values.T if p.transposed else values for p, values in pieces])[wanted]
+        found = np.empty((len(wanted), view.matrix[1]))
+        for key, at, lines in stored_rows(view, wanted):
+            found[at] = read(key, lines, found.shape[1])
         return found
 
     def _after(self, adapter: int, values: Array, rows: Array, made: Made) -> Array:
         """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
-        for use in made.uses:
-            change = self._change(use, rows, made) if use.patch.adapter < adapter else None
-            if change is not None:
-                values = values + change
+        for part in self._parts(made.uses):
+            found = self._change(part, rows, made) if part.patch.adapter < adapter else None
+            if found is not None:
+                values = values.copy()
+                values[found[0]] += found[1]
         return values
 
 
 def _divisor(norm: Array) -> Array:
     """Return DoRA's divisor: NaN where the norm is infinite, as a row with an infinite number has no direction."""
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
-
-
-def _whole(use: PatchPart) -> bool:
-    """Return whether one row of the formula costs as much as all of them."""
-    magnitude = use.patch.magnitude
-    row = REFERENCE.get(use.patch.algorithm)
-    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
@@ -36,11 +37,12 @@ def sample(target: OutputTensor) -> Array:
     if count == rows:
         return np.arange(rows)
     random = Random(shuffled(target.name))
-    chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
+    chosen = sorted({random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)})
     for part in (range(u.piece.start, u.piece.stop) for u in target.uses):
-        if part and not any(row in part for row in chosen):
-            chosen.add(random.choice(part))
-    return np.array(sorted(chosen), dtype=np.int64)
+        at = bisect_left(chosen, part.start)
+        if part and not (at < len(chosen) and chosen[at] in part):
+            insort(chosen, random.choice(part))
+    return np.array(chosen, dtype=np.int64)
 
 
 def runs(entries: Array) -> Iterator[tuple[int, int]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.adapters.suffixes import SUFFIXES
@@ -33,11 +34,17 @@ def planned(folder: Path, kind: str, limit: int = LIMIT) -> int:
     return calls(folder, files)
 
 
-def calls(folder: Path, files: Files) -> int:
-    """The calls of a plan with these files, or of its refusal."""
+def written(folder: Path, files: Files) -> Path:
+    """The folder, with these files."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+    return folder
+
+
+def calls(folder: Path, files: Files) -> int:
+    """The calls of a plan with these files, or of its refusal."""
+    written(folder, files)
 
     def plan() -> None:
         with contextlib.suppress(lora_merge.MergeError):
@@ -127,3 +134,44 @@ def test_a_basis_of_more_layers_than_any_model_has_is_refused(tmp_path: Path) ->
         (tmp_path / name).write_bytes(content)
     with pytest.raises(lora_merge.MergeError, match="257 layers share a basis"):
         lora_merge.plan(tmp_path / "base", tmp_path / "a", output=tmp_path / "out")
+
+
+# ------------------------------------------------------------------ rows that an adapter replaces
+
+TOKENS = ".token_adapter.trainable_tokens_delta"
+
+
+def tokens(rows: Sequence[int], modules: int = 1, height: int | None = None) -> Files:
+    """An adapter that trained these rows of each of some embeddings, all of them to 2."""
+    stored = {f"base_model.model.m{i}{TOKENS}": [len(rows), 1] for i in range(modules)}
+    base = {f"m{i}.weight": [height or max(rows) + 1, 1] for i in range(modules)}
+    config = {**PEFT, "trainable_token_indices": list(rows)}
+    return {"base": tensors(base, "BF16", fill=b"\x80?"), **configured(config, tensors(stored, "BF16", fill=b"\x00@"))}
+
+
+def test_one_more_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    """Rows that do not follow each other, in the whole merge with its proof; and each of them is replaced."""
+    out = tmp_path / "out.safetensors"
+
+    def merged(n: int) -> int:
+        folder = written(tmp_path / str(n), tokens([n * 2 - 2 * i for i in range(n)]))
+        return steps(lambda: lora_merge.merge(folder / "base", [folder / "a"], out, device="cpu", overwrite=True))
+
+    _, one, two, four = map(merged, (10, 50, 100, 200))
+    assert four - two < 2.6 * (two - one)
+    assert load_file(out)["m0.weight"].flatten().tolist() == [1.0, *[1.0, 2.0] * 200]
+
+
+def test_rows_that_follow_each_other_cost_as_much_as_one(tmp_path: Path) -> None:
+    few, many = (calls(tmp_path / str(n), tokens(range(3, n))) for n in (10, 5000))
+    assert many - few < 2000
+
+
+def test_a_list_of_rows_is_not_gone_through_for_every_module(tmp_path: Path) -> None:
+    """Each of thousands of small tensors may mean as many rows as a list of the configuration has."""
+    files = tokens(range(0, 20_002, 2), 3) | {"base": tokens([0], 3)["base"]}
+    folder = written(tmp_path, files)
+    with pytest.raises(lora_merge.MergeError, match="more than 10000 separate runs of rows"):
+        lora_merge.plan(folder / "base", folder / "a", output=folder / "out")
+    few, many = (calls(tmp_path / str(n), tokens([0, *range(2, n)], 40, 4)) for n in (30, 9000))
+    assert many - few < 40_000

@@ -19,6 +19,7 @@ from ...errors import InputError
 from ...limits import STEPS_A_NAME, Refused
 from ...module_patterns import Ends, Matching
 from ...options import beginning
+from ...ranges import Rows
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
@@ -134,14 +135,14 @@ class PeftConfig:
         ends, lengths = self.matching.ends[name, before]
         return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
 
-    def indices(self, name: str, value: object) -> tuple[int, ...]:
+    def indices(self, name: str, value: object) -> Rows:
         """Return a list of row numbers, each once."""
         if id(value) not in self.matching.rows:  # all modules may use one list, so it is checked once
             rows: list[Any] = value if isinstance(value, list) else [None]
             whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
             if not whole or len(set(rows)) != len(rows):
                 raise self.odd(name, "a list of different row numbers")
-            self.matching.rows[id(value)] = tuple(rows)
+            self.matching.rows[id(value)] = Rows(rows)
         return self.matching.rows[id(value)]
 
     def pattern(self, name: str, module: str, default: float) -> float:

@@ -39,6 +39,7 @@ from ...limits import from_json
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
+from ...ranges import Rows
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import METHODS, MLX, OTHERS, SHARED, Method
 from .numbers import check_count, rank_doubt
@@ -74,7 +75,7 @@ class StoredValue:
     kind: Kind
     target: str
     why: str = ""
-    rows: tuple[int, ...] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class PeftRules:
             return StoredValue(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _tokens(self, module: str) -> tuple[int, ...]:
+    def _tokens(self, module: str) -> Rows:
         """Return the row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
         value = self.fields.get(name)
