@@ -33,7 +33,7 @@ STEPS: Final = 100
 
 @dataclass(frozen=True, eq=False)
 class Together:
-    """The parts of one patch on one tensor: pieces that follow each other there without a common row."""
+    """The parts of one patch on one tensor, which have no row in common."""
 
     uses: Sequence[PatchPart]
 
@@ -59,9 +59,10 @@ class Together:
 
     @cached_property
     def _pieces(self) -> tuple[Array, Array, Array]:
-        """The first row and the last row + 1 of every piece, and its first row in the view."""
-        starts, stops, at = zip(*((u.piece.start, u.piece.stop, u.start) for u in self.uses), strict=True)
-        return np.array(starts), np.array(stops), np.array(at)
+        """The first row and the last row + 1 of every piece, in their order, and its first row in the view."""
+        places = np.array(sorted((u.piece.start, u.piece.stop, u.start) for u in self.uses))
+        assert (places[1:, 0] >= places[:-1, 1]).all(), "a view has no row twice"
+        return places[:, 0], places[:, 1], places[:, 2]
 
     def find(self, rows: Array) -> tuple[Array | slice, Array]:
         """Return the places in `rows` of the rows that lie in a piece, and which rows of the view these are."""
@@ -77,7 +78,7 @@ def together(uses: Sequence[PatchPart]) -> Sequence[Together]:
     found: list[list[PatchPart]] = []
     for use in uses:
         last = found[-1][-1] if found else None
-        if last and last.patch is use.patch and last.piece.stop <= use.piece.start and not use.piece.transposed:
+        if last and last.patch is use.patch and not use.piece.transposed:
             found[-1].append(use)
         else:
             found.append([use])

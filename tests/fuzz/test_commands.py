@@ -5,10 +5,7 @@ A short, repeatable part runs with the other tests; `pytest -m fuzz tests/fuzz` 
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from ..hostile_commands import ADAPTER as GGUF_ADAPTER
 from ..hostile_commands import DIALECTS, LLAMA, gguf
 from ..support import in_process
 from . import strategies as s
-from .test_fuzz import BASE, ENDINGS, GROUPS, MERGED, SECONDS, TARGETS, Target, config, listed, odd, recipe, remove, run
+from .test_fuzz import BASE, ENDINGS, GROUPS, MERGED, TARGETS, Target, config, listed, odd, recipe, remove, run, run_long
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}
 B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w2_a": torch.ones(4, 2), "b.hada_w2_b": torch.ones(2, 4)}  # fmt: skip
@@ -155,8 +152,4 @@ def test_a_few_cases(name: str) -> None:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", COMMANDS)
 def test_many_cases(name: str) -> None:
-    until = time.monotonic() + SECONDS / len(COMMANDS)
-    for number in itertools.count(random.SystemRandom().randrange(1 << 32)):
-        run(name, 100, number)
-        if time.monotonic() > until:
-            break
+    run_long(name)
