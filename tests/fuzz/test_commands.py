@@ -20,7 +20,21 @@ from ..hostile_commands import ADAPTER as GGUF_ADAPTER
 from ..hostile_commands import DIALECTS, LLAMA, gguf
 from ..support import in_process
 from . import strategies as s
-from .test_fuzz import BASE, ENDINGS, GROUPS, MERGED, TARGETS, Target, config, listed, odd, recipe, remove, run, run_long
+from .test_fuzz import (
+    BASE,
+    ENDINGS,
+    GROUPS,
+    MERGED,
+    TARGETS,
+    Target,
+    config,
+    listed,
+    odd,
+    recipe,
+    remove,
+    run,
+    run_long,
+)
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}
 B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w2_a": torch.ones(4, 2), "b.hada_w2_b": torch.ones(2, 4)}  # fmt: skip
