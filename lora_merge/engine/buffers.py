@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Condition
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
 from ..disk.spool import PartBytes
 from ..measure import Measured
 from .windows import Change, Window
+
+if TYPE_CHECKING:
+    from .tensors import Held
 
 Item = TypeVar("Item")
 Work = TypeVar("Work")
@@ -55,12 +58,22 @@ class Outcome:
     largest: Mapping[str, float] = field(default_factory=dict)  # tensor → largest magnitude, too large for its scale
     parts: tuple[PartBytes, ...] = ()
     measured: tuple[Measured, ...] = ()  # what was done to the blocks
+    held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
         for name, magnitude in other.largest.items():
             largest[name] = max(magnitude, largest.get(name, 0.0))
-        return Outcome(self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured)
+        return Outcome(
+            self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured,
+            self.held + other.held,
+        )  # fmt: skip
+
+
+def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
+    """Wait for all futures, also if one fails, as their buffers are reused then; return the sum of their outcomes."""
+    wait(under_way)
+    return sum((done.result() for done in under_way), Outcome())
 
 
 @dataclass(frozen=True)

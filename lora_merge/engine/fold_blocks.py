@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from threading import local
 from typing import Final, NamedTuple, TypeVar
@@ -21,9 +21,8 @@ from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..measure import Measured
-from ..planning.plan import OutputTensor
-from .blocks import Block, blocks, groups
-from .buffers import Outcome, Room
+from .blocks import Block, groups
+from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .measuring.codes import measured, part
@@ -31,7 +30,7 @@ from .measuring.watch import Looks, Read, Watch, bring, look, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
-from .tensors import Item, apart, base_values, codecs_on, computing, in_place, stored_numbers
+from .tensors import Held, Item, base_values, codecs_on, computing, in_place, stored_numbers
 from .torch_state import exact_products
 
 STAGED: Final = 2**23
@@ -90,13 +89,16 @@ class BlockMerger:
 
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
-        for some in list(_errands(groups(items, _block, self._most))):
+        held, rest = [i for i in items if i.held is not None], [i for i in items if i.held is None]
+        work = [partial(self._store, item) for item in held]
+        work += [partial(self._fold_all, some) for some in _errands(groups(rest, _block, self._most))]
+        for one in work:
             if self.pool is None:
                 done: Future[Outcome] = Future()
-                done.set_result(self._fold_all(some))
+                done.set_result(one())
                 yield done
             else:
-                yield self.pool.submit(self._fold_all, some)
+                yield self.pool.submit(one)
 
     def fold_here(self, items: Sequence[Item]) -> Outcome:
         """Fold all items in the calling thread, which may be one of the pool."""
@@ -203,12 +205,13 @@ class BlockMerger:
     def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Folded:
         """Fold blocks and write the results, but for codes."""
         blocks = [i.block for i in group]
-        stacks = self.tensors.stacks(blocks, at, lane)
-        base = base_values(group, at, lane, self.tensors.fetch)
-        merged, watch = watched(blocks, base, stacks, self.tensors, lane, None if group[0].measured else self.looks)
+        stacks, one = self.tensors.stacks(blocks, at, lane), group[0]
+        base = base_values(group, at, None if one.keep else lane, self.tensors.fetch)
+        looks = None if one.measured and not one.keep else self.looks
+        merged, watch = watched(blocks, base, stacks, self.tensors, lane, looks)
         if blocks[0].target.packed is not None:
             return Folded(merged, watch)
-        drawn = self.draw is not None and group[0].into.dtype.itemsize < 4
+        drawn = self.draw is not None and one.into.dtype.itemsize < 4
         if drawn:
             merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
         looked = bring([] if watch is None else [look(watch, merged if drawn else None)], lane)
@@ -237,7 +240,9 @@ class BlockMerger:
         if isinstance(made, str):
             return made
         outcome = Outcome()
-        if watch is not None:
+        if group[0].keep:
+            outcome = Outcome(held=tuple(Held(i.block, v, watch) for i, v in zip(group, merged.unbind(), strict=True)))
+        elif watch is not None:
             outcome = Outcome(measured=self._codes_seen(group, watch, [isinstance(found, NewParts) for found in made]))
         for item, found in zip(group, made, strict=True):
             if isinstance(found, Outcome):
@@ -246,6 +251,16 @@ class BlockMerger:
                 item.into.copy_(found.codes)
                 outcome += Outcome(parts=found.others)
         return outcome
+
+    def _store(self, item: Item) -> Outcome:
+        """Store a block that is merged already."""
+        held = item.held
+        assert held is not None
+        watch = None if held.watch is None else replace(held.watch, blocks=[item.block])
+        found = self._recoded([item], held.values.unsqueeze(0), watch, None)
+        if isinstance(found, str):
+            raise ResourceError("the device is out of memory", f"{item.block.target.name}: {found}", FULL)
+        return found
 
     def _codes_seen(self, group: Sequence[Item], watch: Watch, there: Sequence[bool]) -> tuple[Measured, ...]:
         """Return the measures of the blocks whose codes are `there`, before the base's codes are overwritten."""
@@ -261,7 +276,7 @@ class BlockMerger:
     def _stored(self, item: Item, values: Tensor) -> NewParts | Outcome:
         """Return how a merged block is stored, or its largest number where no scale covers it."""
         target, own = item.block.target, values if codecs_on(values.device) else host(values)
-        if odd(own) and self._overflown(item, values):
+        if item.held is None and odd(own) and self._overflown(item, values):
             raise sum_too_large(target.name, values.dtype)
         if item.measured:
             return Outcome(largest={target.name: largest(own)})
@@ -329,20 +344,5 @@ def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:
         yield some
 
 
-def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
-    """Wait for all futures, also if one fails, as their buffers are reused then; return the sum of their outcomes."""
-    wait(under_way)
-    return sum((done.result() for done in under_way), Outcome())
-
-
 def _block(item: Item) -> Block:
     return item.block
-
-
-def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:
-    """Yield every block of a refitted target with its codes, as bytes, and its other parts."""
-    for block in blocks(target):
-        item = apart(block, merger.tensors.fetch)
-        codes, outcome = item.into, merger.fold([item])
-        assert not outcome.largest, "the new scale covers the weight"
-        yield block, codes, outcome

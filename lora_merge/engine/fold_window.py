@@ -14,17 +14,17 @@ from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..measure import Measures
 from ..planning.plan import Plan
-from .buffers import Outcome, WindowTask
+from .buffers import Outcome, WindowTask, settled
 from .device.adapters import AdaptersOnDevice
 from .device.choice import choose
 from .device.windows import DeviceWindows
 from .devices import device_bytes, one_core, places, release, threads
-from .fold_blocks import BlockMerger, made_again, settled
+from .fold_blocks import BlockMerger
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
-from .storing.new_codes import NewCodes
+from .storing.new_codes import NewCodes, made_again
 from .storing.recoding import new_parts, refitted
-from .tensors import Item, TensorCache, decoded, packed, raw
+from .tensors import Item, TensorCache, decoded, inside, packed, raw
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -78,8 +78,8 @@ class WindowMerger:
         kept = None if task.last else base_bytes  # the last task overwrites the base values
 
         def item(f: Fold) -> Item:
-            block = self.codes.block(task.plan, f.block)
-            return _item(replace(f, block=block), out, base if f.apart else kept)
+            block, held = self.codes.block(task.plan, f.block)
+            return replace(_item(replace(f, block=block), out, base if f.apart else kept), held=held)
 
         left = task.change.folds
         if self.whole is not None:
@@ -158,6 +158,4 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
     into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)
     if base is None:
         return Item(block, into, into)
-    weight, data = block.target.weight, base[f.source : f.source + f.source_bytes]
-    held = (block.stored[1],) if weight.padded else shape
-    return Item(block, packed(data, weight.packing, weight.stored.dtype, held), into)
+    return Item(block, inside(f, base), into)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..disk.files import Source, StoredTensor
+from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError
@@ -22,6 +22,7 @@ from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .blocks import Block
 from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, host, odd, stage
+from .windows import Fold
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -50,7 +51,11 @@ class TensorCache:
 
     def read(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; it is not kept."""
-        return view_bytes(self._reader.view(info), info.dtype, info.shape)
+        if isinstance(info.source, Memory):
+            return view_bytes(self._reader.view(info), info.dtype, info.shape)
+        raw: Any = torch.empty(info.nbytes, dtype=torch.uint8)  # a bytearray would be filled with zeros first
+        self._reader.read_into(memoryview(raw.numpy()), info.source, info.offset)
+        return view_bytes(memoryview(raw.numpy()), info.dtype, info.shape)
 
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""
@@ -165,6 +170,14 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     return torch.cat(parts)
 
 
+class Held(NamedTuple):
+    """A merged block whose codes are to be made, and what was seen of it."""
+
+    block: Block
+    values: Tensor  # [rows, cols]
+    watch: Any  # a Watch, whose module imports this one; None if no numbers were looked at
+
+
 @dataclass(frozen=True)
 class Item:
     """A block with its stored base values and the tensor for its result, both on the host."""
@@ -172,18 +185,27 @@ class Item:
     block: Block
     base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
     into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
-    measured: bool = False  # whether only the largest number of a weight of codes is wanted, and nothing is written
+    measured: bool = False  # whether the largest number of a weight of codes is wanted, and nothing is written
+    keep: bool = False  # whether the merged numbers of a measured block are wanted too
+    held: Held | None = None  # the same block, where it is merged already
 
 
-def apart(block: Block, fetch: Fetch) -> Item:
-    """Return a block with base values of its own, and memory of its own for its codes."""
+def apart(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
+    """Return a block with base values of its own, unless they are given, and memory of its own for its codes."""
     weight, made = block.target.weight, block.target.packing.encoding
-    numbers = stored_numbers(weight, *block.stored, fetch)
-    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain else numbers
+    numbers = stored_numbers(weight, *block.stored, fetch) if given is None else given
+    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else numbers
     return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
 
 
-def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream, fetch: Fetch) -> Tensor:
+def inside(f: Fold, data: memoryview) -> Tensor:
+    """Return the base values of a fold, which share the bytes of its buffer."""
+    block, weight = f.block, f.block.target.weight
+    shape = (block.stored[1],) if weight.padded else (block.last - block.first, block.cols)
+    return packed(data[f.source : f.source + f.source_bytes], weight.packing, weight.stored.dtype, shape)
+
+
+def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream | None, fetch: Fetch) -> Tensor:
     """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
     stored values first along every axis, then zeros."""
     block = group[0].block

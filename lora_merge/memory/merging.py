@@ -23,9 +23,10 @@ from ..engine.blocks import Block, blocks
 from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
 from ..engine.devices import places
-from ..engine.fold_blocks import BlockMerger, made_again
+from ..engine.fold_blocks import BlockMerger
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
+from ..engine.storing.new_codes import made_again
 from ..engine.storing.recoding import new_parts, refitted
 from ..engine.tensors import Item, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.windows import WINDOW_BYTES

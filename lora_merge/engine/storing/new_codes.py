@@ -1,8 +1,8 @@
 """Quantises weights on the way out.
 
 Some formats have one scale for the whole weight, and the first byte of its codes depends on it. Such a weight is looked
-at twice: for its largest number, then for its codes. A changed weight is folded twice, and its numbers are never all in
-memory; the second time the system still has the base's bytes.
+at twice: for its largest number, then for its codes. Merged blocks are kept from the first time to the second, as many
+as a quarter of the memory limit holds; the others are folded again, from bytes that the system still has.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from torch import Tensor
 
 from ...files.codecs.arithmetic import largest
 from ...planning.plan import OutputTensor, Plan
 from ..blocks import BLOCK_ELEMENTS, Block, blocks
-from ..buffers import Outcome
-from ..fold_blocks import BlockMerger, settled
-from ..tensors import Fetch, apart, decoded, packed, stored_numbers
-from ..windows import Change, Convert
+from ..buffers import Outcome, settled
+from ..fold_blocks import BlockMerger
+from ..tensors import Fetch, Held, Item, apart, decoded, inside, packed, stored_numbers
+from ..windows import Change, Convert, Fold
 from .recoding import Codes, new_parts, recode, refitted
 
 AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
+SHARE: Final = 4  # the part of the memory limit for merged blocks is one of so many
+
+Key: TypeAlias = tuple[int, str, int]
+"""Plan, weight and first row of a block."""
 
 
 class NewCodes:
@@ -38,25 +42,46 @@ class NewCodes:
         self._own = [
             {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
         ]
+        self._held: dict[Key, Held] = {}
+        on_host = all(at.device.type == "cpu" for at in merger.at)
+        self._room = (
+            min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
+        )  # bytes that may still be held
 
     def measure(self, plan: int, change: Change, base: memoryview) -> Iterator[Future[Outcome]]:
         """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes.
 
-        `base`: the window's input. An unchanged weight that it holds as a whole is not read again.
+        `base`: the window's input. What it holds is not read again.
         """
         own, known = self._own[plan], self._known[plan]
         names = (t.name for t in chain((f.block.target for f in change.folds), (c.target for c in change.converts)))
-        for name in dict.fromkeys(names) if own else ():
-            if name in own and name not in known:
-                known[name] = refitted(own[name], self._largest(own[name], change, base), self.read)
-                done: Future[Outcome] = Future()
-                done.set_result(Outcome(parts=tuple(new_parts(known[name]))))
-                yield done
+        new = [own[name] for name in dict.fromkeys(names) if name in own and name not in known] if own else []
+        largest: dict[str, float] = {}
+        work = chain.from_iterable(self._measurements(plan, target, change, base) for target in new)
+        while some := list(islice(work, AT_ONCE)):
+            found = settled(some)
+            for name, magnitude in found.largest.items():
+                largest[name] = max(magnitude, largest.get(name, 0.0))
+            self._held |= {(plan, held.block.target.name, held.block.first): held for held in found.held}
+        for target in new:
+            known[target.name] = refitted(target, largest.get(target.name, 0.0), self.read)
+            done: Future[Outcome] = Future()
+            done.set_result(Outcome(parts=tuple(new_parts(known[target.name]))))
+            yield done
 
-    def block(self, plan: int, block: Block) -> Block:
-        """Return a block of a weight with the scale of the whole weight."""
-        target = self._known[plan].get(block.target.name)
-        return block if target is None else replace(block, target=target)
+    def block(self, plan: int, block: Block) -> tuple[Block, Held | None]:
+        """Return a block of a weight with the scale of the whole weight, and its merged numbers where they are held."""
+        target, held = (
+            self._known[plan].get(block.target.name),
+            self._held.pop((plan, block.target.name, block.first), None),
+        )
+        if held is not None:
+            self._room += self._size(block)
+        return block if target is None else replace(block, target=target), held
+
+    def _size(self, block: Block) -> int:
+        """Return the bytes of the merged numbers of a block."""
+        return block.elements * self.merger.at[0].dtype.itemsize
 
     def begin(
         self, plan: int, c: Convert, base: memoryview, out: memoryview, fetch: Fetch
@@ -72,18 +97,14 @@ class NewCodes:
             into = packed(out[at : at + made.nbytes(count)], target.packing, target.dtype, (count,))
             yield self.pool.submit(_store, target, (c.first + low, count), given, into, fetch)
 
-    def _largest(self, target: OutputTensor, change: Change, base: memoryview) -> float:
-        """Return the largest magnitude of a weight with its changes."""
-        found, started = 0.0, self._measurements(target, change, base)
-        while some := list(islice(started, AT_ONCE)):
-            found = max([found, *settled(some).largest.values()])
-        return found
-
-    def _measurements(self, target: OutputTensor, change: Change, base: memoryview) -> Iterator[Future[Outcome]]:
+    def _measurements(
+        self, plan: int, target: OutputTensor, change: Change, base: memoryview
+    ) -> Iterator[Future[Outcome]]:
         """Start to measure a weight, part by part; yield the futures."""
         if target.uses:
+            there = {f.block.first: f for f in change.folds if f.block.target.name == target.name}
             for block in blocks(target):
-                yield from self.merger.begin([replace(apart(block, self.read), measured=True)])
+                yield from self.merger.begin([self._item(block, there.get(block.first), base)])
             return
         total, group, weight = prod(target.shape), target.group, target.weight
         step = max(1, BLOCK_ELEMENTS // group) * group
@@ -95,6 +116,13 @@ class NewCodes:
                 low = here.source + read.nbytes(first)
                 given = packed(base[low : low + read.nbytes(count)], weight.packing, weight.stored.dtype, (count,))
             yield self.pool.submit(self._plain, target, first, count, given)
+
+    def _item(self, block: Block, fold: Fold | None, base: memoryview) -> Item:
+        """Return a block to measure. `fold`: the block in the window whose input is `base`, if it is there."""
+        item = apart(block, self.read, None if fold is None else inside(fold, base))
+        keep = self._size(block) <= self._room
+        self._room -= self._size(block) if keep else 0
+        return replace(item, measured=True, keep=keep)
 
     def _plain(self, target: OutputTensor, first: int, count: int, given: Tensor | None) -> Outcome:
         """Return the largest number of a part of a weight that no adapter changes, read from the base if not given."""
@@ -110,3 +138,12 @@ def _store(target: OutputTensor, span: tuple[int, int], numbers: Tensor, into: T
         return Outcome(largest={target.name: largest(values)})
     into.copy_(made.codes)
     return Outcome(parts=made.others)
+
+
+def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:
+    """Yield every block of a refitted target with its codes, as bytes, and its other parts."""
+    for block in blocks(target):
+        item = apart(block, merger.tensors.fetch)
+        codes, outcome = item.into, merger.fold([item])
+        assert not outcome.largest, "the new scale covers the weight"
+        yield block, codes, outcome
