@@ -93,6 +93,14 @@ COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "
 """Value of `--compute-dtype` → name in files."""
 
 
+def spoken(dtype: str) -> str:
+    """Return the name that options and reports have for a dtype or a GGUF type: "fp16" for F16, "int32" for I32."""
+    row = TABLE.get(dtype)
+    if row is None:
+        return dtype.lower() if dtype.lower() in GGUF_TYPES else dtype
+    return row.option or row.library
+
+
 def bytes_of(dtype: str, shape: Shape) -> int:
     """Return the bytes of a tensor of this dtype and shape."""
     return prod(shape) * ITEM_BITS[dtype] // 8

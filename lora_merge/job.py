@@ -34,7 +34,7 @@ from .options import (
     shown,
     text,
 )
-from .paths import absolute, exists, expand
+from .paths import absolute, expand, is_file, is_folder
 
 PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
@@ -186,18 +186,15 @@ def validated(job: Job) -> Job:
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
     found = expand(path)
-    if exists(base) and base.is_file() and (str(path).endswith(("/", os.sep)) or (exists(found) and found.is_dir())):
+    if is_file(base) and (str(path).endswith(("/", os.sep)) or is_folder(found)):
         return found / _default_name(base, adapters)
     return found
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
-    def folder(path: Path) -> bool:
-        return exists(path) and path.is_dir()
-
-    name = "+".join(p.name if folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
+    name = "+".join(p.name if is_folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
     suffix = ".gguf" if base.suffix.lower() == ".gguf" else ".safetensors"
-    return name if folder(base) else f"{name}{suffix}"
+    return name if is_folder(base) else f"{name}{suffix}"
 
 
 def is_pair(value: object) -> bool:

@@ -27,6 +27,16 @@ def exists(path: str | Path) -> bool:
         return False
 
 
+def is_folder(path: str | Path) -> bool:
+    """Return whether a path is a folder; False where that cannot be seen: opening it then says why."""
+    return exists(path) and Path(path).is_dir()
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether a path is a file; False where that cannot be seen: opening it then says why."""
+    return exists(path) and Path(path).is_file()
+
+
 def expand(path: str | Path) -> Path:
     """Return the path with `~` expanded, made absolute without resolving links."""
     return absolute(home(path))

@@ -52,8 +52,8 @@ class Report:
             yield "adapter", f"{name}: {one['matched']} of {one['total']} modules, {', '.join(parts)}"
         yield "changed", f"{self.changed} of {self.tensors} tensors in {self.seconds:.1f} s on {self.device}"
         if self.verified is not None:
-            worst = f"worst deviation {self.verified['worst_ulp']:.2f} ulp"
-            yield "verified", f"{self.verified['tensors']} tensors recomputed, {worst}"
+            worst = f"at most {self.verified['worst_ulp']:.2f} ulp from the exact numbers"
+            yield "verified", f"{self.verified['tensors']} tensors computed again in fp64, {worst}"
         yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:

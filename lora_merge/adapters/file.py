@@ -20,7 +20,7 @@ from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
-from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE
+from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
@@ -217,7 +217,7 @@ def group(index: Index) -> AdapterFile:
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
         if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
-            raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",
+            raise InputError(f"an adapter tensor of {spoken(info.dtype)} numbers", f"{info.file}: {key}",
                              "export the adapter in fp32 or bf16")  # fmt: skip
         found = split(key)
         if found is None:

@@ -15,12 +15,13 @@ from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
+from ..dtypes import spoken
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
 from ..options import pairs, shown
-from ..paths import absolute
+from ..paths import absolute, is_folder
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import Evaluator
@@ -59,7 +60,7 @@ class Conversion:
         """Return the conversion to the dialect that is written."""
         job = self.job
         if self.unnamed:
-            stem = job.adapters[0].path.name if job.adapters[0].path.is_dir() else job.adapters[0].path.stem
+            stem = job.adapters[0].path.name if is_folder(job.adapters[0].path) else job.adapters[0].path.stem
             name = f"{stem}.{to.name}" + ("" if to.folder else ".safetensors")
             job = replace(job, inputs=replace(job.inputs, output=absolute(Path()) / name))
         return replace(self, job=job, to=to)
@@ -118,9 +119,9 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         layers = {prefix_name(task.to, m): m.layer for m in made}
         outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources))
         notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made))
-        dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
+        dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())
-        facts = Facts(coverage(job, sources), dtypes, notes, task.to.name, _weights(there))
+        facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
 
         def proven(part: Path) -> Mapping[str, Any]:
             claim = Claim(job, part, worst, partly=bool(task.include))
@@ -139,7 +140,7 @@ def plan(task: Conversion) -> AdapterReport:
         layers[one.place.label] = {"algorithm": kinds[0], "rank": sum(ranks)}
     job = task.job
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
-    dtype = next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values())
+    dtype = spoken(next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()))
     facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name, _weights(there))
     return planned(job, facts, layers, size)
 

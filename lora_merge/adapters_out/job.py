@@ -17,7 +17,7 @@ from ..job import Adapter, Job, make_job
 from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..options import is_finite, pairs, shown
-from ..paths import absolute, expand
+from ..paths import absolute, expand, is_folder
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
@@ -81,7 +81,7 @@ def make_adapter_job(
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     job = make_job(base if base is not None else "no base", adapters, output, **common)
-    if output is None or (command in FILES and (str(output).endswith(("/", os.sep)) or job.output.is_dir())):
+    if output is None or (command in FILES and (str(output).endswith(("/", os.sep)) or is_folder(job.output))):
         job = _named(job, command, str(own["rank"]), absolute(Path()) if output is None else job.output)
     job = replace(job, method=method)
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
@@ -105,7 +105,7 @@ def make_adapter_job(
 
 def _named(job: Job, command: str, rule: str, folder: Path) -> Job:
     """Return the job with the default name in a folder."""
-    stems = [a.path.name if a.path.is_dir() else a.path.stem for a in job.adapters]
+    stems = [a.path.name if is_folder(a.path) else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
     return replace(job, output=folder / f"{name}.safetensors")
 

@@ -39,7 +39,7 @@ class AdapterReport:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
-        yield "output", f"{self.output} ({size(self.written)}, {self.dtype})"
+        yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
         for name, one in self.coverage.items():
             yield "adapter", f"{name}: {plural(one['modules'], 'module')}, {one['strength']:g}×"
         yield "layers", f"{len(self.layers)}: {self.summary}"
@@ -66,4 +66,4 @@ class AdapterReport:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.4g} %"
+    return f"{100 * share:.4g}%"

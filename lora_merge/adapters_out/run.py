@@ -19,7 +19,7 @@ from ..disk.destination import check_output
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
 from ..disk.spool import Heap
-from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, spoken
 from ..engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
@@ -126,10 +126,10 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         notes = (*dict.fromkeys(sources.notes), *maker.notes, *left_out(zeros))
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
-            notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
+            notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")
         made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
-        facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes, weights=maker.weights)
+        facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=maker.weights)
         return made.finish(reader, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
@@ -160,7 +160,7 @@ def plan(job: AdapterJob) -> AdapterReport:
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
         size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize
     notes, weights = tuple(dict.fromkeys(sources.notes)), weights_of(job, sources, dtype)
-    facts = Facts(coverage(job, sources), FILE_DTYPES[dtype], notes, weights=weights)
+    facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=weights)
     return planned(job, facts, layers, size)
 
 

@@ -19,6 +19,7 @@ from ..disk.pages import aligned_buffer
 from ..disk.system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
 from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
 from ..disk.writer import Writer, failure
+from ..dtypes import spoken
 from ..engine.devices import place, precise, present, unusable
 from ..engine.placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
 from ..engine.torch_state import undisturbed
@@ -27,6 +28,7 @@ from ..paths import exists
 from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
+from ..text import size
 from ..version import __version__
 from .look import mark, panel, show, text
 
@@ -84,15 +86,16 @@ def _device(name: str) -> dict[str, Any]:
             try:
                 error = deviation(algorithm, place(name, compute), MIXTURES[n % len(MIXTURES)])
             except (RuntimeError, NotImplementedError, TypeError, MergeError) as e:
-                problems.append(f"{algorithm} in {compute} fails: {str(e).splitlines()[0]}")
+                problems.append(f"{algorithm} in {spoken(compute)} fails: {str(e).splitlines()[0]}")
                 continue
             worst[compute] = max(worst.get(compute, 0.0), error)
             if not error <= TOLERANCE[compute]:
-                problems.append(f"{algorithm} in {compute} is off by {error:.2g} of its largest number")
+                problems.append(f"{algorithm} in {spoken(compute)} is off by {error:.2g} of its largest number")
     return {
         "device": name, "name": "unusable" if why else _name(name),
-        "memory": {"free": 0, "total": 0} if why else _device_memory(name), "dtypes": dtypes,
-        "algorithms": len(ALGORITHMS), "worst": worst, "seconds": time.monotonic() - started, "problems": problems,
+        "memory": {"free": 0, "total": 0} if why else _device_memory(name), "dtypes": [*map(spoken, dtypes)],
+        "algorithms": len(ALGORITHMS), "worst": {spoken(d): w for d, w in worst.items()},
+        "seconds": time.monotonic() - started, "problems": problems,
     }  # fmt: skip
 
 
@@ -233,17 +236,17 @@ def problems(found: dict[str, Any]) -> list[str]:
 def facts(found: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """Return the versions, and rows (what, text) about machine, devices and disk."""
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
-    rows = [("machine", f"{found['platform']}, {found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB")]
+    rows = [("machine", f"{found['platform']}, {found['cpus']} CPUs, {size(found['memory'])}")]
     for d in found["devices"]:
-        worst = ", ".join(f"{k.lower()} within {v:.1g}" for k, v in d["worst"].items())
-        rows.append((d["device"], f"{d['name']}, {d['memory']['total'] / 2**30:.1f} GiB, {' '.join(d['dtypes'])}; "
+        worst = ", ".join(f"{k} within {v:.1g}" for k, v in d["worst"].items())
+        rows.append((d["device"], f"{d['name']}, {size(d['memory']['total'])}, {' '.join(d['dtypes'])}; "
                                   f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}"))  # fmt: skip
     disk = found["disk"]
-    rows.append(("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {disk['free'] / 1e9:.1f} GB free"))
+    rows.append(("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {size(disk['free'])} free"))
     for mode in ("direct", "buffered"):
         if disk.get(mode):
             how = "past the cache" if disk[mode]["direct"] else "through the cache"
-            rates = ", ".join(f"{verb}s {disk[mode][verb] / 1e6:.0f} MB/s" for verb in ("write", "read"))
+            rates = ", ".join(f"{verb}s {size(int(disk[mode][verb]))}/s" for verb in ("write", "read"))
             rows.append(("", f"{how}: {rates}"))
     auto = found["auto"]
     rows.append(("auto", f"device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes"))

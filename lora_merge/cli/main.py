@@ -8,7 +8,6 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from typer.core import TyperGroup
 
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, is_file
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
 from ..text import Lines, one_line
 from . import proof, tables, viewing
@@ -150,7 +149,7 @@ def merge(
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
-        job = make_job(base, named, with_ending(output, file=Path(base).is_file()), strength_for=parts, **found)
+        job = make_job(base, named, with_ending(output, file=is_file(base)), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..text import by_pattern, by_reason, counted, one_line, plural, size
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
-from .text import applied, effect, matched, retained, saturated, silent
+from .text import applied, deviation, effect, matched, recomputed, retained, saturated, silent, stored, unchanged
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -34,7 +34,7 @@ def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False)
         for ref, m in zip(job.adapters, plan.adapters, strict=True)
     ]  # fmt: skip
     facts = f"{plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}"
-    made = f"{size(plan.size)}, dtype {job.dtype}, {plural(plan.changed, 'tensor')} to change"
+    made = f"{size(plan.size)}, {stored(job.dtype)}, {plural(plan.changed, 'tensor')} to change"
     show(grid([("base", text(job.base.name, "bold"), facts), ("output", text(nearest(str(job.output)), "bold"), made)]))
     show(table(("adapter", "kind", "modules matched", "strength"), rows))
     for words in _notes(plan, verbose=verbose):
@@ -70,7 +70,9 @@ def conclude(
             rows.append(("", text(f"{name}: left out {len(left)}: {counted(by_pattern(left))}", "yellow")))
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     rows.append(("lies in", text(nearest(done.output), "bold cyan")))
-    rows.append(("", f"{size(done.written)}, dtype {done.dtype}, in {done.seconds:.1f} s ({rate}/s) on {done.device}"))
+    rows.append(
+        ("", f"{size(done.written)}, {stored(done.dtype)}, in {done.seconds:.1f} s ({rate}/s) on {done.device}")
+    )
     if verbose and done.device_choice:
         rows.append(("device", done.device_choice))
     rows += [("note", text(note, "yellow")) for note in done.notes if note not in said]
@@ -88,16 +90,10 @@ def conclude(
 
 def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the rows about a proof, in plain words."""
-    rows = "every row" if proof["full"] else plural(proof["rows"], "row")
-    tensors = f"{proof['tensors']} of {proof['changed']} merged tensors"
-    yield "proven", text(f"{mark('done')} {tensors} computed again in fp64, {rows}:", "green")
-    yield "", f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)"
-    same = proof["untouched"]
-    if same["of"]:
-        share = (
-            "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
-        )
-        yield "", f"{mark('done')} unchanged tensors are those of the base: {share}"
+    yield "proven", text(f"{mark('done')} {recomputed(proof)}:", "green")
+    yield "", deviation(proof)
+    if proof["untouched"]["of"]:
+        yield "", f"{mark('done')} {unchanged(proof['untouched'])}"
     for found in proof["retained"]:
         if (share := found["retained"]) is not None:
             sign = mark("done" if abs(share - 1) < 0.1 else "note")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..options import OPTIONS
+from ..paths import is_file
 from ..progress import unwatched
 from .habits import with_ending
 from .helping import examples
@@ -124,7 +125,7 @@ def replay(
 
 def _named(output: str, made: str) -> str:
     """Return the output's name, with an ending where what was made is a file."""
-    return str(with_ending(output, file=Path(made).is_file()))
+    return str(with_ending(output, file=is_file(made)))
 
 
 def _is_adapter(made: Path) -> bool:

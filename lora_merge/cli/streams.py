@@ -95,10 +95,10 @@ class ReportFile:
 
     def __init__(self, text: str, flag: str = "--report") -> None:
         """Raise UsageError if a report cannot be written there."""
-        from ..paths import expand
+        from ..paths import exists, expand, is_folder
 
         self.path, self._flag, self._spares = expand(text), flag, False
-        if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
+        if is_folder(self.path) or not os.access(self.path if exists(self.path) else self.path.parent, os.W_OK):
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..dtypes import spoken
 from ..text import by_pattern, by_reason, counted, listed, plural, shown, size
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
             say(f"  left out: {names}: {why}")
         for note in (*m.adapter.notes, *m.notes):
             say(f"  note: {note}")
-    say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
+    say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {plan.changed} tensors change")
     if verbose:
         for file in plan.files:
             for t in file.targets:
                 say(
-                    f"  {t.name} {t.dtype} {list(t.shape)}"
+                    f"  {t.name} {spoken(t.dtype)} {list(t.shape)}"
                     + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
                 )
 
@@ -155,17 +156,14 @@ def dry(plan: Plan) -> dict[str, Any]:
 
 def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
     """Say what was proven, in two or three lines; warnings go to stderr."""
-    same, how = proof["untouched"], " (every byte)" if proof["full"] else ""
-    say(
-        f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
-        f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
-        f"compared{how}"
-    )
+    say(f"verified {recomputed(proof)}: {deviation(proof)}")
+    if proof["untouched"]["of"]:
+        say(f"         {unchanged(proof['untouched'])}")
     if proof["saturated"]:
         say(f"cut      {proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for")
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
-        say("retained " + ", ".join(f"{retained(share)} of {name}" for name, share in shares))
+        say("retained " + ", ".join(f"{retained(share)} of the change that {name} makes" for name, share in shares))
         say(f"change   {effect(proof['numbers'])}")
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
@@ -173,6 +171,28 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         say(f"unused   {unused(account)}")
     for warning in proof["warnings"]:
         echo(f"warning: {warning}", err=True)
+
+
+def stored(dtype: str) -> str:
+    """Return what becomes of the dtypes with this value of `--dtype`."""
+    return "every tensor keeps its dtype" if dtype == "keep" else f"dtype {dtype}"
+
+
+def recomputed(proof: Mapping[str, Any]) -> str:
+    """Return how much of a merge was computed again."""
+    rows = "every row" if proof["full"] else plural(proof["rows"], "row")
+    return f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}"
+
+
+def deviation(proof: Mapping[str, Any]) -> str:
+    """Return how far the output is from the exact numbers."""
+    return f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)"
+
+
+def unchanged(same: Mapping[str, int]) -> str:
+    """Return how much of the unchanged tensors was compared with the base."""
+    share = "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
+    return f"unchanged tensors are those of the base: {share}"
 
 
 def effect(numbers: Mapping[str, Any]) -> str:

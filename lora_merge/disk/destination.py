@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..paths import exists
 from ..text import listed
 from .volumes import same
-from .writer import failure
+from .writer import elsewhere, failure
 
 
 def check_output(  # noqa: PLR0913  # each is a condition on the output
@@ -79,7 +79,7 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
             raise UsageError("the output's folder is a file", str(around), "choose another -o")
         if shutil.disk_usage(around).total == 0:
             raise UsageError("the output's folder is not on a disk", str(around), "choose another -o")  # such as /proc
-        _check_writable(around)
+        _check_writable(around, target)
         return
     if not (target.is_symlink() or target.is_file() or target.is_dir()):
         raise UsageError("the output is a device, a pipe or the like", str(target), "choose another -o")
@@ -91,12 +91,12 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
         if any(same(target, p) for p in inputs):
             raise UsageError("the output is the base, perhaps your only copy of it", str(target), "choose another -o")
         raise UsageError("the output exists", str(target), "choose another -o, or give --overwrite")
-    _check_writable(target.parent)
+    _check_writable(target.parent, target)
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(folder: Path, target: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError("no permission to write", str(folder), "choose another -o")
+        raise UsageError("no permission to write into this folder", str(folder), elsewhere(target))
 
 
 def files_under(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,16 @@ class Header:
     """Every tensor begins at a multiple of this, counted from the start of the data."""
 
 
+def unreadable(path: Path, error: OSError | ValueError) -> InputError:
+    """Return the error for a path that cannot be read, with the command that permits it if permission is missing."""
+    why, fix = getattr(error, "strerror", None) or str(error), "check the path and its permissions"
+    if isinstance(error, PermissionError) and os.name != "nt":
+        closed = next((p for p in [*path.parents][::-1] if not os.access(p, os.X_OK)), None)
+        right, what = ("r", path) if closed is None else ("x", closed)
+        fix = f"you may not read it; its owner can permit it: chmod a+{right} {shlex.quote(str(what))}"
+    return InputError(f"cannot be read: {why}", str(path), fix)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Return a regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -113,8 +124,7 @@ def open_regular(path: Path) -> BinaryIO:
     except FileNotFoundError as e:
         raise InputError("file not found", str(path), "check the path") from e
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-        why = getattr(e, "strerror", None) or str(e)
-        raise InputError(f"file cannot be read: {why}", str(path), "check its permissions") from e
+        raise unreadable(path, e) from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise InputError(

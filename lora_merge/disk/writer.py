@@ -95,6 +95,11 @@ def _no_space(path: Path, needed: int, free: int) -> ResourceError:
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 
+def elsewhere(output: Path) -> str:
+    """Return what to do where a folder takes no output."""
+    return f"name an output in another folder, such as ~/{output.name}"
+
+
 def failure(e: OSError, path: Path, needed: int) -> MergeError:
     """Return the typed error for a failed write with `needed` bytes still to be written."""
     if e.errno == errno.EFBIG:
@@ -106,7 +111,7 @@ def failure(e: OSError, path: Path, needed: int) -> MergeError:
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(path, needed, free_bytes(path.parent))
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UsageError(f"no permission to write: {e.strerror}", str(path), "choose another -o")
+        return UsageError(f"no permission to write: {e.strerror}", str(path), elsewhere(path))
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):
         return UsageError(f"the disk does not allow this name: {e.strerror}", str(path), "choose another -o")
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")

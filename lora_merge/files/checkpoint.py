@@ -11,10 +11,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import FileState, Header, StoredTensor, open_regular
+from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadable
 from ..errors import InputError
 from ..limits import from_json
 from ..options import shown
+from ..paths import exists, is_folder
 from ..text import listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
@@ -95,7 +96,7 @@ def open_checkpoint(path: Path) -> Index:
     try:
         return _opened(path)
     except OSError as e:  # a name that is too long, a folder that may not be searched …
-        raise InputError(f"cannot be read: {e.strerror}", str(path), "check the path and its permissions") from e
+        raise unreadable(path, e) from e
 
 
 def _opened(path: Path) -> Index:
@@ -127,9 +128,10 @@ def configuration(path: Path) -> Path | None:
     Any file with PEFT's tensors needs its configuration, which holds alpha. DeepSpeed's zero_to_fp32 writes such
     tensors to pytorch_model.bin.
     """
-    folder = path if path.is_dir() else path.parent
-    found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
-    if path.is_dir() or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
+    whole = is_folder(path)
+    folder = path if whole else path.parent
+    found = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
+    if whole or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
         return next(iter(found), None)
     return None
 

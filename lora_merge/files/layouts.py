@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..disk.files import unreadable
 from ..errors import InputError
 from ..text import listed
 
@@ -171,7 +172,7 @@ def entries(folder: Path) -> list[Path]:
     try:
         return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except OSError as e:
-        raise InputError(f"folder cannot be read: {e.strerror}", str(folder), "check its permissions") from e
+        raise unreadable(folder, e) from e
 
 
 PEFT: Final = "base_model.model."

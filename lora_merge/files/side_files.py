@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from ..algorithms import Shape
 from ..disk.destination import WEIGHTS
-from ..disk.files import StoredTensor
+from ..disk.files import StoredTensor, unreadable
 from ..dtypes import TABLE
 from ..errors import InputError
 from ..limits import from_json
@@ -135,7 +135,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _unreadable(e: OSError) -> NoReturn:
-    raise InputError(f"folder cannot be read: {e.strerror}", str(e.filename), "check its permissions") from e
+    raise unreadable(Path(e.filename), e) from e
 
 
 def _require_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from ..algorithms.frod import LAYER
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.peft_oft import PEFT_OFT
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE
+from ..dtypes import WHOLE, spoken
 from ..errors import InputError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView, turned
@@ -135,7 +135,7 @@ class _Chooser:
             if info.dtype not in WHOLE or info.dtype == "BOOL":  # a switch is not a number
                 continue
             if slot not in {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}:
-                where = f"{info.file}: {info.name} is {info.dtype}"
+                where = f"{info.file}: {info.name} is {spoken(info.dtype)}"
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
     def _remember(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:

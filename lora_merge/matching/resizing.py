@@ -22,7 +22,7 @@ from ..algorithms import ALGORITHMS, COUNT, Shape, flat
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE
+from ..dtypes import WHOLE, spoken
 from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
@@ -87,7 +87,7 @@ def sizes(
     for key, info in replaced.items():
         old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
         if info.dtype != base[key].dtype and not WHOLE.isdisjoint({info.dtype, base[key].dtype}):
-            where = f"{info.file}: {info.name} is {info.dtype}, the base has {base[key].dtype}"
+            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(base[key].dtype)}"
             unfit.append(InputError("a value of whole numbers for another kind of tensor", where, IN_ITS_DTYPE))
         if info.shape == old:
             continue

@@ -10,7 +10,7 @@ from typing import Final
 from ..adapters.file import AdapterFile, group
 from ..algorithms import Shape
 from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES
+from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
@@ -136,7 +136,7 @@ class NewGguf:
                                "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
             return False
         if info.dtype not in FLOATS and info.dtype not in TYPES and info.name not in self.packed:
-            raise InputError(f"GGUF has no type for {info.dtype}", f"{info.file}: {info.name}",
+            raise InputError(f"GGUF has no type for {spoken(info.dtype)}", f"{info.file}: {info.name}",
                              "name the output .safetensors")  # fmt: skip
         return True
 

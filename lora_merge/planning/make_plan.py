@@ -14,7 +14,7 @@ from ..adapters.peft.rules import rules
 from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS
+from ..dtypes import FLOATS, spoken
 from ..errors import InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
@@ -261,7 +261,7 @@ def _target(
     uses = tuple(all_uses.get(name, ()))
     if uses and packed is None and dtype not in FLOATS:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
-        raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
+        raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else {}
     codes = packed.codes if packed is not None else None

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from ..dtypes import spoken
 from ..measure import Measure, Measures, Share, total
 from ..planning.plan import Plan
 from .reference.floats import Array
@@ -26,7 +27,7 @@ def remedy(plan: Plan) -> tuple[str, str, str]:
     ways = [f"write --dtype {wider}"]
     if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
         ways.append("round with --rounding stochastic, which keeps the change on average")
-    return ", ".join(sorted({e.title for e in changed})), wider, ", or ".join(ways)
+    return ", ".join(sorted({spoken(e.title) for e in changed})), wider, ", or ".join(ways)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..disk.system import read_at
-from ..dtypes import ITEM_BYTES
+from ..dtypes import ITEM_BYTES, spoken
 from ..matching.patch import Patch, PatchPart
 from ..matching.relatives import kin
 from ..measure import Checked
@@ -200,7 +200,7 @@ class Recomputation:
             row, col = np.argwhere(bad)[0]
             findings.wrong[target.name] = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
-                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
+                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {spoken(target.dtype)} away"
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
         return findings

@@ -19,7 +19,7 @@ import numpy as np
 from ..disk.files import FileState, open_regular
 from ..disk.reader import Reader, read_bytes
 from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
-from ..dtypes import ITEM_BYTES
+from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..measure import RETAINED, Checked
@@ -141,7 +141,7 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
         info = found.tensors[t.stored]
         if (info.dtype, info.shape) != t.in_file[1:]:
             raise _failed("a tensor has another dtype or shape than planned",
-                          f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
+                          f"{path}: {quoted(t.stored)} {spoken(info.dtype)} {list(info.shape)}")  # fmt: skip
     return placed
 
 

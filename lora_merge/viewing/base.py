@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Final
 
 from ..disk.files import StoredTensor
+from ..dtypes import spoken
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
 from ..models.blocks import blocks
@@ -104,5 +105,5 @@ def dtypes(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     """Return dtype → number of parameters, the most frequent first."""
     counts: Counter[str] = Counter()
     for info in tensors.values():
-        counts[info.dtype] += prod(info.shape)
+        counts[spoken(info.dtype)] += prod(info.shape)
     return dict(counts.most_common())

@@ -178,7 +178,7 @@ def _warnings(plan: Plan, found: Measured) -> Iterator[str]:
     yield (
         f"only {max(found.total.retained, 0):.0%} of the change would be in the output: it is smaller than "
         f"{stored} can hold beside the weights; {fix}; {len(below)} of {len(found.tensors)} weights keep less than "
-        f"90 %: {names}"
+        f"90%: {names}"
     )
 
 

@@ -101,8 +101,8 @@ def proof_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a proof found."""
     yield line("proven", str(found["output"]))
     how = f"{found['tensors']} of {found['changed']} merged tensors, {found['rows']} rows"
-    yield line("recomputed", f"{how}: worst deviation {found['worst_ulp']:.2f} ulp")
-    yield line("untouched", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
+    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
+    yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
     for row in found["retained"]:
         yield line("retained", f"{row['adapter']}: " + ("?" if row["retained"] is None else f"{row['retained']:.1%}"))
     for warning in found["warnings"]:

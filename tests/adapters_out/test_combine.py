@@ -122,7 +122,7 @@ def test_algorithms_and_dialects_meet_by_name(tmp_path: Path, pair: tuple[Path, 
     third = peft[f"{dotted}.lora_B.weight"].double() @ peft[f"{dotted}.lora_A.weight"].double()
     right = delta(pair[0])[name] + (first * second - 2 * third).numpy()
     assert report.layers[name]["rank"] == 4 + 4 + 3
-    assert report.dtype == "F32"
+    assert report.dtype == "fp32"
     np.testing.assert_allclose(delta(out)[name], right, atol=1e-5)
 
 

@@ -93,7 +93,7 @@ def test_what_is_above_the_rounding_noise_is_the_rank_that_was_trained(tmp_path:
     found = lora_merge.extract(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors",
                                tmp_path / "a", rank="noise")  # fmt: skip
     assert [layer["rank"] for layer in found.layers.values()] == [3]
-    assert found.dtype == {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    assert found.dtype == {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def changed(folder: Path, tmp_path: Path, change: dict[str, torch.Tensor | None]) -> Path:

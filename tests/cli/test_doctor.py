@@ -24,9 +24,9 @@ def test_a_sound_machine_is_well(tmp_path: Path) -> None:
     found = examine(tmp_path, disk_bytes=1 << 20)
     assert found["problems"] == []
     (cpu,) = (d for d in found["devices"] if d["device"] == "cpu")
-    assert {"F32", "BF16", "F16", "F8_E4M3"} <= set(cpu["dtypes"])
+    assert {"fp32", "bf16", "fp16", "fp8_e4m3fn"} <= set(cpu["dtypes"])
     assert cpu["algorithms"] == len(ALGORITHMS)
-    assert cpu["worst"]["F64"] < 1e-9
+    assert cpu["worst"]["fp64"] < 1e-9
     for mode in ("direct", "buffered"):
         assert found["disk"][mode]["write"] > 0
         assert found["disk"][mode]["read"] > 0
@@ -39,7 +39,7 @@ def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     broken = {**REFERENCE, "lokr": Reference(lambda g: np.zeros((len(g.rows), g.cols)))}
     monkeypatch.setattr(doctor, "REFERENCE", MappingProxyType(broken))
     found = examine(tmp_path, disk_bytes=1 << 20)
-    assert [p for p in found["problems"] if p.startswith("cpu: lokr in F32 is off by")]
+    assert [p for p in found["problems"] if p.startswith("cpu: lokr in fp32 is off by")]
     assert all("lokr" in p for p in found["problems"])
     assert "problem" in lines(found)[-1]
 

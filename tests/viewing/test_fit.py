@@ -82,7 +82,7 @@ def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_pat
     assert facts["match"]["numbers"]["total"]["retained"] < 0.9
     assert any("kept in the base's dtype" in line for line in lines(facts))
     (warning,) = facts["match"]["numbers"]["warnings"]
-    assert all(words in warning for words in ("BF16", "--dtype fp32", "--rounding stochastic", "keep less than 90 %"))
+    assert all(words in warning for words in ("bf16", "--dtype fp32", "--rounding stochastic", "keep less than 90%"))
     assert any(line.split(maxsplit=1) == ["warning", warning] for line in lines(facts))
     assert not inspect(base, Adapter(scene.ink, 1.0), weights=True)["match"]["numbers"]["warnings"]
 

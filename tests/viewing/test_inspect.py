@@ -58,7 +58,7 @@ def test_full_size_checkpoints_are_recognised(
     assert architecture.lower() in facts["architecture"].lower()
     assert components <= set(facts["components"])
     assert facts["bytes"] == path.stat().st_size
-    assert facts["dtypes"] == {"F16": facts["parameters"]}
+    assert facts["dtypes"] == {"fp16": facts["parameters"]}
 
 
 def test_an_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_large_numbers_are_short(n: int, bytes_: str, count: str) -> None:
 
 def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
     path = save({"a": torch.zeros(3, 4), "b": torch.zeros(5).half()}, tmp_path / "m.safetensors")
-    assert inspect(path)["dtypes"] == {"F32": 12, "F16": 5}
+    assert inspect(path)["dtypes"] == {"fp32": 12, "fp16": 5}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ...disk.destination import check_output
-from ...dtypes import DTYPES, ITEM_BYTES
+from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import places
 from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
@@ -123,7 +123,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
 
 
 def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
-    return Facts(_coverage(found, layers), FILE_DTYPES[found.dtype], notes, found.to.name, _weights(found))
+    return Facts(_coverage(found, layers), spoken(FILE_DTYPES[found.dtype]), notes, found.to.name, _weights(found))
 
 
 def _weights(found: Opened) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...options import shown
-from ...paths import absolute, expand
+from ...paths import absolute, expand, is_folder
 from ..dialects import DIALECTS, Dialect, dialect
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
@@ -75,6 +75,6 @@ def make_extraction(
 
 
 def _named(base: Path, tuned: Path, to: Dialect | None) -> Path:
-    stems = [p.name if p.is_dir() else p.stem for p in (tuned, base)]
+    stems = [p.name if is_folder(p) else p.stem for p in (tuned, base)]
     name = "-minus-".join(stems)
     return absolute(Path()) / (name if to and to.folder else f"{name}.safetensors")

@@ -56,7 +56,7 @@ def _notes(done: AdapterReport) -> Iterator[tuple[str, Any]]:
 
 
 def _made(done: AdapterReport) -> str:
-    return f"{size(done.written)}, {done.dtype}, {plural(len(done.layers), 'layer')}"
+    return f"{size(done.written)}, dtype {done.dtype}, {plural(len(done.layers), 'layer')}"
 
 
 def _proof(done: AdapterReport) -> str:
@@ -79,6 +79,6 @@ def lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
     yield f"  {done.summary}"
     if done.verified:
         yield (
-            f"verified {done.verified['recomputed']} of {plural(done.verified['layers'], 'layer')} again in float64: "
-            f"worst residual {done.verified['worst_residual']:.3g}"
+            f"verified {done.verified['recomputed']} of {plural(done.verified['layers'], 'layer')} computed again in "
+            f"fp64: worst residual {done.verified['worst_residual']:.3g}"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, spoken
 from ...errors import FitError, InputError
 from ..gguf.types import UNREAD
 from . import CODECS
@@ -180,7 +180,7 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
         return module, f"{SIGNS[last]}, it has {name}"
     if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
         part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
-        return part, f"{info.dtype} numbers, as in {name}"
+        return part, f"{spoken(info.dtype)} numbers, as in {name}"
     if "scale" not in last:
         return None
     weight = tensors.get(f"{path}.weight")
