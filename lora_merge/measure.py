@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from types import MappingProxyType
@@ -108,7 +108,7 @@ def _root(number: float) -> float | None:
 class Checked(NamedTuple):
     """Sums over some rows of a merged tensor, so that another computation can check it."""
 
-    rows: tuple[int, ...]
+    rows: Sequence[int]
     weight: float  # Σ W²
     change: float  # Σ ΔW²
     changed: int | None  # numbers that differ from what the output would hold without adapters; None: not known

@@ -17,6 +17,7 @@ from ..measure import Measured
 from .windows import Change, Window
 
 if TYPE_CHECKING:
+    from .measuring.watch import Watch
     from .tensors import Held
 
 Item = TypeVar("Item")
@@ -59,6 +60,7 @@ class Outcome:
     parts: tuple[PartBytes, ...] = ()
     measured: tuple[Measured, ...] = ()  # what was done to the blocks
     held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
+    seen: tuple[Watch, ...] = ()  # what is to be measured of them
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
@@ -66,7 +68,7 @@ class Outcome:
             largest[name] = max(magnitude, largest.get(name, 0.0))
         return Outcome(
             self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured,
-            self.held + other.held,
+            self.held + other.held, self.seen + other.seen,
         )  # fmt: skip
 
 

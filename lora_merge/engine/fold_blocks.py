@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
+from operator import attrgetter
 from threading import local
 from typing import Final, NamedTuple, TypeVar
 
@@ -26,7 +27,7 @@ from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .measuring.codes import measured, part
-from .measuring.watch import Looks, Read, Watch, bring, look, watched
+from .measuring.watch import Looks, Read, Together, Watch, bring, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
@@ -37,6 +38,7 @@ STAGED: Final = 2**23
 """The most bytes of one call that go through a lane's pinned memory, up and down, unless one block has more."""
 
 Result = TypeVar("Result")
+_block: Final[Callable[[Item], Block]] = attrgetter("block")
 
 ERRAND: Final = 2**16
 """The least numbers that a thread of the pool gets to fold, where there are as many."""
@@ -90,8 +92,10 @@ class BlockMerger:
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
         held, rest = [i for i in items if i.held is not None], [i for i in items if i.held is None]
+        errands = list(_errands(groups(rest, _block, self._most)))
+        together = Together(len(errands))
         work = [partial(self._store, item) for item in held]
-        work += [partial(self._fold_all, some) for some in _errands(groups(rest, _block, self._most))]
+        work += [partial(self._fold_all, some, together) for some in errands]
         for one in work:
             if self.pool is None:
                 done: Future[Outcome] = Future()
@@ -102,10 +106,11 @@ class BlockMerger:
 
     def fold_here(self, items: Sequence[Item]) -> Outcome:
         """Fold all items in the calling thread, which may be one of the pool."""
-        return self._fold_all(groups(items, _block, self._most))
+        return self._fold_all(groups(items, _block, self._most), Together(1))
 
-    def _fold_all(self, some: Iterable[Sequence[Item]]) -> Outcome:
-        return sum(map(self._fold, some), Outcome())
+    def _fold_all(self, some: Iterable[Sequence[Item]], together: Together) -> Outcome:
+        outcome = sum(map(self._fold, some), Outcome())
+        return replace(outcome, seen=(), measured=outcome.measured + together.measured(outcome.seen))
 
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
@@ -178,7 +183,7 @@ class BlockMerger:
         values, watch, looked = merged
         if values is not None and group[0].block.target.packed is not None:
             return self._recoded(group, values, watch, lane)
-        outcome = Outcome(measured=looked())
+        outcome = Outcome(measured=looked(), seen=() if watch is None or watch.apart else (watch,))
         return outcome if values is None else outcome + self._cut(group, values)
 
     def turn(self, work: Callable[[DeviceStream], Result], lane: DeviceStream | None = None) -> Result | str:
@@ -211,10 +216,11 @@ class BlockMerger:
         merged, watch = watched(blocks, base, stacks, self.tensors, lane, looks)
         if blocks[0].target.packed is not None:
             return Folded(merged, watch)
-        drawn = self.draw is not None and one.into.dtype.itemsize < 4
-        if drawn:
+        if self.draw is not None and one.into.dtype.itemsize < 4:
             merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
-        looked = bring([] if watch is None else [look(watch, merged if drawn else None)], lane)
+            if watch is not None:
+                watch.drawn(merged)
+        looked = bring([watch] if watch is not None and watch.apart else [], lane)
         if merged is base and in_place(group, at):
             return Folded(merged if odd(merged) else None, watch, looked)
         return Folded(None if land(merged, [i.into for i in group], lane) else merged, watch, looked)
@@ -342,7 +348,3 @@ def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:
             some, numbers = [], 0
     if some:
         yield some
-
-
-def _block(item: Item) -> Block:
-    return item.block

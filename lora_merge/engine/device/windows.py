@@ -7,7 +7,7 @@ block by block: where a number is too large for its dtype, and where the device 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -21,7 +21,7 @@ from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold_blocks import BlockMerger
-from ..measuring.watch import Read, Watch, bring, look, watched
+from ..measuring.watch import Read, Watch, bring, watched
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
 from ..windows import Fold, Window
@@ -147,14 +147,16 @@ class DeviceWindows:
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if not all(map(fit, ends, dtypes)):
             return None
-        seen: list[tuple[Watch, Tensor]] = []
+        seen: list[Watch] = []
         for (folds, work, sizes, watches), dtype in zip(found, dtypes, strict=True):
             made: Sequence[Tensor] = rounded(work, dtype).split_with_sizes(sizes)
             drawn = self.blocks.draw is not None and dtype.itemsize < 4
             if drawn:
                 made = [self.blocks.drawn(f.block, v) for f, v in zip(folds, work.split_with_sizes(sizes), strict=True)]
             cast_all(made, [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds])
-            seen += _looked(watches, made if drawn else None)
+            if drawn:
+                _draw(watches, made)
+            seen += watches
         read = bring(seen, lane)
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
@@ -219,12 +221,11 @@ class DeviceWindows:
         self.registered.close()
 
 
-def _looked(watches: Sequence[Watch], drawn: Sequence[Tensor] | None) -> Iterator[tuple[Watch, Tensor]]:
-    """Yield what is seen of blocks; `drawn`: their merged numbers, rounded by chance."""
-    left = iter(drawn or ())
+def _draw(watches: Sequence[Watch], stored: Iterable[Tensor]) -> None:
+    """Tell of blocks what is stored, where it is rounded by chance."""
+    left = iter(stored)
     for watch in watches:
-        own = None if drawn is None else torch.stack([next(left).view(-1, b.cols) for b in watch.blocks])
-        yield look(watch, own)
+        watch.drawn(torch.stack([next(left).view(-1, b.cols) for b in watch.blocks]))
 
 
 def _follows(a: Fold, b: Fold) -> bool:

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 def part(watch: Watch, number: int, base: Tensor) -> Part:
     """Return the rows of a block that are looked at. `base`: the stored numbers of the block."""
-    block, rows = watch.blocks[number], len(watch.rows)
+    block, rows = watch.blocks[number], len(watch.rows[number])
     encoding = block.target.weight.packing.encoding
     return Part(block, rows, base[:0] if encoding.plain else base[: encoding.nbytes(rows * block.cols)])
 

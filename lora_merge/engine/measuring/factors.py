@@ -63,10 +63,15 @@ def _products(stacks: Sequence[StackedPatch], cols: int) -> tuple[Tensor, list[i
         assert s.algorithm.low_rank is not None
         unread = s.strength.new_zeros(()).expand(1, s.rows.stop - s.rows.start, cols)
         first, second = s.algorithm.low_rank.factors(unread, s.tensors)
-        left.append(widened(first * s.strength))
+        left.append(widened(first))
         right.append(widened(second))
-    wide, tall = (left[0], right[0]) if len(stacks) == 1 else (torch.cat(left, -1), torch.cat(right, 1))
-    return (wide.mT @ wide) * (tall @ tall.mT), [part.shape[-1] for part in left]
+    widths = [part.shape[-1] for part in left]
+    if len(stacks) == 1:  # the small product is scaled, not the factor
+        strength = widened(stacks[0].strength)
+        return (left[0].mT @ left[0]) * (right[0] @ right[0].mT) * (strength * strength), widths
+    wide = torch.cat([part * s.strength for part, s in zip(left, stacks, strict=True)], -1)
+    tall = torch.cat(right, 1)
+    return (wide.mT @ wide) * (tall @ tall.mT), widths
 
 
 def _add(found: dict[int, Tensor], adapter: int, products: Tensor) -> None:

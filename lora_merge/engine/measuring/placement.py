@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,19 @@ def widened(values: Tensor) -> Tensor:
 
 
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return memory for numbers beside others, in the dtype of `widened`."""
-    return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    """Return zeros beside other numbers, in the dtype of `widened`."""
+    return torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
-def numbers_of(rows: Sequence[int], like: Tensor) -> Tensor:
-    """Return numbers of rows on the device of other numbers."""
-    return torch.tensor(rows).to(like.device)
-
-
-def take(values: Tensor, index: Tensor, into: Tensor) -> None:
-    """Copy rows of blocks [n, rows, cols] into [n, k · cols]; `index` [n · k] counts the rows of all blocks."""
-    flat, out = values.reshape(-1, values.shape[-1]), into.view(-1, values.shape[-1])
-    if flat.dtype == out.dtype and flat.device == out.device:
-        torch.index_select(flat, 0, index, out=out)
+def take(values: Tensor, rows: range, into: Tensor) -> None:
+    """Copy rows of each block [n, rows, cols] to the beginning of [n, width]. The range begins at 0, and its end is a
+    multiple of its step."""
+    taken = values.narrow(1, 0, rows.stop).unflatten(1, (len(rows), rows.step)).select(2, 0)
+    held = into.narrow(1, 0, len(rows) * values.shape[2]).view(taken.shape)
+    if taken.device == held.device:
+        torch.mul(taken, 1, out=held)  # a copy between tensors of one device that fakes of a GPU can make too
     else:
-        out.copy_(flat.index_select(0, index.to(flat.device)))
+        held.copy_(taken)
 
 
 def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:

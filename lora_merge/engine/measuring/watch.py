@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from math import isfinite
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...measure import NONE, Checked, Measure, Measured, Share
+from ...planning.plan import OutputTensor
 from ..blocks import Block
 from ..device.placement import brought
 from ..fold import new_weights
-from ..placement import TORCH_DTYPES, DeviceStream, Placement, host
+from ..placement import HOST, TORCH_DTYPES, DeviceStream, Placement, host
 from .factors import factor_norms
-from .placement import as_stored, numbers_of, take, workspace
+from .placement import as_stored, take, workspace
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
     from ..patch_tensors import PatchTensors
 
-SUMS: Final = 11
-"""Of every block: the products of W, ΔW and what is applied of it with each other, the numbers that differ, and the
-largest |ΔW|."""
+SUMS: Final = 6
+"""Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
+
+HELD: Final = 2**21
+"""The numbers of rows that wait for their sums, until these are made."""
 
 
 COARSE: Final = 4
@@ -39,15 +44,15 @@ class Looks:
     every: int = 128
     least: int = 2**11
 
-    def rows(self, block: Block) -> list[int]:
+    def rows(self, block: Block) -> range:
         """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
         share a scale are encoded together."""
-        rows = block.last - block.first
-        count = min(rows, -(-self._wanted(block) // max(block.cols, 1)))
+        rows, cols = block.last - block.first, max(block.cols, 1)
+        count = min(rows, max(-(-self.least // cols), self._wanted(block) // cols))
         if block.target.packed is None:
-            return [rows * i // count for i in range(count)]
+            return range(0, rows // count * count, rows // count)
         group = block.target.row_group
-        return [*range(min(rows, -(-count // group) * group))]
+        return range(min(rows, -(-count // group) * group))
 
     def stands_for(self, blocks: Sequence[Block]) -> int:
         """Return how many rows of its weight the rows of a block that are looked at stand for; 0 if the block is not
@@ -92,24 +97,30 @@ class Watch:
     """Some rows of blocks of one kind, before and after they are folded."""
 
     blocks: Sequence[Block]
-    rows: list[int]  # of each block
-    index: Tensor  # [n · k] the rows of all blocks
-    work: Tensor  # [3, n, k · cols]: base, merged (then ΔW), stored (then what is applied of it)
-    stands_for: int  # rows of the weight that the rows of a block stand for
+    rows: Sequence[range]  # of each block
+    stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
+    work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
     norms: Sequence[tuple[int, Mapping[int, Tensor]]] = ()  # number of a block → what factors tell of its whole weight
     parts: list[Own] = field(default_factory=list)
+    found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
         """Return rows of base values [n, rows, cols], which are not folded yet; None if they are not looked at."""
         if not (stands_for := looks.stands_for(blocks)):
             return None
-        rows, (n, height, cols) = looks.rows(blocks[0]), base.shape
-        flat = rows if n == 1 else [number * height + row for number in range(n) for row in rows]
-        index = numbers_of(flat, base)
-        watch = Watch(blocks, rows, index, workspace(base, (3, n, len(rows) * cols)), stands_for)
-        take(base, index, watch.work.select(0, 0))
+        rows, (n, _, cols) = looks.rows(blocks[0]), base.shape
+        width = len(rows) * cols
+        if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
+            width = 1 << (width - 1).bit_length()
+        watch = Watch(blocks, [rows] * n, [stands_for] * n, workspace(base, (3, n, width)))
+        take(base, rows, watch.work.select(0, 0))
         return watch
+
+    @property
+    def apart(self) -> bool:
+        """Whether the rows are on a device, where they are added up at once."""
+        return self.work.device.type != "cpu"
 
     @property
     def several(self) -> bool:
@@ -120,26 +131,31 @@ class Watch:
     def seen(self, adapter: int, merged: Tensor) -> None:
         """Take note of blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
         before = self.work.select(0, 1).clone() if self.parts else self.work.select(0, 0)
-        take(merged, self.index, self.work.select(0, 1))
+        take(merged, self.rows[0], self.work.select(0, 1))
         self.parts.append(Own(adapter, self.work.select(0, 1) - before, combined=False))
 
     def tell(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
         """Take note of a change [n, rows, cols] that becomes one change with others."""
-        own = torch.empty_like(self.work.select(0, 0))
-        take(change, self.index, own)
+        own = torch.zeros_like(self.work.select(0, 0))
+        take(change, self.rows[0], own)
         for part, strength in zip(own.unbind(), strengths, strict=True):
             part.mul_(strength)
         self.parts.append(Own(adapter, own, combined=True))
 
     def done(self, merged: Tensor) -> None:
         """Take note of the merged blocks [n, rows, cols]."""
-        take(merged, self.index, self.work.select(0, 1))
+        take(merged, self.rows[0], self.work.select(0, 1))
+
+    def drawn(self, stored: Tensor) -> None:
+        """Take note of what is stored [n, rows, cols], where numbers are rounded by chance."""
+        self.found = torch.zeros_like(self.work.select(0, 0))
+        take(stored, self.rows[0], self.found)
 
     def on_host(self) -> Watch:
         """Return the same with its rows on the host."""
         norms = [(n, {adapter: host(norm) for adapter, norm in found.items()}) for n, found in self.norms]
         parts = [part._replace(change=host(part.change)) for part in self.parts]
-        return Watch(self.blocks, self.rows, host(self.index), host(self.work), self.stands_for, norms, parts)
+        return replace(self, work=host(self.work), norms=norms, parts=parts)
 
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, ΔW² and applied · ΔW of each part, norms of factors.
@@ -167,11 +183,11 @@ class Watch:
         return sums
 
     def _added(self, more: Sequence[Tensor]) -> Tensor:
-        across = self.work.transpose(0, 1)
-        _, change, applied = self.work.unbind()
-        products, differ = across @ across.mT, torch.count_nonzero(applied, 1)
+        base, change, applied = self.work.unbind()
+        dot, differ = torch.linalg.vecdot, torch.ne(applied, 0, out=torch.empty_like(applied))
+        sums = [dot(base, base), dot(change, change), dot(applied, change), dot(applied, applied), differ.sum(1)]
         norms = [norm for _, found in self.norms for norm in found.values()]
-        return torch.cat([products.flatten(1).T.reshape(-1), differ, change.abs().amax(1), *more, *norms])
+        return torch.cat([*sums, change.abs().amax(1), *more, *norms])
 
     def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
         """Return the measure of each block. `known`: whether what is stored was looked at."""
@@ -182,12 +198,13 @@ class Watch:
         count = len(self.blocks)
         ends = iter(found[count * (SUMS + 2 * len(self.parts)) :])
         exact = {n: {adapter: max(0.0, next(ends)) for adapter in norms} for n, norms in self.norms}
-        for n, block in enumerate(self.blocks):
-            yield self._measure(block, found[n::count], known=known)._replace(norms=exact.get(n, NONE))
+        for n in range(count):
+            yield self._measure(n, found[n::count], known=known)._replace(norms=exact.get(n, NONE))
 
-    def _measure(self, block: Block, own: Sequence[float], *, known: bool) -> Measured:
-        weight, change, left, square, changed, largest = (own[k] for k in (0, 4, 5, 8, 9, 10))
-        scale = self.stands_for / len(self.rows)
+    def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
+        weight, change, left, square, changed, largest = own[:SUMS]
+        block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
+        scale = stands_for / len(rows)
         whole = Share(scale * change, scale * change, scale * left if known else None)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
@@ -195,33 +212,33 @@ class Watch:
             told = known and not part.combined and isfinite(kept)
             shares[part.adapter] = Share(size, size if told else 0.0, kept if told else None)
         sums = Measure(
-            self.stands_for * block.cols, len(self.rows) * block.cols, scale * changed if known else 0.0, 0,
+            stands_for * block.cols, len(rows) * block.cols, scale * changed if known else 0.0, 0,
             scale * weight,
             scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
         )  # fmt: skip
-        rows = tuple(block.first + row for row in self.rows)
-        return Measured(block.target.name, sums, Checked(rows, weight, change, round(changed) if known else None))
+        seen = range(block.first + rows.start, block.first + rows.stop, rows.step)
+        return Measured(block.target.name, sums, Checked(seen, weight, change, round(changed) if known else None))
 
 
 Read: TypeAlias = Callable[[], tuple[Measured, ...]]
 """Function that returns the measures of some blocks, once their lane is settled."""
 
 
-def look(watch: Watch, drawn: Tensor | None = None) -> tuple[Watch, Tensor]:
-    """Return what is seen of blocks whose output is plain numbers. `drawn`: the merged blocks, where they are
-    rounded by chance."""
-    target, found = watch.blocks[0].target, None
-    if drawn is not None:
-        found = torch.empty_like(watch.work.select(0, 0))
-        take(drawn, watch.index, found)
-    same = target.weight.packing.encoding.plain and target.weight.stored.dtype == target.dtype
-    return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), found, same))
+def look(watch: Watch) -> tuple[Watch, Tensor]:
+    """Return what is seen of blocks whose output is plain numbers."""
+    target = watch.blocks[0].target
+    return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), watch.found, _same(target)))
 
 
-def bring(seen: Sequence[tuple[Watch, Tensor]], lane: DeviceStream) -> Read:
+def _same(target: OutputTensor) -> bool:
+    return target.weight.packing.encoding.plain and target.weight.stored.dtype == target.dtype
+
+
+def bring(watches: Sequence[Watch], lane: DeviceStream) -> Read:
     """Bring all sums to the host with one transfer."""
-    if not seen:
+    if not watches:
         return tuple
+    seen = [look(one) for one in _joined(watches)]
     sizes = [len(sums) for _, sums in seen]
     every = brought(torch.cat([sums for _, sums in seen]), lane, "sums")
 
@@ -230,6 +247,49 @@ def bring(seen: Sequence[tuple[Watch, Tensor]], lane: DeviceStream) -> Read:
         return tuple(one for (watch, _), sums in parts for one in watch.measured(sums, known=True))
 
     return read
+
+
+def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
+    """Yield what was seen, as few as possible: what is summed in one way and has one width becomes one."""
+    kinds: dict[tuple[Any, ...], list[Watch]] = {}
+    for w in every:
+        target = w.blocks[0].target
+        apart = id(w) if w.parts else None
+        kind = w.work.dtype, w.work.shape[2], target.dtype, _same(target), w.found is None, apart
+        kinds.setdefault(kind, []).append(w)
+    for same in kinds.values():
+        first, at = same[0], [0, *accumulate(len(w.blocks) for w in same)]
+        yield (
+            first
+            if len(same) == 1
+            else Watch(
+                [b for w in same for b in w.blocks],
+                [r for w in same for r in w.rows],
+                [s for w in same for s in w.stands_for],
+                torch.cat([w.work for w in same], 1),
+                [(start + n, norms) for start, w in zip(at, same, strict=False) for n, norms in w.norms],
+                found=None if first.found is None else torch.cat([w.found for w in same if w.found is not None]),
+            )
+        )
+
+
+class Together:
+    """What threads have seen on the host, until the last of them adds it up: one call makes the sums of many blocks."""
+
+    def __init__(self, threads: int) -> None:
+        self._left, self._seen, self._lock = threads, list[Watch](), Lock()
+
+    def measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
+        """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
+        the last thread."""
+        with self._lock:
+            self._left -= 1
+            self._seen += seen
+            if self._left and sum(w.work.numel() for w in self._seen) < HELD:
+                return ()
+            every, self._seen = self._seen, []
+        with torch.no_grad():
+            return bring(every, DeviceStream(HOST))()
 
 
 def watched(  # noqa: PLR0913, PLR0917  # what is folded, and where
