@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
+from lora_merge.engine import fold_blocks  # noqa: F401  # it keeps the functions that tests replace: load it before
 from lora_merge.engine import tensors as factors
 from lora_merge.engine.blocks import BLOCK_ELEMENTS
 from lora_merge.engine.device.memory import SPILLED, WORKSPACE

@@ -21,7 +21,7 @@ def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 def take(values: Tensor, rows: range, into: Tensor) -> None:
     """Copy rows of each block [n, rows, cols] to the beginning of [n, width]. The range begins at 0, and its end is a
     multiple of its step."""
-    taken = values.narrow(1, 0, rows.stop).unflatten(1, (len(rows), rows.step)).select(2, 0)
+    taken = values.narrow(1, 0, rows.stop).view(len(values), len(rows), rows.step, -1).select(2, 0)
     held = into.narrow(1, 0, len(rows) * values.shape[2]).view(taken.shape)
     if taken.device == held.device:
         torch.mul(taken, 1, out=held)  # a copy between tensors of one device that fakes of a GPU can make too
