@@ -31,7 +31,7 @@ types-%: $(call STAMP,test)
 
 test: $(call STAMP,test)
 	$(MAKE) -j 2 lint types  # each uses one core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal  # compiled once for all processes
 
 docs: $(call STAMP,test)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file configs/site/mkdocs.yml

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,20 @@ settings.load_profile("the same everywhere")
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("caches")
     return (folder / str(n) for n in itertools.count())
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _numbers: Iterator[int]) -> Path:
+    """A new folder. Pytest's own fixture reads the names of all folders before it: 2 ms a test, 4 s a worker."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{next(_numbers)}-{name}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _numbers() -> Iterator[int]:
+    return itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +159,7 @@ def _signals_restored() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers depend on the test alone, not on which of them ran before it in this process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for devices that are not there: 0.4 ms
     np.random.seed(0)
     random.seed(0)
 

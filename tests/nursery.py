@@ -8,6 +8,7 @@ has ended its exit status.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -56,6 +57,9 @@ def child(request: dict[str, object]) -> int:
 def main() -> None:
     """Serve until stdin ends."""
     shipped()
+    lora_merge.cli.main._program()
+    gc.collect()
+    gc.freeze()  # a child that looks for garbage would copy every page of what is imported here
     running: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)

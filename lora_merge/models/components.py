@@ -169,7 +169,10 @@ def _rest(
     extra: Architecture | None, *, aside: bool,
 ) -> Component:  # fmt: skip
     """Return the component of the keys without a known prefix; `aside`: whether another component is the denoiser."""
+    levels = {key.partition(".")[0] for key in loose}
     for prefix in () if aside else LOOSE:
+        if prefix and prefix.partition(".")[0] not in levels:
+            continue
 
         def shape_of(body: str, prefix: str = prefix) -> Shape | None:
             return shapes.get(prefix + body)
