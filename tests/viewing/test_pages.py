@@ -204,3 +204,62 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     rows = [block for block, _ in places(names).values()]
     assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
     assert [*short(rows).values()] == ["layers.1", "layers.2", "layers.10"]
+
+
+def many_modules() -> dict[str, Any]:
+    """An adapter with a picture of each of many modules."""
+    picture = {"spectrum": [0.123456] * 64, "histogram": {"centres": [0.5] * 31, "counts": [1000] * 31}}
+    one = {"norm": 1.5, "stable_rank": 2.0, "rank": 8, "largest": 1.0, **picture}
+    modules = {f"model.layers.{n // 768}.mlp.experts.{n % 256}.{'abc'[n // 256 % 3]}_proj": one for n in range(2000)}
+    numbers = {"norm": 1.0, "stable_rank": {"min": 1, "median": 1, "max": 2}, "modules": modules, "blocks": {}}
+    return {"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "weights": numbers}
+
+
+def many_differences() -> dict[str, Any]:
+    """A comparison in which each of many tensors differs."""
+    one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789}
+    tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
+    blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
+    return {"kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "total": one, "blocks": blocks,
+            "tensors": tensors, "only_a": [f"{n}.{'y' * 200}" for n in range(3000)]}  # fmt: skip
+
+
+def strangers_words() -> dict[str, Any]:
+    """An adapter with megabytes of metadata."""
+    return {"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "trained": {"description": "<" * 2_000_000},
+            "notes": [f"{n} {'ä' * 400}" for n in range(1500)]}  # fmt: skip
+
+
+def many_jobs() -> list[dict[str, Any]]:
+    """A batch whose jobs have all failed, at length."""
+    return [
+        {"number": n, "status": "failed", "output": f"{n}.safetensors", "error": {"what": "x" * 9000}}
+        for n in range(500)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [(many_modules(), "spectra and histograms"), (many_differences(), "rows of “Only in one”"),
+     (strangers_words(), "notes"), (many_jobs(), "warnings")],
+    ids=("modules", "differences", "metadata", "jobs"),
+)  # fmt: skip
+def test_a_page_keeps_its_size_and_says_what_it_leaves_out(
+    found: Any, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1})) + 300_000
+    assert most < pages.MOST == 5_000_000
+    monkeypatch.setattr(pages, "MOST", most)
+    html = pages.page(found)
+    assert most - 300_000 < len(html.encode()) <= most
+    told = content(html)["notes"][0]
+    assert "Left out" in told
+    assert left in told
+
+
+def test_a_page_with_room_leaves_nothing_out(scene: Scene) -> None:
+    made = content(pages.page(inspect(scene.ink, weights=True, pictures=True)))
+    (heat_map,) = made["heat_maps"]
+    assert all(len(cell["names"]) == cell["count"] for cell in heat_map["cells"])
+    assert all("spectrum" in weight for weight in heat_map["weights"].values())
+    assert not any("Left out" in note for note in made["notes"])

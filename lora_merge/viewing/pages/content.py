@@ -79,8 +79,9 @@ class Content:
         at = places(weights)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}
+        row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
         for name, (block, kind) in at.items():
-            cells.setdefault((rows.index(block), columns.index(kind)), []).append(name)
+            cells.setdefault((row_of[block], column_of[kind]), []).append(name)
         labels = short(rows)
         self.data["heat_maps"].append(
             {
@@ -94,6 +95,7 @@ class Content:
                         "row": row,
                         "column": column,
                         "names": names,
+                        "count": len(names),
                         "values": {
                             m.key: m.join(values) if (values := _numbers(weights, names, m.key)) else None
                             for m in known

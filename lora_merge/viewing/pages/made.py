@@ -84,6 +84,8 @@ def _merged_numbers(page: Content, numbers: Found) -> None:
     """Add what a merge did to the weights."""
     if not numbers:
         return
+    if unlisted := numbers.get("unlisted"):
+        page.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
     page.heat_map(
         "What changed, by block and layer",
         "The stronger the colour, the larger. Click a cell for its weights.",

@@ -129,6 +129,7 @@ function heatMap(found) {
       if (histogram) pictures.append(line(name, "elements of ΔW, in units of their root mean square", histogram.centres, histogram.counts, "bar"));
     }
     detail.append(pictures);
+    if (one.count > one.names.length) detail.append(element("p", {}, `… and ${one.count - one.names.length} more`));
   };
   const line = (name, title, x, y, type) => {
     const plot = element("div", { style: "height:220px", role: "img", "aria-label": `${title} of ${name}` });
@@ -165,7 +166,7 @@ function heatMap(found) {
       const one = at.get(r + "|" + c);
       if (!one) return "";
       const numbers = found.metrics.map((m) => `${escaped(m.title)}: ${number(one.values[m.key], m.unit)}`).join("<br>");
-      return `<b>${escaped(row)} · ${escaped(column)}</b><br>${escaped(one.names[0])}${one.names.length > 1 ? ` and ${one.names.length - 1} more` : ""}<br>${numbers}`;
+      return `<b>${escaped(row)} · ${escaped(column)}</b><br>${escaped(one.names[0])}${one.count > 1 ? ` and ${one.count - 1} more` : ""}<br>${numbers}`;
     }));
     const narrow = innerWidth < 600;
     const dark = document.documentElement.dataset.theme === "dark";

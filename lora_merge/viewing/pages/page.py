@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
@@ -13,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...errors import UsageError
+from .limit import LONG, MOST, fitted
 from .made import of_adapter_made, of_jobs, of_merge
 from .seen import of_comparison, of_file, of_files
 
@@ -34,11 +34,12 @@ def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     Names in the JSON are a stranger's text: the content holds no `<`, and the script sets it as text.
     """
     made = content(found)
-    data = json.dumps(made, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
     hashes = f"{_hash(_text('page.js'))} {_hash(plotly())}"
-    parts = {"title": escape(f"{made['title']} · lora-merge"), "style": _text("page.css"), "script": _text("page.js"),
-             "content": data, "library": library(), "hashes": hashes}  # fmt: skip
+    parts = {"title": escape(f"{made['title'][:LONG]} · lora-merge"), "style": _text("page.css"),
+             "script": _text("page.js"), "library": library(), "hashes": hashes}  # fmt: skip
     frame = _text("page.html").split("{{")
+    others = sum(len(part.encode(errors="replace")) for part in (*frame, *parts.values()))
+    parts["content"] = fitted(made, MOST - others)
     return frame[0] + "".join(parts[name] + rest for name, _, rest in (part.partition("}}") for part in frame[1:]))
 
 

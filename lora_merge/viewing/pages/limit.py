@@ -1,0 +1,95 @@
+"""A page stays below 5 MB: it shows as much of long lists as there is room for, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+MOST: Final = 5_000_000
+"""The bytes of a page that browsers of phones open at once."""
+
+LONG: Final = 2000
+"""Characters of one text; a stranger's metadata may hold megabytes."""
+
+
+class Level(NamedTuple):
+    """How much of the content is kept."""
+
+    rows: int  # of each list
+    pictures: bool  # spectra and histograms
+
+
+LEVELS: Final = (
+    Level(10**9, pictures=True),
+    *(Level(rows, pictures=False) for rows in (10**9, 20_000, 10_000, 5000, 2000, 1000, 500, 200, 100, 50, 20, 10)),
+)
+
+
+def encoded(content: Mapping[str, Any]) -> str:
+    """Return content as JSON that may stand in HTML."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
+
+
+def fitted(content: Mapping[str, Any], room: int) -> str:
+    """Return content as JSON of at most `room` bytes, as much of it as fits, with a note on what is left out."""
+    short, made = _cut(content), ""
+    for level in LEVELS:
+        left: list[str] = []
+        kept = _kept(short, level, left)
+        if left:
+            told = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
+            kept["notes"] = [told, *kept["notes"]]
+        made = encoded(kept)
+        if len(made) <= room and len(made.encode(errors="replace")) <= room:
+            break
+    return made
+
+
+def _cut(value: Any) -> Any:
+    """Return the same with long texts cut."""
+    if isinstance(value, str):
+        return value if len(value) <= LONG else f"{value[:LONG]}… ({len(value) - LONG} more characters)"
+    if isinstance(value, Mapping):
+        return {_cut(name): _cut(one) for name, one in value.items()}
+    return [_cut(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
+    """Return the content of a level; `left` gets what is left out, in words."""
+    made = dict(content)
+    for name in ("warnings", "notes", "summary"):
+        made[name] = _first(content[name], level.rows, name, left)
+    for name in ("tables", "bars"):
+        made[name] = [{**one, "rows": _first(one["rows"], level.rows, f"rows of “{one['title']}”", left)}
+                      for one in content[name]]  # fmt: skip
+    made["heat_maps"] = [_map(one, level, left) for one in content["heat_maps"]]
+    return made
+
+
+def _first(rows: list[Any], count: int, what: str, left: list[str]) -> list[Any]:
+    if len(rows) > count:
+        left.append(f"{len(rows) - count:,} of {len(rows):,} {what}")
+    return rows[:count]
+
+
+def _map(found: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
+    """Return a heat map with the names of some weights of each cell. The colours are still those of all."""
+    title = f"“{found['title']}”"
+    cells = _first(found["cells"], level.rows, f"cells of {title}", left)
+    each = max(1, level.rows // max(len(cells), 1))
+    cells = [{**cell, "names": cell["names"][:each]} for cell in cells]
+    names = [name for cell in cells for name in cell["names"]]
+    if len(names) < len(found["weights"]):
+        total = len(found["weights"])
+        left.append(f"{total - len(names):,} of {total:,} weights that the cells of {title} name")
+    weights = {name: found["weights"][name] for name in names}
+    if not level.pictures and any("spectrum" in w or "histogram" in w for w in weights.values()):
+        left.append(f"spectra and histograms of {title}")
+        weights = {name: dict(_plain(one)) for name, one in weights.items()}
+    rows = max((cell["row"] for cell in cells), default=-1) + 1
+    return {**found, "rows": found["rows"][:rows], "cells": cells, "weights": weights}
+
+
+def _plain(weight: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((key, value) for key, value in weight.items() if key not in ("spectrum", "histogram"))
