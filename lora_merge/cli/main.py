@@ -158,13 +158,13 @@ def merge(
         pictures.protect(sources(job), [job.output])
         done = _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
     if done is not None:
-        pictures.write(lambda: asdict(done))
+        pictures.write(lambda: _with_pictures(*done) if html is not None else asdict(done[0]))
 
 
 def _merge(
     job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
-) -> Report | None:
-    """Merge and say what was done, or say what would be done; returns the report of a merge."""
+) -> tuple[Report, Plan] | None:
+    """Merge and say what was done, or say what would be done; returns the report of a merge, and its plan."""
     from ..engine.admission import plan_merge
     from ..engine.torch_preload import preload
 
@@ -187,7 +187,18 @@ def _merge(
     if told is not None:
         told.replace(done.to_json())
     conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)
-    return done
+    return done, plan
+
+
+def _with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
+    """Return a report with the spectrum and the histogram of each weight's change, if the inputs are still there."""
+    from ..viewing.pictures import merge_pictures
+
+    found = asdict(done)
+    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
+    for name, one in found["numbers"].get("tensors", {}).items():
+        one |= shown.get(name, {})
+    return found
 
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:

@@ -22,8 +22,8 @@ from ..models.prefixes import DENOISERS, prefixed
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from .adapter import block_name
+from .changes import changes
 from .deltas import Delta, Deltas
-from .numbers import changes
 
 
 @dataclass

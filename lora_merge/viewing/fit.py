@@ -16,10 +16,11 @@ from ..planning.plan import Plan
 from ..text import by_pattern
 
 
-def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False) -> dict[str, Any]:
+def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False, pictures: bool = False) -> dict[str, Any]:
     """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can.
 
     `weights`: also read the numbers, and return the size of the change and how much of it the base's dtype keeps.
+    `pictures`: with the spectrum and the histogram of each change, which pages show.
     """
     job = make_job(path, [adapter], path, unmatched="skip")
     file = group(open_checkpoint(adapter.path))
@@ -39,12 +40,12 @@ def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False) -> 
         "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in one.strengths.items()},
         "patterns": {pattern: len(some) for pattern, some in by_pattern(one.placed).items()},
         "unmatched": dict(one.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
-        "notes": list(one.notes), "why": why, **({"numbers": _numbers(plan)} if weights else {}),
+        "notes": list(one.notes), "why": why, **({"numbers": _numbers(plan, pictures=pictures)} if weights else {}),
     }  # fmt: skip
 
 
-def _numbers(plan: Plan) -> dict[str, Any]:
+def _numbers(plan: Plan, *, pictures: bool) -> dict[str, Any]:
     from .numbers import merge_numbers  # torch
 
-    found: dict[str, Any] = merge_numbers(plan)
+    found: dict[str, Any] = merge_numbers(plan, pictures=pictures)
     return found

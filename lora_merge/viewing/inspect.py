@@ -32,7 +32,7 @@ def inspect(
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
     bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change.
-    `pictures`: the numbers of an adapter with singular values and histograms, which pages show.
+    `pictures`: the numbers with singular values and histograms, which pages show.
     """
     index = open_checkpoint(path)
     facts: dict[str, Any] = {
@@ -44,7 +44,7 @@ def inspect(
         if is_adapter(index):
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
         ref = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
-        return facts | base_facts(index) | {"match": fit(path, index, ref, weights=weights)}
+        return facts | base_facts(index) | {"match": fit(path, index, ref, weights=weights, pictures=pictures)}
     if is_adapter(index):
         file = group(index)
         facts |= adapter_facts(file)

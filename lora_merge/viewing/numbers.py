@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any, Final
@@ -12,18 +12,14 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile
-from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..engine.blocks import Block
-from ..engine.blocks import blocks as cut_into_blocks
 from ..engine.devices import place
-from ..engine.fold import new_weights
 from ..engine.patch_tensors import PatchTensors
-from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
+from ..engine.placement import TORCH_DTYPES, convert, stage
 from ..engine.storing.recoding import Codes, read_back, refitted
-from ..engine.tensors import TensorCache, stored_numbers, weight_values
+from ..engine.tensors import TensorCache, stored_numbers
 from ..engine.torch_state import undisturbed
-from ..errors import misfit
 from ..measure import RETAINED
 from ..models.blocks import blocks
 from ..models.names import names
@@ -31,15 +27,13 @@ from ..planning.plan import OutputTensor, Plan
 from ..proof.findings import remedy
 from ..text import listed
 from .adapter import block_name, rank_of, spread
+from .changes import merged_blocks
 from .deltas import Delta, Deltas
+from .pictures import merge_pictures
+from .pictures import pictures as pictured
 
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 """Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
-
-SHOWN: Final = 64  # singular values in a picture
-ROWS: Final = 64  # of ΔW, whose elements a histogram counts
-BINS: Final = 31
-REACH: Final = 4.0  # of a histogram, in units of the root mean square
 
 
 @undisturbed()
@@ -58,7 +52,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, A
                 left += 1
                 continue
             found = modules[module.name] = _numbers(delta, rank_of(module))
-            found |= _pictures(delta) if pictures else {}
+            found |= pictured(delta) if pictures else {}
             by_block[block_name(module.name)] += found["norm"] ** 2
     rows = modules.values()
     return {
@@ -84,20 +78,6 @@ def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
             name: min(int((energy < share).sum()) + 1, len(values)) for name, share in ENERGIES.items()
         } if told else {},
     }  # fmt: skip
-
-
-def _pictures(delta: Delta) -> dict[str, Any]:
-    """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
-    units of their root mean square; those beyond ±REACH are counted at the ends."""
-    every = delta.full if delta.full is not None else delta.left
-    assert every is not None
-    chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
-    rows = (every[chosen] if delta.right is None else every[chosen] @ delta.right).float()
-    scaled = rows / rows.square().mean().sqrt().clamp_min(1e-30)
-    counts = torch.histc(scaled.clamp(-REACH, REACH), BINS, -REACH, REACH).int().tolist()
-    centres = [round(REACH * (2 * n + 1 - BINS) / BINS, 3) for n in range(BINS)]
-    values = [float(f"{v:.4g}") for v in delta.singular_values()[:SHOWN].tolist()]
-    return {"spectrum": values, "histogram": {"centres": centres, "counts": counts}}
 
 
 @dataclass
@@ -142,11 +122,12 @@ class Measured:
 
 
 @undisturbed()
-def merge_numbers(plan: Plan) -> dict[str, Any]:
+def merge_numbers(plan: Plan, *, pictures: bool = False) -> dict[str, Any]:
     """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep.
 
-    Computed tensor by tensor; nothing is written.
+    Computed tensor by tensor; nothing is written. `pictures`: also the spectrum and the histogram of each change.
     """
+    shown = merge_pictures(plan) if pictures else {}
     lookup = names(plan.base, plan.job.map)
     block_of, found = blocks(lookup).of, Measured()
     indexes = [plan.base, *(m.adapter.index for m in plan.adapters)]
@@ -163,7 +144,9 @@ def merge_numbers(plan: Plan) -> dict[str, Any]:
             tensors.kept.clear()
     return {"total": found.total.to_dict(), "warnings": list(_warnings(plan, found)), **{
         kind: {name: sums.to_dict() for name, sums in table.items()}
-        for kind, table in (("components", found.components), ("blocks", found.blocks), ("tensors", found.tensors))
+        for kind, table in (("components", found.components), ("blocks", found.blocks))
+    }, "tensors": {
+        name: sums.to_dict() | shown.get(name, {}) for name, sums in found.tensors.items()
     }}  # fmt: skip
 
 
@@ -182,42 +165,10 @@ def _warnings(plan: Plan, found: Measured) -> Iterator[str]:
     )
 
 
-def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Tensor]:
-    """Return a function that computes the change of a weight that a plan changes, [rows, cols]."""
-    factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
-    tensors = PatchTensors(factors.fetch, plan.weights)
-
-    def change(target: OutputTensor) -> Tensor:
-        found = torch.zeros(target.matrix)
-        with torch.no_grad():
-            for block, rows, merged in _merged(target, tensors):
-                found[block.first : block.last] = (merged - rows)[0]
-        factors.forget()
-        tensors.kept.clear()
-        return found
-
-    return change
-
-
-def _merged(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield every changed block of a weight, its numbers [1, rows, cols], and the merged ones."""
-    wide = target.combining is not None or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
-    at = place("cpu", "F64" if wide else "F32")
-    lane = DeviceStream(at)
-    base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
-    for block in (b for b in cut_into_blocks(target) if b.slices):
-        rows = stage([base[block.first : block.last]], at)
-        try:
-            merged = new_weights([block], rows.clone(), tensors.stacks([block], at, lane))
-        except DoesNotFit as e:
-            raise misfit(target.name, e) from e
-        yield block, rows, merged
-
-
 def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Sums:
     """Return the sums of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
     sums, largest, covered = Sums(), 0.0, True
-    for block, rows, merged in _merged(target, tensors):
+    for block, rows, merged in merged_blocks(target, tensors):
         delta, applied, noise = merged - rows, None, 0.0
         written = _written(target, block, merged, tensors)
         largest, covered = max(largest, float(merged.abs().max())), covered and written is not None

@@ -140,6 +140,32 @@ def test_spectrum_and_histogram_are_those_of_the_change(tmp_path: Path) -> None:
     assert counts[15] == int((scaled.abs() < half).sum())
 
 
+def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_path: Path) -> None:
+    """Of one adapter, of two that change the same weights, and of one change that a method makes of both."""
+    page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
+    for words in (
+        ["inspect", scene.base, f"{scene.ink}:0.5", "--weights"],
+        ["merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--dtype", "fp32", "--overwrite"],
+        ["merge", scene.base, scene.ink, scene.oil, "-o", out, "--dtype", "fp32", "--method", "ties", "--overwrite"],
+    ):  # fmt: skip
+        assert run(*words, "--html", page)[0] == 0
+        if "inspect" in words:
+            assert run("merge", *words[1:3], "-o", out, "--dtype", "fp32")[0] == 0
+        before, after = load(scene.base), load(out)
+        (heat_map,) = content(page.read_text(encoding="utf-8"))["heat_maps"]
+        assert heat_map["weights"]
+        for name, one in heat_map["weights"].items():
+            delta = (after[name].double() - before[name].double()).flatten(1)
+            exact = torch.linalg.svdvals(delta)
+            assert one["spectrum"][0] == pytest.approx(float(exact[0]), rel=1e-3), name
+            assert sum(v * v for v in one["spectrum"]) == pytest.approx(float(delta.square().sum()), rel=1e-3)
+            scaled = (delta / delta.square().mean().sqrt()).flatten()
+            centres = one["histogram"]["centres"]
+            wanted = float((scaled.abs() < (centres[1] - centres[0]) / 2).double().mean())
+            counts = one["histogram"]["counts"]  # of some rows
+            assert counts[15] / sum(counts) == pytest.approx(wanted, abs=0.05)
+
+
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
     job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}

@@ -34,7 +34,7 @@ def factor_norms(
     (rows, cols), uses = target.matrix, target.uses
     parts = sorted({(u.piece.start, u.piece.stop) for u in uses})
     apart = all(a[1] <= b[0] for a, b in pairwise(parts))
-    if target.combining is not None or not apart or not all(map(_factored, uses)):
+    if target.combining is not None or not apart or not all(map(factored, uses)):
         return {}
     for part in parts:
         rank = sum(map(_rank, (u for u in uses if (u.piece.start, u.piece.stop) == part)))
@@ -89,7 +89,7 @@ def _rank(use: PatchPart) -> int:
     return row.rank(use.patch.shapes, use.patch.view.shape)
 
 
-def _factored(use: PatchPart) -> bool:
+def factored(use: PatchPart) -> bool:
     """Return whether ΔW of the rows is the product of two factors."""
     row = ALGORITHMS[use.patch.algorithm]
     return row.low_rank is not None and not row.reads_base and use.patch.magnitude is None and not use.piece.transposed

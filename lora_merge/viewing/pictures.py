@@ -1,0 +1,76 @@
+"""Spectra and histograms of ΔW, which pages show for each weight."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..disk.reader import Reader
+from ..engine.blocks import block
+from ..engine.devices import place
+from ..engine.measuring.factors import factored
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import DeviceStream
+from ..engine.tensors import TensorCache
+from ..engine.torch_state import undisturbed
+from ..planning.plan import OutputTensor, Plan
+from .changes import changes
+from .deltas import Delta
+
+SHOWN: Final = 64  # singular values in a picture
+ROWS: Final = 64  # of ΔW, whose elements a histogram counts
+BINS: Final = 31
+REACH: Final = 4.0  # of a histogram, in units of the root mean square
+MOST: Final = 2000  # weights of a merge that have pictures
+
+
+def pictures(delta: Delta) -> dict[str, Any]:
+    """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
+    units of their root mean square; those beyond ±REACH are counted at the ends. A large ΔW that is not a product of
+    two factors has no spectrum."""
+    every = delta.full if delta.full is not None else delta.left
+    assert every is not None
+    chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
+    rows = (every[chosen] if delta.right is None else every[chosen] @ delta.right).float()
+    scaled = rows / rows.square().mean().sqrt().clamp_min(1e-30)
+    counts = torch.histc(scaled.clamp(-REACH, REACH), BINS, -REACH, REACH).int().tolist()
+    centres = [round(REACH * (2 * n + 1 - BINS) / BINS, 3) for n in range(BINS)]
+    values = [float(f"{v:.4g}") for v in delta.singular_values()[:SHOWN].tolist()]
+    told = len(values) > 1 or min(delta.shape) == 1
+    return {**({"spectrum": values} if told else {}), "histogram": {"centres": centres, "counts": counts}}
+
+
+@undisturbed()
+def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST` weights, some that are
+    spread evenly have them."""
+    targets = [t for f in plan.files for t in f.targets if t.uses and min(t.matrix) > 0]
+    found: dict[str, dict[str, Any]] = {}
+    with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
+        cache = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+        tensors, whole = PatchTensors(cache.fetch, plan.weights), changes(plan, reader)
+        for target in targets[:: max(1, -(-len(targets) // MOST))]:
+            delta = _factors(target, tensors) or Delta(full=whole(target))
+            if torch.isfinite(torch.tensor(delta.size)):
+                found[target.name] = pictures(delta)
+            cache.forget()
+            tensors.kept.clear()
+    return found
+
+
+def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
+    """Return the change of a whole weight as two factors; None where it is not such a product."""
+    (rows, cols), at = target.matrix, place("cpu", "F32")
+    whole = all((u.piece.start, u.piece.stop) == (0, rows) for u in target.uses)
+    if target.combining is not None or not whole or not all(map(factored, target.uses)):
+        return None
+    left, right = [], []
+    for s in tensors.stacks([block(target, 0, rows)], at, DeviceStream(at)):
+        if s.taken is not None or s.view is not None or s.algorithm.low_rank is None:
+            return None
+        one, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
+        left.append(one[0] * s.strength[0])
+        right.append(other[0])
+    found = Delta(torch.cat(left, 1), torch.cat(right))
+    return found if sum(part.shape[1] for part in left) < min(rows, cols) else None
