@@ -13,7 +13,7 @@ from torch import Tensor
 from ..support import Tensors
 
 SHAPE = (160, 192)
-"""Ragged in every way: no multiple of 128 rows, 12 or 6 scales beside each other."""
+"""Ragged in every way: no multiple of 128 rows, 12 or 6 scales beside each other. Tests set others."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Form:
     slack: float = 0.0  # the library's own rounding when it reads, as a share of a number
 
 
-def spread(scale: Tensor, shape: tuple[int, ...] = SHAPE, block: tuple[int, int] | None = None) -> Tensor:
+def spread(scale: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     """One scale for each number."""
-    scale = scale.double()
+    scale, shape = scale.double(), SHAPE
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(shape)
     scale = scale.reshape(-1, scale.shape[1]) if scale.dim() > 1 else scale.reshape(-1, 1)
@@ -71,8 +71,7 @@ def comfy(layout: str, form: str, half: Callable[[Tensors, Tensor], Tensor], **m
         settings: dict[str, Any] = {"scale": t["weight_scale"], "orig_dtype": torch.float32, "orig_shape": SHAPE}
         if "weight_scale_2" in t:
             settings |= {"scale": t["weight_scale_2"], "block_scale": t["weight_scale"]}
-        if options.get("convrot"):
-            settings |= {"convrot": True, "convrot_groupsize": options["convrot_groupsize"]}
+        settings |= {name: value for name, value in options.items() if name.startswith("convrot")}
         return kind.dequantize(t["weight"], kind.Params(**settings)).reshape(SHAPE)
 
     return Form(make, read, half, note={"format": form, **options})
@@ -151,6 +150,29 @@ def compressed(form: str, half: Callable[[Tensors, Tensor], Tensor], **args: Any
     return Form(make, read, half, config, slack=2.0**-6 if form.startswith(("nv", "mx")) else 0.0)
 
 
+def in_whole_words(bits: int) -> Form:
+    """compressed-tensors before dense packing: no code lies in two words."""
+    dense, each = (
+        compressed("pack-quantized", _int, num_bits=bits, type="int", strategy="group", group_size=64),
+        32 // bits,
+    )
+    shifts = bits * torch.arange(each)
+
+    def make(w: Tensor) -> Tensors:
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        found = dense.make(w)
+        codes = unpack_from_int32(found["weight_packed"], bits, torch.Size(SHAPE)).long() + 2 ** (bits - 1)
+        padded = torch.nn.functional.pad(codes, (0, -SHAPE[1] % each)).view(SHAPE[0], -1, each)
+        return {**found, "weight_packed": (padded << shifts).sum(2).to(torch.int32)}
+
+    def read(t: Tensors) -> Tensor:
+        codes = (t["weight_packed"][:, :, None].long() >> shifts & (2**bits - 1)).flatten(1)[:, : SHAPE[1]]
+        return (codes - 2 ** (bits - 1)).float() * spread(t["weight_scale"]).float()
+
+    return Form(make, read, _int, dense.config)
+
+
 def _compressor(form: str) -> Any:
     from compressed_tensors.compressors import BaseCompressor
 
@@ -161,7 +183,7 @@ def rows(
     dtype: torch.dtype, limit: float, last: str, kind: torch.dtype = torch.float32, codes: str = "weight"
 ) -> Callable[[Tensor], Tensors]:
     def make(w: Tensor) -> Tensors:
-        scale = (w.abs().amax(1, keepdim=True) / limit).to(kind)
+        scale = (w.abs().amax(1, keepdim=True).clamp(min=1e-30) / limit).to(kind)
         levels = w / scale.float()
         return {codes: (levels if dtype.is_floating_point else levels.round()).to(dtype), last: scale}
 
@@ -197,11 +219,8 @@ def _hadamard(size: int) -> Callable[[Tensor], Tensor]:
     return turn
 
 
-def _convrot() -> Form:
-    rotated = comfy(
-        "TensorWiseINT8Layout", "int8_tensorwise", _int, options={"convrot": True, "convrot_groupsize": 64},
-        per_channel=True, convrot=True, convrot_groupsize=64,
-    )  # fmt: skip
+def _convrot(layout: str, form: str, options: dict[str, Any], **more: Any) -> Form:
+    rotated = comfy(layout, form, _int, options=options, convrot_groupsize=64, **more)
     return Form(rotated.make, rotated.read, rotated.half_step, note=rotated.note, turn=_hadamard(64))
 
 
@@ -275,7 +294,7 @@ def _gptq(w: Tensor) -> Tensors:
     order = torch.arange(SHAPE[1]) // 64
     columns = levels.t().reshape(-1, 8, SHAPE[0])
     words = sum(columns[:, i].to(torch.int64) << 4 * i for i in range(8)).to(torch.int32)
-    zeros = (zero - 1).t().reshape(3, -1, 8)
+    zeros = (zero - 1).t().reshape(SHAPE[1] // 64, -1, 8)
     packed = sum(zeros[:, :, i].to(torch.int64) << 4 * i for i in range(8)).to(torch.int32)
     return {"qweight": words, "qzeros": packed, "scales": scale.t().contiguous(), "g_idx": order.int()}
 
@@ -343,6 +362,44 @@ def mlx(bits: int, dtype: torch.dtype, size: int = 64) -> Form:
     )
 
 
+def mlx_floats(mode: str, size: int) -> Form:
+    """mlx's modes without biases, in its own powers of two and e4m3; `size` columns have one scale."""
+    bits, limit = (8, 448.0) if mode == "mxfp8" else (4, 6.0)
+
+    def spread_scales(raw: Tensor) -> Tensor:
+        return spread(raw.view(FP8).double() if mode == "nvfp4" else _e8m0(raw))
+
+    def make(w: Tensor) -> Tensors:
+        wanted = (w.view(SHAPE[0], -1, size).abs().amax(2) / limit).clamp(min=2.0**-100)
+        scale = wanted.clamp(min=2.0**-9).to(FP8).view(torch.uint8) if mode == "nvfp4" else (
+            (torch.log2(wanted).round() + 127).to(torch.uint8)
+        )  # fmt: skip
+        levels = w.double() / spread_scales(scale)
+        if bits == 8:
+            codes = levels.clamp(-448, 448).float().to(FP8).view(torch.uint8)
+        else:
+            near = (levels[:, :, None] - torch.tensor(_E2M1).double()).abs().argmin(2).to(torch.uint8).view(-1, 2)
+            codes = (near[:, 0] | near[:, 1] << 4).view(SHAPE[0], -1)
+        return {"weight": codes.contiguous().view(torch.uint32), "scales": scale}
+
+    def read(t: Tensors) -> Tensor:
+        raw = t["weight"].view(torch.uint8)
+        if bits == 8:
+            levels = raw.view(FP8).double()
+        else:
+            levels = torch.tensor(_E2M1).double()[torch.stack([raw & 15, raw >> 4], -1).view(SHAPE).int()]
+        return levels * spread_scales(t["scales"])
+
+    half = fp8_half if bits == 8 else fp4_half
+    return Form(
+        make, read, lambda t, w: half(spread_scales(t["scales"]), w),
+        {"group_size": size, "bits": bits, "mode": mode}, scale="scales",
+    )  # fmt: skip
+
+
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
 def sdnq(kind: str) -> Form:
     """SDNQ in groups of 32 columns, by its formula, which its library confirms (test_other_formats)."""
     bits, signed = int(kind.removeprefix("u").removeprefix("int")), kind.startswith("int")
@@ -375,11 +432,14 @@ FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
     "ComfyUI int8": comfy("TensorWiseINT8Layout", "int8_tensorwise", _int),
     "ComfyUI int8 rows": comfy("TensorWiseINT8Layout", "int8_tensorwise", _int, per_channel=True),
-    "ComfyUI int8 rotated": _convrot(),
-    "ComfyUI mxfp8": comfy("TensorCoreMXFP8Layout", "mxfp8", lambda t, w: fp8_half(spread(_e8m0(_tiles(t["weight_scale"], 6))), w)),
+    "ComfyUI int8 rotated": _convrot(
+        "TensorWiseINT8Layout", "int8_tensorwise", {"convrot": True, "convrot_groupsize": 64}, per_channel=True, convrot=True
+    ),
+    "ComfyUI int4 rotated": _convrot("TensorCoreConvRotW4A4Layout", "convrot_w4a4", {"convrot_groupsize": 64}),
+    "ComfyUI mxfp8": comfy("TensorCoreMXFP8Layout", "mxfp8", lambda t, w: fp8_half(spread(_e8m0(_tiles(t["weight_scale"], SHAPE[1] // 32))), w)),
     "ComfyUI nvfp4": comfy(
         "TensorCoreNVFP4Layout", "nvfp4",
-        lambda t, w: fp4_half(spread(_tiles(t["weight_scale"], 12).float()) * t["weight_scale_2"].double(), w),
+        lambda t, w: fp4_half(spread(_tiles(t["weight_scale"], SHAPE[1] // 16).float()) * t["weight_scale_2"].double(), w),
     ),
     "block fp8": blocks(torch.float32),
     "block fp8, bf16 scales": blocks(torch.bfloat16),
@@ -396,6 +456,14 @@ FORMS: dict[str, Form] = {
     "compressed-tensors int4 with zero points": compressed(
         "pack-quantized", _int, num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
     ),
+    "compressed-tensors int3": compressed("pack-quantized", _int, num_bits=3, type="int", strategy="group", group_size=64),
+    "compressed-tensors int5 with zero points": compressed(
+        "pack-quantized", _int, num_bits=5, type="int", strategy="group", group_size=32, symmetric=False
+    ),
+    "compressed-tensors int6 with zero points": compressed(
+        "pack-quantized", _int, num_bits=6, type="int", strategy="channel", symmetric=False
+    ),
+    "compressed-tensors int5 of older releases": in_whole_words(5),
     "compressed-tensors int8 packed": compressed("pack-quantized", _int, num_bits=8, type="int", strategy="channel"),
     "compressed-tensors nvfp4": compressed(
         "nvfp4-pack-quantized",
@@ -427,6 +495,9 @@ FORMS: dict[str, Form] = {
     "mlx 4 bit": mlx(4, torch.bfloat16),
     "mlx 8 bit": mlx(8, torch.bfloat16),
     "mlx 3 bit": mlx(3, torch.float16, 32),
+    "mlx mxfp4": mlx_floats("mxfp4", 32),
+    "mlx mxfp8": mlx_floats("mxfp8", 32),
+    "mlx nvfp4": mlx_floats("nvfp4", 16),
     "quanto int8": Form(
         rows(torch.int8, 127, "weight._scale", codes="weight._data"), lambda t: t["weight._data"].float() * t["weight._scale"].float(),
         lambda t, _: spread(t["weight._scale"]) / 2, {"quant_method": "quanto"}, scale="weight._scale",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
 
@@ -17,20 +19,35 @@ from lora_merge.files.safetensors import parse_file
 from lora_merge.viewing.inspect import inspect
 
 from ..support import Tensors, load, rand, save
+from . import quantised_forms
 from .quantised_forms import FORMS, SHAPE, Form, note
 
-NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
-SIZES = (0.0005, 0.02)
-"""Adapters of the first two layers: one that the scales cover, and one that they do not."""
+ALL = [f"model.layers.{i}.self_attn.q_proj" for i in range(5)]
+NAMES = ALL[:3]
+SIZES = (0.0005, 0.02, 0.0, 1e-6, 50.0)
+"""Adapters of the layers: one that the scales cover, one that they do not, none; tiny and huge numbers."""
+SHAPES = (SHAPE, SHAPE, SHAPE, (32, 64), (288, 64))
+WEIGHTS = (0.02, 0.02, 0.02, 2e-6, 60.0)
+"""Deviation of the numbers of each layer."""
 
 
-def base(form: Form, folder: Path) -> tuple[Path, Tensors]:
-    """A checkpoint of three quantised layers and a norm: a file, or a folder with its config.json."""
+@contextmanager
+def layer_of(name: str) -> Iterator[tuple[int, ...]]:
+    """Let the functions of a form work in the shape of a layer."""
+    shape = SHAPES[ALL.index(name)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", shape)
+        yield shape
+
+
+def base(form: Form, folder: Path, layers: Sequence[str] = NAMES) -> tuple[Path, Tensors]:
+    """A checkpoint of quantised layers and a norm: a file, or a folder with its config.json."""
     found: Tensors = {"model.norm.weight": rand(8).bfloat16()}
-    for number, layer in enumerate(NAMES):
-        weight = rand(*SHAPE, seed=number, scale=0.02)
-        weight[3, :64] = 0
-        parts = form.make(weight) | note(form)
+    for number, layer in enumerate(layers):
+        with layer_of(layer) as shape:
+            weight = rand(*shape, seed=number, scale=WEIGHTS[number])
+            weight[3, :64] = 0
+            parts = form.make(weight) | note(form)
         if "weight_scale" in parts and (form.config or form.note):
             parts["input_scale"] = torch.tensor(1.5)
         found |= {f"{layer}.{last}": value.clone().contiguous() for last, value in parts.items()}
@@ -44,11 +61,12 @@ def base(form: Form, folder: Path) -> tuple[Path, Tensors]:
     return folder, found
 
 
-def adapter() -> Tensors:
+def adapter(layers: Sequence[str] = NAMES) -> Tensors:
     found = {}
-    for number, (layer, size) in enumerate(zip(NAMES, SIZES, strict=False)):
-        found[f"base_model.model.{layer}.lora_A.weight"] = rand(4, SHAPE[1], seed=100 + number)
-        found[f"base_model.model.{layer}.lora_B.weight"] = rand(SHAPE[0], 4, seed=200 + number, scale=size)
+    for number, (layer, size, (rows, cols)) in enumerate(zip(ALL, SIZES, SHAPES, strict=True)):
+        if size and layer in layers:
+            found[f"base_model.model.{layer}.lora_A.weight"] = rand(4, cols, seed=100 + number)
+            found[f"base_model.model.{layer}.lora_B.weight"] = rand(rows, 4, seed=200 + number, scale=size)
     return found
 
 
@@ -56,8 +74,13 @@ def parts(tensors: Tensors, layer: str) -> Tensors:
     return {key.removeprefix(f"{layer}."): value for key, value in tensors.items() if key.startswith(f"{layer}.")}
 
 
+def stored(form: Form, tensors: Tensors, layer: str) -> Tensor:
+    with layer_of(layer):
+        return form.read(parts(tensors, layer)).double()
+
+
 def exact(form: Form, tensors: Tensors, layer: str) -> Tensor:
-    found, lora = form.read(parts(tensors, layer)).double(), adapter()
+    found, lora = stored(form, tensors, layer), adapter(ALL)
     if (key := f"base_model.model.{layer}.lora_A.weight") in lora:
         found = found + lora[key.replace("_A", "_B")].double() @ lora[key].double()
     return found
@@ -71,23 +94,24 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
 def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
-    source, tensors = base(form, tmp_path / "base")
+    source, tensors = base(form, tmp_path / "base", ALL)
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
-    report = lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), out)
+    report = lora_merge.merge(source, save(adapter(ALL), tmp_path / "lora.safetensors"), out)
     written = out / "model.safetensors" if source.is_dir() else out
     made = load(written)
     assert list(made) == list(tensors)
-    for layer, size in zip(NAMES, SIZES, strict=False):
-        want, got = (form.turn(v) for v in (exact(form, tensors, layer), form.read(parts(made, layer)).double()))
-        half = form.half_step(parts(made, layer), want) + form.slack * want.abs()
+    for layer, size in zip(ALL, SIZES, strict=True):
+        want, got = (form.turn(v) for v in (exact(form, tensors, layer), stored(form, made, layer)))
+        with layer_of(layer):
+            half = form.half_step(parts(made, layer), want) + form.slack * want.abs()
         worst = float(((got - want).abs() / half.clamp(min=1e-12)).max())
         assert worst <= 1.001, f"{size}: {worst} half steps"
-    touched = {f"{layer}.{last}" for layer in NAMES[:2] for last in parts(tensors, layer)}
+    touched = {f"{layer}.{last}" for layer in ALL if layer != ALL[2] for last in parts(tensors, layer)}
     fixed = ("input_scale", "comfy_quant", "weight_shape", "quant_map", "__nf4", "__fp4", "weight_format")
     assert all(same(made[k], tensors[k]) for k in tensors if k not in touched or k.endswith(fixed))
     assert all((made[k].dtype, made[k].shape) == (tensors[k].dtype, tensors[k].shape) for k in tensors)
     assert report.verified is not None
-    assert report.verified["tensors"] == 2
+    assert report.verified["tensors"] == len(ALL) - 1
     if source.is_dir():
         assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
@@ -113,7 +137,7 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
     numbers = inspect(source, lora, weights=True)["match"]["numbers"]
     below = 0
     for layer in NAMES[:2]:
-        before, after = (form.read(parts(of, layer)).double() for of in (tensors, made))
+        before, after = (stored(form, of, layer) for of in (tensors, made))
         wanted = exact(form, tensors, layer) - before
         applied, found = after - before, numbers["tensors"][f"{layer}.weight"]
         retained = float((applied * wanted).sum() / wanted.square().sum())
@@ -127,14 +151,14 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
-    source, tensors = base(form, tmp_path / "base")
+    source, tensors = base(form, tmp_path / "base", ALL)
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
-    lora = save(adapter(), tmp_path / "lora.safetensors")
+    lora = save(adapter(ALL), tmp_path / "lora.safetensors")
     (tmp_path / "base" / "hf_quant_config.json").write_text("{}")
     lora_merge.merge(source, lora, out, dtype="bf16")
     made = load(out / "model.safetensors" if source.is_dir() else out)
-    assert list(made) == sorted(["model.norm.weight", *(f"{layer}.weight" for layer in NAMES)])
-    for layer in NAMES:
+    assert list(made) == sorted(["model.norm.weight", *(f"{layer}.weight" for layer in ALL)])
+    for layer in ALL:
         want = exact(form, tensors, layer)
         assert (made[f"{layer}.weight"].double() - want).abs().max() <= want.abs().max() * (2.0**-8 + form.slack)
     if source.is_dir():
@@ -231,11 +255,11 @@ def test_mlx_layers_may_have_other_bits_than_the_model(tmp_path: Path) -> None:
     lora_merge.merge(folder, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
     made = load(tmp_path / "out" / "model.safetensors")
     for layer, form in zip(NAMES[:2], (few, many), strict=True):
-        want, got = exact(form, found, layer), form.read(parts(made, layer)).double()
+        want, got = exact(form, found, layer), stored(form, made, layer)
         assert ((got - want).abs() / form.half_step(parts(made, layer), want)).max() <= 1.001
     assert same(made[f"{NAMES[2]}.weight"], found[f"{NAMES[2]}.weight"])
     with pytest.raises(InputError, match="quantised: mlx"):
-        (folder / "config.json").write_text(json.dumps({"quantization": {**config, "mode": "mxfp4"}}))
+        (folder / "config.json").write_text(json.dumps({"quantization": {**config, "mode": "other"}}))
         lora_merge.merge(folder, tmp_path / "lora.safetensors", tmp_path / "out2")
 
 

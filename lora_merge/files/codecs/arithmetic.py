@@ -270,6 +270,26 @@ def in_stream(numbers: Tensor, bits: int) -> Tensor:
     return (words >> 8 * places[:bits]).bitwise_and_(255).to(torch.uint8).view(-1)
 
 
+def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:
+    """Return the whole numbers in rows of bytes [rows, n]: as many as a row can hold, lowest bits first.
+
+    Dense rows are streams of bits; in others no number lies in two words, whose highest bits may then be unused.
+    """
+    if not dense:
+        return from_words(raw.contiguous().view(torch.int32), bits)[..., : 32 // bits].flatten(1)
+    padded = torch.nn.functional.pad(raw, (0, -raw.shape[1] % bits)).contiguous()
+    return from_stream(padded, bits).view(len(raw), -1)
+
+
+def in_rows(numbers: Tensor, bits: int, nbytes: int, *, dense: bool) -> Tensor:
+    """Return the rows of bytes [rows, nbytes] that hold what `from_rows` returned."""
+    if dense:
+        return in_stream(numbers, bits).view(len(numbers), -1)[:, :nbytes]
+    each = 32 // bits
+    words = numbers.view(len(numbers), -1, each).to(torch.int64) << bits * torch.arange(each)
+    return words.sum(2).to(torch.int32).view(torch.uint8)
+
+
 def by_group(groups: Tensor, size: int) -> Tensor | None:
     """Return the columns in the order of their groups; None unless every group has `size` columns."""
     counts = torch.bincount(groups.clamp(min=0)) if groups.numel() and int(groups.min()) >= 0 else None

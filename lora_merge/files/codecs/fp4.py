@@ -16,7 +16,7 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
 from .comfy import layers
 from .scaled import E8M0, SCALE, TILE
 
@@ -80,6 +80,8 @@ class Fp4(Encoding):
         old, whole = self._scale(parts, count), self._whole(parts)
         largest = arithmetic.largest_of_each(blocks)
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
+            if WHOLE not in parts:
+                raise OutOfRange
             return None
         refit = (largest > old * COVERED) | (largest < old * FINE)
         scale = torch.where(refit & (largest > 0), self._fitted(largest.float() / LARGEST, whole), old)
@@ -104,8 +106,10 @@ class Fp4(Encoding):
 
         if self.kind == E8M0:
             return arithmetic.power_above(wanted)
-        codes = arithmetic.cut_to_fp8((wanted / whole).clamp(2.0**-9, FP8), "F8_E4M3")
-        return arithmetic.from_fp8(codes, "F8_E4M3") * whole
+        wanted = (wanted / whole).clamp(2.0**-9, FP8)
+        codes = arithmetic.cut_to_fp8(wanted, "F8_E4M3")
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * COVERED < wanted * LARGEST  # among the smallest fp8 numbers
+        return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
     def _whole(self, parts: Parts) -> float:
         if WHOLE not in parts:
@@ -145,16 +149,22 @@ class Fp4Tensors(NamedTuple):
     label: str
     whole: StoredTensor | None
     beside: frozenset[str] = frozenset()
+    fp8_scales: bool = False  # also without a scale of the whole weight
 
 
 def fp4(
-    of: Fp4Tensors, *, high_first: bool = False, swizzled: bool = False, divided: bool = False, fresh: bool = False
+    of: Fp4Tensors,
+    *,
+    high_first: bool = False,
+    swizzled: bool = False,
+    divided: bool = False,
+    fresh: bool = False,
 ) -> Packing | None:
     """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
 
-    With a scale of the whole weight it is nvfp4, without one mxfp4.
+    With a scale of the whole weight, or with `fp8_scales`, it is nvfp4, else mxfp4.
     """
-    codes, scale, nv = of.codes, of.scale, of.whole is not None
+    codes, scale, nv = of.codes, of.scale, of.fp8_scales or of.whole is not None
     size, kinds = (16, ("F8_E4M3", "U8")) if nv else (32, ("F8_E8M0", "U8"))
     if codes.dtype != "U8" or scale.dtype not in kinds or len(codes.shape) not in (2, 3) or not prod(codes.shape):
         return None

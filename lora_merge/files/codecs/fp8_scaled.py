@@ -1,7 +1,8 @@
-"""Scaled weights of ComfyUI's files: fp8 and int8 with one scale for a weight or a row, mxfp8.
+"""Scaled weights of ComfyUI's files: fp8 and int8 with one scale for a weight or a row, mxfp8, and 4-bit rows.
 
 Old style: `l.weight` and `l.scale_weight`, under a prefix with a tensor `scaled_fp8`. New style: `l.weight` and
-`l.weight_scale`, and for each layer a JSON (comfy.py). int8 may be stored rotated, W · H ("convrot").
+`l.weight_scale`, and for each layer a JSON (comfy.py). int8 may be stored rotated, W · H ("convrot"); the 4-bit rows
+of `convrot_w4a4` always are.
 https://github.com/comfyanonymous/ComfyUI comfy/ops.py, comfy/utils.py (convert_old_quants), comfy/quant_ops.py.
 """
 
@@ -11,15 +12,18 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Final
 
-from .base import Checkpoint, Claim, claimed
+from ...disk.files import StoredTensor
+from .base import Checkpoint, Claim, Packing, Part, claimed
 from .comfy import Layer, layers
-from .scaled import Stored, scaled
+from .packed_ints import packed
+from .scaled import SCALE, Stored, scaled
 
 FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8", "mxfp8": "F8_E4M3"}
 """Name of a format in the JSON of a layer → dtype of the codes."""
 
 LABELS: Final = {"int8_tensorwise": "int8", "mxfp8": "mxfp8"}
 FP8_SCALED: Final = "fp8_scaled"
+FOUR_BITS: Final = "convrot_w4a4"
 SIZES: Final = (4, 16, 64, 256, 1024)
 ROTATED: Final = 256
 """Columns that are rotated together, where the JSON does not say it."""
@@ -38,6 +42,8 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
             yield claimed(weight, weight.name, weight.shape, packing)
     for stem, layer in layers(found):
         weight, side = found.get(stem, "weight"), found.get(stem, "weight_scale")
+        if weight is not None and side is not None and layer.form == FOUR_BITS:
+            yield from _rotated_rows(found, stem, layer, (weight, side))
         if weight is None or side is None or weight.dtype != FORMATS.get(layer.form):
             continue
         mx = layer.form == "mxfp8"
@@ -53,6 +59,30 @@ def _settings(layer: Layer) -> dict[str, Any] | None:
     if layer.form == "mxfp8":
         return {"swizzled": True}
     if layer.form == "int8_tensorwise" and layer.options.get("convrot"):
-        size = layer.options.get("convrot_groupsize", ROTATED)
-        return {"rotation": size} if size in SIZES else None
+        size = _rotation(layer)
+        return {"rotation": size} if size else None
     return {}
+
+
+def _rotation(layer: Layer) -> int:
+    """Return how many columns are rotated together; 0 for what the format does not allow."""
+    size = layer.options.get("convrot_groupsize", ROTATED)
+    return size if isinstance(size, int) and size in SIZES else 0
+
+
+def _rotated_rows(
+    found: Checkpoint, stem: str, layer: Layer, tensors: tuple[StoredTensor, StoredTensor]
+) -> Iterator[Claim]:
+    """Yield the claim of a rotated weight of 4-bit codes with a scale for each row."""
+    (codes, scale), size = tensors, _rotation(layer)
+    rows, cols = (codes.shape[0], codes.shape[1] * 2) if len(codes.shape) == 2 else (0, 0)
+    if codes.dtype not in ("I8", "U8") or scale.dtype != "F32" or scale.shape not in ((rows,), (rows, 1)):
+        return
+    if not rows or not cols or not size or cols % size:
+        return
+    encoding = packed(
+        (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size, zero_groups=True,
+        label=FOUR_BITS,
+    )  # fmt: skip
+    packing = Packing(encoding, codes, {SCALE: Part(scale, cols, 4)}, found.present(stem, "comfy_quant", "input_scale"))
+    yield claimed(codes, codes.name, (rows, cols), packing)

@@ -1,7 +1,8 @@
-"""Whole numbers of 4 or 8 bits, packed into words along the rows: `pack-quantized` of compressed-tensors.
+"""Whole numbers of 2 to 8 bits, packed into words along the rows: `pack-quantized` of compressed-tensors.
 
-A code is stored as code + 2 ** (bits - 1), from the lowest bits on. A row begins a word. Zero points are packed in the
-same way along the rows. With `weight_g_idx`, column j belongs to the group of that number.
+A code is stored as code + 2 ** (bits - 1), from the lowest bits on. A row begins a word, and is a stream of bits; older
+releases began a word for every code that would lie in two. Zero points are packed in the same way along the rows. With
+`weight_g_idx`, column j belongs to the group of that number.
 https://github.com/vllm-project/compressed-tensors compressors/pack_quantized.
 """
 
@@ -27,6 +28,7 @@ ORDER: Final = "order"
 """Role of the group of each column."""
 
 WORD: Final = 32
+BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +39,25 @@ class Packed(Encoding):
     cols: int = 0
     size: int = 0  # columns with one scale
     zeros: bool = False
+    dense: bool = True  # whether a code may lie in two words
     scales: str = "F32"  # dtype of the scales
     zero_groups: bool = False  # whether a group of zeros has the scale 0
+    signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
+    rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
     stochastic: ClassVar[bool] = True
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
+        from . import arithmetic
+
         rows = count // self.cols
         levels = self._levels(parts[CODES], rows).float()
         order = self._order(parts)
         groups = self._groups(levels if order is None else levels[:, order])
         values: Tensor = (groups - self._zero(parts, rows)).mul_(self._scale(parts, rows)).view(rows, self.cols)
         if order is None:
-            return values
+            return arithmetic.rotated(values, self.rotation) if self.rotation else values
         found: Tensor = values.new_empty(values.shape)
         found[:, order] = values
         return found
@@ -59,9 +66,10 @@ class Packed(Encoding):
         """Return codes, scales and zero points."""
         import torch
 
-        from . import draws
+        from . import arithmetic, draws
 
         rows = values.numel() // self.cols
+        values = arithmetic.rotated(values, self.rotation) if self.rotation else values
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
         groups = self._groups(matrix if order is None else matrix[:, order])
@@ -72,7 +80,7 @@ class Packed(Encoding):
         levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
             levels = draws.to_integers(levels, parts[DRAW].view(rows, self.cols))
-        levels = levels.round().clamp(-half, half - 1)
+        levels = levels.round().clamp(self._least, half - 1)
         if order is not None:
             ordered = torch.empty_like(levels)
             ordered[:, order] = levels
@@ -86,15 +94,24 @@ class Packed(Encoding):
         """Return the codes [rows, cols] as whole numbers."""
         from . import arithmetic
 
-        found = arithmetic.from_bits(raw.view(rows, -1), self.bits)
-        return found[:, : self.cols].sub(2 ** (self.bits - 1))
+        found = arithmetic.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
+        half = 2 ** (self.bits - 1)
+        return (found ^ half if self.signed else found)[:, : self.cols].sub(half)
+
+    @property
+    def _least(self) -> int:
+        """The lowest code that is written."""
+        return int(self.signed - 2 ** (self.bits - 1))
 
     def _packed(self, levels: Tensor, old: Tensor, rows: int) -> Tensor:
         from . import arithmetic
 
-        found = arithmetic.from_bits(old.view(rows, -1), self.bits)
-        found[:, : self.cols] = (levels + 2 ** (self.bits - 1)).to(found.dtype)
-        return arithmetic.in_bits(found, self.bits).reshape(-1)
+        raw = old.view(arithmetic.BYTE).view(rows, -1)
+        found = arithmetic.from_rows(raw, self.bits, dense=self.dense)
+        half = 2 ** (self.bits - 1)
+        made = (levels + half).to(found.dtype)
+        found[:, : self.cols] = made ^ half if self.signed else made
+        return arithmetic.in_rows(found, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
 
     def _groups(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(len(matrix), -1, self.size)
@@ -110,20 +127,24 @@ class Packed(Encoding):
 
         if not self.zeros:
             return 0.0
-        across = self.cols // self.size  # one row of words holds the zero points of 32 / bits rows
-        words = parts[ZERO].view(arithmetic.BYTE).view(-1, across, 4)
-        found = arithmetic.from_bits(words, self.bits).transpose(1, 2).reshape(-1, across)[:rows]
+        found = arithmetic.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
         return found[:, :, None].float() - 2 ** (self.bits - 1)
+
+    def _by_group(self, zeros: Tensor) -> Tensor:
+        """Return the bytes of zero points, a row of them for each group of columns."""
+        from . import arithmetic
+
+        across = self.cols // self.size
+        return zeros.view(arithmetic.BYTE).view(-1, across, 4).transpose(0, 1).reshape(across, -1)
 
     def _stored_zeros(self, zero: Tensor, old: Tensor) -> Tensor:
         from . import arithmetic
 
-        across, each = self.cols // self.size, WORD // self.bits
-        words = old.view(arithmetic.BYTE).view(-1, across, 4)
-        found = arithmetic.from_bits(words, self.bits).transpose(1, 2).reshape(-1, across)
-        found[: len(zero)] = (zero + 2 ** (self.bits - 1)).to(found.dtype)
-        packed = arithmetic.in_bits(found.view(-1, each, across).transpose(1, 2).contiguous(), self.bits)
-        return packed.reshape(-1).view(old.dtype)
+        raw = self._by_group(old)
+        found = arithmetic.from_rows(raw, self.bits, dense=self.dense)
+        found[:, : len(zero)] = (zero + 2 ** (self.bits - 1)).to(found.dtype).t()
+        made = arithmetic.in_rows(found, self.bits, raw.shape[1], dense=self.dense)
+        return made.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
     def _order(self, parts: Parts) -> Tensor | None:
         """Return the columns, group after group; InvalidPart where the groups have other sizes."""
@@ -140,15 +161,15 @@ class Packed(Encoding):
         """Return scales and zero points: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
-        half = 2 ** (self.bits - 1)
-        over = (high > (half - 0.5 - zero) * old) | (low < (-half - 0.5 - zero) * old)
+        half, least = 2 ** (self.bits - 1), self._least
+        over = (high > (half - 0.5 - zero) * old) | (low < (least - 0.5 - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)
             over |= (high - low < COARSE[False] * (2 * half - 1) * old) & (high > low)
             new = ((high - low) / (2 * half - 1)).to(old.dtype)
         else:
             over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (torch.maximum(high, -low) > 0)
-            new = torch.maximum(high / (half - 1), -low / half).to(old.dtype)
+            new = torch.maximum(high / (half - 1), low / least).to(old.dtype)
         new = self._rounded(new)
         over &= (new > 0) & (new < inf)
         scale = torch.where(over, new, old)
@@ -178,28 +199,36 @@ def packed_ints(of: PackedInts, name: str) -> Claim | None:
     """Return the claim of a weight of packed whole numbers; None where dtypes and shapes do not go together."""
     bits, size, codes = of.args.get("num_bits"), of.args.get("group_size"), of.codes
     shape = _shape(of.shape)
-    if bits not in (4, 8) or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
+    if bits not in BITS or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
         return None
     if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in ("F32", "F16", "BF16"):
         return None
     rows, cols = shape
     size = size if isinstance(size, int) and size > 0 else cols
-    words, across, each = -(-cols * bits // WORD), cols // size, WORD // bits
-    up = -(-rows // each)
-    if cols % size or codes.shape != (rows, words) or of.scale.shape != (rows, across):
+    across = cols // size
+    dense = codes.shape == (rows, _words(cols, bits, dense=True))
+    words = _words(cols, bits, dense=dense)
+    unclear = dense and words > 1 and WORD % bits and words == _words(cols, bits, dense=False)
+    if cols % size or codes.shape != (rows, words) or unclear or of.scale.shape != (rows, across):
         return None
-    if of.zero is not None and (of.zero.dtype, of.zero.shape) != ("I32", (up, across)):
+    if of.zero is not None and (of.zero.dtype, of.zero.shape) != ("I32", (_words(rows, bits, dense=dense), across)):
         return None
     if of.order is not None and (of.order.dtype != "I32" or of.order.shape != (cols,)):
         return None
+    each, size_of_each = (WORD, bits * 4) if dense and WORD % bits else (WORD // bits, 4)
     parts = {SCALE: Part(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
-    parts |= {ZERO: Part(of.zero, each * cols, across * 4)} if of.zero is not None else {}
+    parts |= {ZERO: Part(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
     parts |= {ORDER: Part(of.order)} if of.order is not None else {}
     found = packed(
         (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
-        zeros=of.zero is not None, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
+        zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
     )  # fmt: skip
     return claimed(codes, name, (rows, cols), Packing(found, codes, parts, of.beside))
+
+
+def _words(numbers: int, bits: int, *, dense: bool) -> int:
+    """Return how many words hold so many codes."""
+    return -(-numbers * bits // WORD) if dense else -(-numbers // (WORD // bits))
 
 
 def _shape(info: StoredTensor | None) -> tuple[int, ...]:

@@ -97,26 +97,31 @@ def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arra
 
 
 def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
-    """Return whole numbers of 4 or 8 bits, with scales and zero points of groups."""
+    """Return whole numbers of 2 to 8 bits, with scales and zero points of groups."""
     bits, cols, half = encoding.bits, encoding.cols, 2 ** (encoding.bits - 1)
     rows, across = count // cols, cols // encoding.size
-    levels = _unpacked(raw["codes"], bits).reshape(rows, -1)[:, :cols] - half
+    levels = _unpacked(np.frombuffer(raw["codes"], np.uint8).reshape(rows, -1), bits, dense=encoding.dense)
+    levels = (levels[:, :cols] ^ (half * encoding.signed)) - half
     column = np.arange(cols) // encoding.size
     if "order" in raw:
         column = np.frombuffer(raw["order"], "<i4")
     scale = scales(raw["scale"], encoding.scales, zero=encoding.zero_groups).reshape(rows, across)[:, column]
     shift: Any = 0.0
     if encoding.zeros:
-        words = _unpacked(raw["zero"], bits).reshape(-1, across, 32 // bits)
-        zero = words.transpose(0, 2, 1).reshape(-1, across)[:rows, column] - half
+        words = np.frombuffer(raw["zero"], np.uint8).reshape(-1, across, 4).transpose(1, 0, 2).reshape(across, -1)
+        zero = _unpacked(words, bits, dense=encoding.dense).T[:rows, column] - half
         shift = (-zero * scale).reshape(-1)
-    return levels.reshape(-1).astype(np.float64), Grid(Table(np.arange(-half, half)), scale.reshape(-1), shift)
+    grid = Table(np.arange(-half + encoding.signed, half))
+    return levels.reshape(-1).astype(np.float64), Grid(grid, scale.reshape(-1), shift, turned(encoding.rotation))
 
 
-def _unpacked(raw: Any, bits: int) -> Array:
-    """Return the whole numbers of words, from the lowest bits on."""
-    words = np.frombuffer(raw, "<u4").astype(np.int64)
-    return np.asarray(words[:, None] >> np.arange(0, 32, bits) & (2**bits - 1)).reshape(-1)
+def _unpacked(rows: Any, bits: int, *, dense: bool) -> Array:
+    """Return the whole numbers in rows of bytes, from the lowest bits on; unless they are dense, none lies in two words
+    of 32 bits."""
+    spread = np.unpackbits(rows, axis=1, bitorder="little")
+    span, each = (spread.shape[1], spread.shape[1] // bits) if dense else (32, 32 // bits)
+    used = spread.reshape(len(rows), -1, span)[:, :, : each * bits]
+    return np.asarray(used.reshape(len(rows), -1, bits) @ (1 << np.arange(bits)))
 
 
 def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
