@@ -2,7 +2,8 @@
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
 `dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `many`
-(25 000 to 200 000 tensors, 100 to 1000 shards), `adapters_out` (combine, resize, extract, convert), `host` (what a
+(25 000 to 200 000 tensors, 100 to 1000 shards), `adapters_out` (combine, resize, extract, convert), `quantised`
+(quantised bases and outputs beside plain bf16, and the codecs beside other libraries' quantisers), `host` (what a
 device costs the processors), `gpu` (what the folds reach of a CUDA device, and whole merges there).
 About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 from lora_merge.disk.volumes import file_system
 
-from . import adapters_out, batch, gpu, host, inputs, many
+from . import adapters_out, batch, gpu, host, inputs, many, quantised
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -213,7 +214,7 @@ def start(b: Bench) -> None:
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
     "start": start, "many": many.suite, "batch": batch.suite,
-    "adapters_out": adapters_out.suite, "host": host.suite, "gpu": gpu.suite,
+    "adapters_out": adapters_out.suite, "quantised": quantised.suite, "host": host.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 
@@ -248,7 +249,9 @@ def main() -> None:
     p.add_argument(
         "--device", default="cpu", help="where ours computes: cpu, cuda, cuda:0,cuda:1, …; gpu takes cuda for cpu"
     )
-    p.add_argument("--small", action="store_true", help="adapters_out: a part of SD1, in two minutes")
+    p.add_argument(
+        "--small", action="store_true", help="adapters_out: a part of SD1, in two minutes; quantised: 0.3 GB"
+    )
     p.add_argument("--data", type=Path, default=Path("bench-data"), help="where inputs are made and outputs written")
     p.add_argument("--keep", action="store_true", help="keep all inputs for the next time")
     p.add_argument("--json", type=Path, default=None, help="where results go; DATA/results.json without it")

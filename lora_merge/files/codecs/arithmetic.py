@@ -49,35 +49,55 @@ def _fp8_values(dtype: str) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(FP8[dtype]).float()
 
 
-def from_fp8(codes: Tensor, dtype: str) -> Tensor:
-    """Return the numbers of bytes, in fp32.
+def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
+    """Return the numbers of bytes times a scale, in fp32.
 
     A table takes a fifth of the time of torch's cast. On a CPU, fp16 takes half of that again: it has the same fields,
     only wider, but in e4m3 other bits for NaN.
     """
     raw = codes.reshape(-1).view(torch.int8)
     if raw.device.type == "cpu" and dtype == "F8_E5M2":
-        return raw.to(torch.int16).mul_(256).view(torch.float16).float()
-    if raw.device.type == "cpu" and raw.numel() and not _holds_nan(raw):
+        return _times(raw.to(torch.int16).mul_(256).view(torch.float16).float(), scale)
+    if raw.device.type == "cpu" and raw.numel() and _last_byte(raw) < 0x7F:
         signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
-        return signed.view(torch.float16).float().mul_(256.0)  # the exponents' biases are 15 and 7
-    return _fp8_values(dtype).index_select(0, raw.view(torch.uint8).int())
+        wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
+        return wide.mul_(256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
+    return _times(_fp8_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 
-def _holds_nan(raw: Tensor) -> bool:
-    """Return whether a byte is NaN in e4m3: all bits but the sign are set."""
-    return int(raw.max()) == 0x7F or int(raw.view(torch.uint8).max()) == 0xFF
+def _times(values: Tensor, scale: float) -> Tensor:
+    return values if scale == 1 else values.mul_(scale)
+
+
+LARGE: Final = 2.0**100
+"""The scale below which no power of two that it is multiplied by overflows."""
+
+LAST: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
+"""Dtype → byte of the largest number, without its sign."""
+
+
+def _last_byte(raw: Tensor) -> int:
+    """Return the largest byte of fp8 numbers, without the sign."""
+    if not raw.numel():
+        return 0
+    return max(int(raw.view(torch.int8).max()), int(raw.view(torch.uint8).max()) - 128)
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
     """Return the nearest fp8 numbers as bytes, ties to even; None if a finite number rounds to one beyond the range."""
-    return None if largest(values) > TABLE[dtype].room else single(values).to(FP8[dtype]).view(torch.uint8)
+    codes = single(values).to(FP8[dtype]).view(torch.uint8)
+    # The bytes are looked at first, at a quarter of the cost: versions of torch differ in what they write beyond.
+    return None if _last_byte(codes) >= LAST[dtype] and largest(values) > TABLE[dtype].room else codes
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
     """Return the nearest fp8 numbers as bytes; numbers beyond the range become the largest."""
-    limit = TABLE[dtype].largest
-    return single(values).clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
+    numbers, limit = single(values), TABLE[dtype].largest
+    if values.device.type == "cpu":
+        codes = numbers.to(FP8[dtype]).view(torch.uint8)
+        if _last_byte(codes) <= LAST[dtype]:
+            return codes
+    return numbers.clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
@@ -90,11 +110,11 @@ def largest(values: Tensor) -> float:
     return largest(values[values.isfinite()])
 
 
-def largest_of_each(blocks: Tensor) -> Tensor:
+def largest_of_each(blocks: Tensor, room: Tensor | None = None) -> Tensor:
     """Return the largest magnitude in each row of [n, k]. Of short rows, torch's own way takes twice as long as halving
-    them."""
-    sizes, width = blocks.abs(), blocks.shape[1]
-    while 1 < width <= SHORT and width % 2 == 0:
+    them, down to four. `room`: memory of the same shape, which is overwritten."""
+    sizes, width = torch.abs(blocks, out=room), blocks.shape[1]
+    while 4 < width <= SHORT and width % 2 == 0:
         width //= 2
         sizes = torch.maximum(sizes[:, :width], sizes[:, width:])
     return sizes.amax(1)
@@ -113,9 +133,9 @@ def single(values: Tensor) -> Tensor:
     return (bits | (back != values).to(torch.int32)).view(torch.float32)
 
 
-def from_bytes(codes: Tensor, dtype: str) -> Tensor:
-    """Return the numbers of codes of one byte, in fp32."""
-    return codes.view(torch.int8).float() if dtype == "I8" else from_fp8(codes, dtype)
+def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
+    """Return the numbers of codes of one byte times a scale, in fp32."""
+    return _times(codes.view(torch.int8).float(), scale) if dtype == "I8" else from_fp8(codes, dtype, scale)
 
 
 def to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor | None:
@@ -195,29 +215,6 @@ E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 def e2m1() -> Tensor:
     """Return the number of each 4-bit code, in fp32."""
     return torch.tensor(E2M1)
-
-
-@a_table
-def _e2m1_codes() -> Tensor:
-    """Return the code for each number of bf16, by its bits; numbers beyond the range give the largest."""
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    size, codes = numbers.abs(), torch.zeros(2**16, dtype=torch.uint8)
-    for code, (middle, even) in enumerate(
-        [(0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True)], 1
-    ):
-        codes[(size > middle) if even else (size >= middle)] = code  # a tie goes to the even code
-    return codes | (numbers.signbit().to(torch.uint8) << 3)
-
-
-def e2m1_codes(levels: Tensor) -> Tensor:
-    """Return the nearest 4-bit codes, ties to even; numbers beyond the range become the largest.
-
-    By a table of all numbers of bf16: cut to bf16 with a sticky last bit ("round to odd"), a number keeps enough bits
-    for one correct rounding to two.
-    """
-    bits = single(levels).contiguous().reshape(-1).view(torch.int32)
-    sticky = (bits & 0xFFFF).add_(0xFFFF).bitwise_right_shift_(16)
-    return _e2m1_codes().index_select(0, (bits >> 16).bitwise_and_(0xFFFF).bitwise_or_(sticky))
 
 
 @a_table
@@ -326,11 +323,3 @@ def parted(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return quotients and remainders of whole numbers."""
     whole = numbers // size
     return whole, numbers - whole * size
-
-
-def nearest(levels: Tensor, table: Tensor) -> Tensor:
-    """Return, as bytes, the places of the nearest numbers of a table."""
-    found = table.sort()
-    middles = (found.values[1:].to(levels.dtype) + found.values[:-1].to(levels.dtype)) / 2
-    codes: Tensor = found.indices.to(torch.uint8)
-    return codes[torch.bucketize(levels, middles)]

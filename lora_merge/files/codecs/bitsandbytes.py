@@ -60,9 +60,11 @@ class Bnb4(Encoding):
         import torch
 
         from . import arithmetic, draws
+        from .nearest import nearest
 
         count = values.numel()
-        padded = torch.nn.functional.pad(values, (0, -count % self.size)).view(-1, self.size)
+        ragged = -count % self.size
+        padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
         old, largest = self._scale(parts), padded.abs().amax(1).float()
         ends = parts[MAP].sort().values
         cover = min(1.5 * float(ends[-1]) - 0.5 * float(ends[-2]), 0.5 * float(ends[1]) - 1.5 * float(ends[0]))
@@ -72,7 +74,7 @@ class Bnb4(Encoding):
         levels = (padded / divisor[:, None]).view(-1)
         if DRAW in parts:
             levels[:count] = draws.to_table(levels[:count], parts[MAP], parts[DRAW]).to(levels.dtype)
-        codes = arithmetic.nearest(levels, parts[MAP])[: count + count % 2]
+        codes = nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
 
     def _scale(self, parts: Parts) -> Tensor:
@@ -92,7 +94,7 @@ class Bnb4(Encoding):
         import torch
         from torch.nn.functional import pad
 
-        from . import arithmetic
+        from .nearest import nearest
 
         wanted = torch.where(refit, largest, old)
         if not self.nested:
@@ -102,7 +104,7 @@ class Bnb4(Encoding):
         top, before = shifted.abs().amax(1), parts[NESTED]
         grown = top > before * table.abs().max()
         outer = torch.where(grown, top, before)
-        codes = arithmetic.nearest(shifted / torch.where(outer > 0, outer, inf)[:, None], table)
+        codes = nearest(shifted / torch.where(outer > 0, outer, inf)[:, None], table)
         stored = pad(parts[ABSMAX], (0, codes.numel() - len(old))).view(codes.shape)
         fresh = pad(refit, (0, codes.numel() - len(old))).view(codes.shape) | grown[:, None]
         codes = torch.where(fresh, codes, stored)

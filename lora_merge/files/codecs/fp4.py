@@ -70,6 +70,7 @@ class Fp4(Encoding):
         import torch
 
         from . import arithmetic, draws
+        from .nearest import e2m1_codes
 
         count = values.numel()
         if self.measured and not parts[WHOLE].item():
@@ -78,7 +79,8 @@ class Fp4(Encoding):
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         blocks = values.view(-1, self.size)
         old, whole = self._scale(parts, count), self._whole(parts)
-        largest = arithmetic.largest_of_each(blocks)
+        room = torch.empty_like(blocks)
+        largest = arithmetic.largest_of_each(blocks, room)
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
             if WHOLE not in parts:
                 raise OutOfRange
@@ -86,10 +88,10 @@ class Fp4(Encoding):
         refit = (largest > old * COVERED) | (largest < old * FINE)
         scale = torch.where(refit & (largest > 0), self._fitted(largest.float() / LARGEST, whole), old)
         safe = torch.where(scale > 0, scale, inf).to(values.dtype)  # a block of zeros may have the scale 0
-        levels = (blocks / safe[:, None]).view(-1)
+        levels = torch.div(blocks, safe[:, None], out=room).view(-1)
         if DRAW in parts:
             levels = draws.to_table(levels, arithmetic.e2m1(), parts[DRAW])
-        codes = arithmetic.e2m1_codes(levels)
+        codes = e2m1_codes(levels)
         made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: self._stored(made, parts, count)}
 

@@ -67,10 +67,10 @@ class Scaled(Encoding):
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
-        values = arithmetic.from_bytes(parts[CODES], self.dtype)
         scale = self._scale(parts, count) * self.factor
         if not self.block[0]:
-            return values.mul_(scale)
+            return arithmetic.from_bytes(parts[CODES], self.dtype, scale)
+        values = arithmetic.from_bytes(parts[CODES], self.dtype)
         blocks = self._blocks(values)
         if self.zeros:
             blocks = blocks - self._spread(parts[ZERO].float(), count)
