@@ -71,6 +71,8 @@ class Measure:
 
     def told(self, norms: Mapping[int, float], cut: int) -> Measure:
         """Return the same with the exact norms that are known, and the count of numbers that were cut."""
+        if not norms and not cut:
+            return self
         adapters = {a: s._replace(change=norms.get(a, s.change)) for a, s in self.adapters.items()}
         whole = self.all._replace(change=norms.get(WHOLE, self.all.change))
         return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)

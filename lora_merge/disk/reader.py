@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
@@ -37,6 +37,10 @@ AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page
 
 NUMBER: Final = 8  # bytes of the largest single number
 
+FEW: Final = 1 << 10  # bytes of a tensor that is taken from the page that it lies in
+
+PAGES: Final = 16  # such pages of a file that are kept
+
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
 
@@ -50,6 +54,7 @@ class _File:
     refused: bool = False  # whether the file system accepted DIRECT_FLAG but refused the read
     hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
     drop: bool = False  # whether to drop pages from the page cache after reading them
+    pages: dict[int, bytes] = field(default_factory=dict)  # offset → a page that was read lately
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -116,10 +121,24 @@ class Reader:
 
     def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
         """Return the bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
-        raw = bytearray(info.nbytes - first if count is None else count)
-        if raw:
-            self.read_into(memoryview(raw), info.source, info.offset + first)
+        size = info.nbytes - first if count is None else count
+        if size <= FEW and not isinstance(info.source, Memory):
+            return self._from_page(info.source, info.offset + first, size)
+        raw = bytearray(size)
+        self.read_into(memoryview(raw), info.source, info.offset + first)
         return raw
+
+    def _from_page(self, source: Path, offset: int, size: int) -> bytearray:
+        """Return a few bytes of a file; a page that was read lately is not read again for the tensors beside it."""
+        file, lead = self._files[source], offset % PAGE
+        page = file.pages.get(offset - lead, b"")
+        if len(page) < lead + size:
+            raw = bytearray(max(lead + size, min(PAGE, file.state.size - offset + lead)))
+            self.read_into(memoryview(raw), source, offset - lead)
+            if len(file.pages) >= PAGES:
+                file.pages.clear()
+            page = file.pages[offset - lead] = bytes(raw)
+        return bytearray(page[lead : lead + size])
 
     def descriptor(self, file: Path) -> int:
         """Return the descriptor of an open file, for system calls."""

@@ -140,7 +140,7 @@ class Recomputation:
             found, exact = grid.turn(found), exact.turned(grid.turn)
         findings = self._judged(target, rows, found, grid, exact)
         one = measure(found, exact, grid.rounded, weight)
-        findings.measures.tensors[target.name] = replace(one, cut=findings.cut)
+        findings.measures.tensors[target.name] = replace(one, cut=findings.cut) if findings.cut else one
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
