@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_merge.disk import reader
+from lora_merge.disk.pages import PAGE
 from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import open_checkpoint
 
@@ -16,7 +17,8 @@ from lora_merge.files.checkpoint import open_checkpoint
 def test_small_tensors_beside_each_other_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"{i:04}": torch.randn(1 + i % 37, dtype=torch.float64).to(torch.bfloat16) for i in range(3000)}
     save_file({**tensors, "large": torch.randn(700)}, tmp_path / "x")
-    reads, read = [], reader.read_at
+    reads: list[int] = []
+    read = reader.read_at
 
     def counted(fd: int, buffer: memoryview, offset: int) -> int:
         reads.append(offset)
@@ -30,7 +32,7 @@ def test_small_tensors_beside_each_other_are_read_together(tmp_path: Path, monke
             if name != "large":
                 assert torch.equal(torch.frombuffer(bytearray(whole), dtype=torch.bfloat16), tensors[name])
             assert bytes(files.read(info, 2, info.nbytes - 2)) == whole[2:]
-    assert len(reads) < 4 * (tmp_path / "x").stat().st_size / reader.PAGE + 10
+    assert len(reads) < 4 * (tmp_path / "x").stat().st_size / PAGE + 10
 
 
 def test_a_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
