@@ -35,7 +35,7 @@ SHARED: Final = ("dtype", "strength_for", "unmatched", "map", "setting", "overwr
 """The options of a merge that all these commands have."""
 
 MADE: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
-"""How the layers of an output are stored."""
+"""The options for the form in which the layers of an output are stored."""
 
 TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "merge": tuple(name for name, option in OPTIONS.items() if option.in_batch),

@@ -131,10 +131,10 @@ SCARCE: Final = (
 
 
 FULL: Final = "end other programs that use the device, or use --device cpu"
-"""How to fix a device that is out of memory."""
+"""The advice for a device that is out of memory."""
 
 FAILED: Final = "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
-"""How to go on after a device failed."""
+"""The advice after a device failed."""
 
 FAILURE_SIGNS: Final = (
     "CUDA error", "CUDA driver error", "HIP error", "device-side assert", "DEVICE_LOST", "device is lost",

@@ -96,7 +96,7 @@ class Job:
     on_overflow: OnOverflow = "error"
     """Whether a number that is too large for the output's dtype is an error, or is replaced by the largest number."""
     rounding: Rounding = "nearest"
-    """How merged numbers become those of the output: the nearest one, or one of both neighbours by draws."""
+    """The ways to round merged numbers to those of the output: the nearest one, or one of both neighbours by draws."""
     seed: int = 0
     keep_precision: tuple[str, ...] = ()
     """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""
@@ -118,7 +118,7 @@ class Job:
 
 OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str], float] | Adapter
 Adapters: TypeAlias = OneAdapter | Sequence[OneAdapter] | Mapping[str, float] | Mapping[Path, float]
-"""What Python functions take as adapters: a path, a path with its strength, a list of them, or path → strength."""
+"""The adapters that Python functions take: a path, a path with its strength, a list of them, or path → strength."""
 
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:

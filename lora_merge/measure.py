@@ -132,7 +132,7 @@ class Measures:
         self.tensors: dict[str, Measure] = {}
         self.norms: dict[str, Mapping[int, float]] = {}
         self.seen: dict[str, Checked] = {}
-        """What was seen of a part of some tensors, those whose names have the smallest checksums."""
+        """The numbers seen in a part of some tensors, those whose names have the smallest checksums."""
 
     def take(self, found: Iterable[Measured]) -> None:
         """Add the measures of parts of tensors."""

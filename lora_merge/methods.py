@@ -50,10 +50,10 @@ class Method:
 
 
 ELECTIONS: Final = ("sum", "count")
-"""What decides the sign of an entry, the default first: the sum of all changes, or how many have the sign."""
+"""The rules for the sign of an entry, the default first: the sum of all changes, or how many have the sign."""
 
 DIVISORS: Final = ("count", "weight", "none")
-"""What the entries of the elected sign are divided by, the default first: how many they are, their Σ|sᵢ|, or 1."""
+"""The divisors of the entries of the elected sign, the default first: their number, their Σ|sᵢ|, or 1."""
 
 SUM: Final = "sum"
 """The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
@@ -86,7 +86,7 @@ UNDIRECTED: Final = ("slerp", "karcher")
 """Methods on directions, which say nothing of biases and norms."""
 
 ADDED: Final = "biases and norms have no direction: they are added"
-"""What becomes of those."""
+"""The note on the changes of biases and norms."""
 
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {

@@ -101,7 +101,7 @@ class Module:
 
     @property
     def height(self) -> int:
-        """How many rows of the weight the module changes; 0 where its tensors do not show it."""
+        """The number of rows of the weight that the module changes; 0 where its tensors do not show it."""
         up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
         return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
 

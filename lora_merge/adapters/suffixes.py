@@ -1,4 +1,4 @@
-"""How adapter files spell their tensors: key ending → slot of an algorithm. Tables; no torch.
+"""The endings of keys in adapter files: key ending → slot of an algorithm. Tables; no torch.
 
 `split` cuts a key into the path of a module and one row of `SUFFIXES`. The longest ending wins, so
 `.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change

@@ -28,7 +28,7 @@ from .written import CONTENTS
 
 
 class Command(NamedTuple):
-    """How a command makes its task of adapters, an output, a base and options, and runs it."""
+    """The two functions of a command: one makes its task of adapters, an output, a base and options, one runs it."""
 
     make: Callable[[Sequence[Adapter], Any, Any, Mapping[str, Any]], Any]
     run: Callable[[Any, Progress], AdapterReport]

@@ -44,7 +44,7 @@ COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one program spells an adapter."""
+    """The spelling of adapters in one program."""
 
     name: str
     denoiser: str

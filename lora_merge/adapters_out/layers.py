@@ -150,7 +150,7 @@ def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, 
 
 
 class Cut(NamedTuple):
-    """How a layer is cut: its rule, or a rank that is decided already; and its α, or α / rank where that is kept."""
+    """The cut of a layer: its rule, or a rank that is decided already; and its α, or α / rank where that is kept."""
 
     rule: Rule
     rank: int | None = None
@@ -170,7 +170,7 @@ def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype
 
 @dataclass(frozen=True)
 class Storage:
-    """How the layers of one run are stored."""
+    """The form in which the layers of one run are stored."""
 
     algorithm: str
     dtype: torch.dtype

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 2
-"""How many results may wait for an earlier one, for each thread."""
+"""The most results of each thread that may wait for an earlier one."""
 
 
 def side_by_side(

@@ -1,4 +1,4 @@
-"""Which changes meet on which weight: the modules of all adapters, joined by the base or by their names. No torch."""
+"""The changes that meet on each weight: the modules of all adapters, joined by the base or by their names. No torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ..version import __version__
 from .job import AdapterJob
 
 Proof: TypeAlias = Mapping[str, Any]
-"""What a proof has shown, for the report."""
+"""The results of a proof, for the report."""
 
 PAIRS: Final = (
     (".lora_down.weight", ".lora_up.weight"),
@@ -34,7 +34,7 @@ PAIRS: Final = (
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the output spells the tensors of a layer."""
+    """The spelling of a layer's tensors in the output."""
 
     down: str
     up: str

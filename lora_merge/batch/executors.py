@@ -1,4 +1,4 @@
-"""Where groups of jobs run: a table of executors. Each returns every job's report, as the job ends."""
+"""The places where groups of jobs run: a table of executors. Each returns every job's report, as the job ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIVES: Final = 2  # how many workers a job may take down with it before it is gi
 
 @dataclass(frozen=True)
 class Workers:
-    """How many processes or tasks work at a time, and where."""
+    """The number of processes or tasks that work at a time, and their place."""
 
     count: int | None = None  # default: one process here, on Ray as many tasks as there is room for
     ray_address: str | None = None

@@ -31,7 +31,7 @@ OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_met
 """The same, and what a run tells of its result, in the recipe of an adapter."""
 
 VARIES: Final = frozenset({"name", "version", "format"})
-"""What may differ between equal recipes: how files are called, and which version of this program merged them."""
+"""The entries that may differ between equal recipes: the names of files, and the version of this program."""
 
 
 class Hashes:

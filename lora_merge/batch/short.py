@@ -33,7 +33,7 @@ jobs:
       strength: [0.5, 1]
     output: "out/{{lora.stem}}-{{strength}}.safetensors"
 """
-"""What `lora-merge batch --init` writes."""
+"""The file that `lora-merge batch --init` writes."""
 
 
 def read_jobs(path: Path, limit: int) -> Document:

@@ -15,7 +15,7 @@ from .schema import LONGEST_PATH, nearest
 
 FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 PARTS: Final = ("stem", "name", "parent")
-"""What `{name.PART}` may ask of a value that is a path."""
+"""The parts of a path that `{name.PART}` may name."""
 
 
 class NoSuchName(ValueError):

@@ -1,4 +1,4 @@
-"""What `lora-merge batch` says: a line for each job and a table; what is equal is said once."""
+"""The text of `lora-merge batch`: a line for each job and a table; what is equal is said once."""
 
 from __future__ import annotations
 

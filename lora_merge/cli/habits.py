@@ -1,4 +1,4 @@
-"""What people type from habit: options and spellings of other programs, each answered with the right form."""
+"""Words that people type from habit: options and spellings of other programs, each answered with the right form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..paths import exists
 
 ASKED: Final = MappingProxyType({"-h": "--help", "-V": "--version", "version": "--version"})
-"""What people type to ask the program about itself → the option."""
+"""Words by which people ask the program about itself → the option."""
 
 _BASE: Final = "the base is the first word: lora-merge BASE ADAPTER"
 _ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"

@@ -90,7 +90,7 @@ def examples(*commands: str) -> str:
 
 
 REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
-"""What click raises for arguments that it cannot take, of typer's own copy of click or of click itself."""
+"""The errors of click for arguments that it cannot take, of typer's own copy of click or of click itself."""
 
 NEEDED: Final = {
     "base": ("no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),

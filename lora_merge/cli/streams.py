@@ -20,7 +20,7 @@ from ..text import CONTROLS, one_line
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
-"""How the reports of merges begin."""
+"""The beginning of the reports of merges."""
 
 
 def _escaped(e: UnicodeError) -> tuple[str, int]:

@@ -31,7 +31,7 @@ class Memory:
 
 
 Source: TypeAlias = Path | Memory
-"""Where bytes come from: a local file, or memory."""
+"""The source of bytes: a local file, or memory."""
 
 
 @dataclass(frozen=True, slots=True)

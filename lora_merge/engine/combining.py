@@ -25,10 +25,10 @@ STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
 
 PART: Final = 2**20
-"""How many entries are looked at together, where that needs further memory."""
+"""The number of entries that are looked at together, where that needs further memory."""
 
 SAMPLE: Final = 2**14
-"""How many of the numbers tell about where the n-th largest one lies."""
+"""The number of sampled entries that tell about where the n-th largest one lies."""
 
 OPPOSITE: Final = 1e-12
 """Directions whose sum has a smaller square cancel each other: the search for their mean begins at the first one."""

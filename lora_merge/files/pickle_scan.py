@@ -61,7 +61,7 @@ class NotRun(pickle.UnpicklingError):
 
 @dataclass
 class _Value:
-    """What the scan knows of a value: its kind, its number of items or characters, and for some kinds the value."""
+    """One value of the scan: its kind, its number of items or characters, and for some kinds the value itself."""
 
     kind: str = ""
     size: int = 0

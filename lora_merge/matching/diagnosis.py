@@ -42,7 +42,7 @@ UNET: Final = ("lora_unet_", "unet.")
 """Prefixes of names in a U-Net of Stable Diffusion; kohya's scripts also write the first one for other denoisers."""
 
 KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
-"""How the names of adapters for image and video models begin, of the denoiser and of text encoders."""
+"""The beginnings of names in adapters for image and video models, of the denoiser and of text encoders."""
 
 SHORTEST: Final = 9  # characters of a prefix that others are compared with
 ALIKE: Final = 0.9  # of the letters of two prefixes

@@ -37,7 +37,7 @@ class Patch:
 
     @cached_property
     def row_group(self) -> int:
-        """How many consecutive rows of ΔW are formed together: 1, those of one expert or one block, or all.
+        """The number of consecutive rows of ΔW that are formed together: 1, those of one expert or one block, or all.
 
         Factors are cut to a multiple of it, along the axes that the algorithm's `row_axes` names.
         """

@@ -45,7 +45,7 @@ class MergedModel:
         self._tensors, self._keep = tensors, keep
         self._originals: dict[str, Restore] = {}
         self.numbers: Mapping[str, Any] = {}
-        """What the merge did to the weights, as `numbers` of a report."""
+        """The effect of the merge on the weights, as `numbers` of a report."""
 
     @property
     def changed(self) -> tuple[str, ...]:

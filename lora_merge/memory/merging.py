@@ -55,7 +55,7 @@ MemoryAdapter: TypeAlias = (
     OneAdapter | Mapping[str, Tensor] | LoadedAdapter | tuple[Mapping[str, Tensor], float] | tuple[LoadedAdapter, float]
 )
 MemoryAdapters: TypeAlias = MemoryAdapter | Sequence[MemoryAdapter] | Mapping[str, float] | Mapping[Path, float]
-"""What functions on tensors take as adapters: paths, state dicts and opened adapters, each also with a strength."""
+"""The adapters that functions on tensors take: paths, state dicts and opened adapters, each also with a strength."""
 
 Give = Callable[[OutputTensor, Tensor], None]
 

@@ -159,4 +159,4 @@ EMBEDDINGS: Final = (
     *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
     *("backbone.embeddings", "model.text_model.embed_tokens"),
 )
-"""Where transformers' models keep the input embeddings that a tied head uses."""
+"""The names of the input embeddings that a tied head uses, in transformers' models."""

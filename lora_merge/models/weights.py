@@ -1,4 +1,4 @@
-"""How every room addresses weights: their stored part, and the rows that an adapter sees as one matrix.
+"""The addresses of weights in all rooms: their stored part, and the rows that an adapter sees as one matrix.
 
 An adapter for `attn.to_q` on a checkpoint that stores `qkv` fused sees rows [0:H) of that tensor: one
 slice. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three slices. Swapped halves
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
 
     @property
     def packing(self) -> Packing:
-        """How the numbers are stored."""
+        """The form in which the numbers are stored."""
         return self.packed or plain(self.stored.dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""How the changes of one weight become one change: the method of a job, its numbers, and the seeds of its draws."""
+"""Way from the changes of one weight to one change: the method of a job, its numbers, and the seeds of its draws."""
 
 from __future__ import annotations
 

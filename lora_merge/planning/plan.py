@@ -56,7 +56,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def packing(self) -> Packing:
-        """How its numbers are stored in the output."""
+        """The form in which its numbers are stored in the output."""
         return self.packed or plain(self.dtype)
 
     @property
@@ -73,14 +73,14 @@ class OutputTensor(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many consecutive numbers are decoded or encoded together."""
+        """The number of consecutive numbers that are decoded or encoded together."""
         if self.packed is None and self.weight.packed is None:
             return 1
         return lcm(self.weight.packing.encoding.group, self.packing.encoding.group)
 
     @property
     def row_group(self) -> int:
-        """How many rows are decoded or encoded together; blocks end at such groups."""
+        """The number of rows that are decoded or encoded together; blocks end at such groups."""
         cols = max(self.matrix[1], 1)
         return lcm(self.group, cols) // cols
 
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def changed(self) -> int:
-        """How many output tensors adapters change."""
+        """The number of output tensors that adapters change."""
         own = self.base.tensors
         new = {one.name for made in self.quantising.made.values() for one in made.beside}
         targets = [t for f in self.files for t in f.targets]

@@ -1,4 +1,4 @@
-"""Which weights an output quantises, and in which form: `--dtype fp8_scaled`, `nf4`, `q4_0` and the like.
+"""The weights that an output quantises, and their form: `--dtype fp8_scaled`, `nf4`, `q4_0` and the like.
 
 Only matrices of linear layers are quantised. Norms, embeddings, the first and last layers, modulation and what embeds
 times and positions keep their numbers: they are few, and errors there spread over the whole model. Text encoders and

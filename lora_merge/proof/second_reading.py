@@ -38,7 +38,7 @@ WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)
 
 @dataclass
 class Reading:
-    """How many of the plan's modules the second reading confirms."""
+    """The number of the plan's modules that the second reading confirms."""
 
     modules: int = 0  # modules that the plan applies
     proven: int = 0  # modules to which the second reading gives the same places and numbers

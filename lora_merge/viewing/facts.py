@@ -35,7 +35,7 @@ class Facts(Mapping[str, Any]):
 
     @property
     def text(self) -> Lines:
-        """What the command line prints."""
+        """The text that the command line prints."""
         return Lines.of(self._lines(self._found))
 
     def to_json(self) -> str:

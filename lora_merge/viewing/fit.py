@@ -1,4 +1,4 @@
-"""How an adapter fits a base: modules by part and pattern, strengths, sizes, and what the base's dtype keeps of it."""
+"""The fit of an adapter on a base: modules by part and pattern, strengths, sizes, and what is lost to the dtype."""
 
 from __future__ import annotations
 

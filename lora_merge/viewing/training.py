@@ -1,4 +1,4 @@
-"""What the metadata of an adapter says of its training. Anybody may have written it, so nothing in it is trusted."""
+"""The training of an adapter by its metadata. Anybody may have written it, so nothing in it is trusted."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What PEFT's configuration says."""
+"""The content of PEFT's configuration."""

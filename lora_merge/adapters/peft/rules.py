@@ -1,4 +1,4 @@
-"""What a PEFT configuration means for a merge: `rules(config, where, metadata)`. No torch.
+"""The meaning of a PEFT configuration for a merge: `rules(config, where, metadata)`. No torch.
 
 A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers or `lora_config` of
 finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what the tensors leave open. Without one the

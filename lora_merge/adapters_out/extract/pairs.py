@@ -1,4 +1,4 @@
-"""Which weight of the tuned checkpoint belongs to which of the base, in the words of the output's dialect. No torch."""
+"""The pairs of a weight of the tuned checkpoint and one of the base, in the words of the output's dialect. No torch."""
 
 from __future__ import annotations
 

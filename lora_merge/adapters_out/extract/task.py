@@ -1,4 +1,4 @@
-"""What the user asked of `extract`, checked and frozen. No file is read for that."""
+"""The user's request to `extract`, checked and frozen. No file is read for that."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What PEFT asks of a folder."""
+"""The demands of PEFT on a folder."""

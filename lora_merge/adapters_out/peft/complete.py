@@ -1,4 +1,4 @@
-"""What PEFT asks of all modules together: bias factors for every layer or for none, whole modules with all parameters,
+"""Demands of PEFT on all modules together: bias factors for every layer or for none, whole modules with all parameters,
 and embeddings under names of their own."""
 
 from __future__ import annotations

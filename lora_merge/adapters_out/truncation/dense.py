@@ -16,7 +16,7 @@ from .krylov import WIDTH, Found, searched
 from .triples import Triples, numeric_rank
 
 WORTH: Final = 8
-"""How many blocks of a search the shorter side holds at least, where it is searched: otherwise the exact way is as
+"""The least number of blocks of a search in the shorter side, where it is searched: otherwise the exact way is as
 fast."""
 
 TINY: Final = 128

@@ -1,4 +1,4 @@
-"""What `inspect` and `compare` found: tables and pictures on a terminal, plain lines everywhere else."""
+"""The text of `inspect` and `compare`: tables and pictures on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 

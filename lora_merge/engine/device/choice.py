@@ -33,7 +33,7 @@ DECOMPOSED: Final = 4e-9
 a decomposition in fp64, times the smaller side of the matrix."""
 
 CORES: Final = {"plain": 200.0, "decomposed": 10.0}
-"""How many cores a GPU replaces: for most formulas, where its memory decides; for decompositions."""
+"""The number of cores that a GPU replaces: for most formulas, where its memory decides; for decompositions."""
 
 CLEAR: Final = 0.9
 """The largest share of the CPU's seconds at which a GPU is taken."""

@@ -23,7 +23,7 @@ SMALLEST: Final = 64 * 2**20
 """Bytes of a lane's share, without its workspace, below which one lane gets all memory."""
 
 ADDED, FORMED, DECOMPOSED = 2, 4, 8
-"""How many numbers of the compute dtype a formula holds for a number of the weight: one that adds products in place,
+"""The numbers of the compute dtype that a formula holds for a number of the weight: one that adds products in place,
 one that forms ΔW first, one that decomposes the weight."""
 
 ROUNDED: Final = 36
@@ -47,9 +47,9 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.most = sys.maxsize
-        """How many numbers may go into one call: half of the numbers that did not fit."""
+        """The most numbers that may go into one call: half of the numbers that did not fit."""
         self.spilled = 0
-        """How many blocks did not fit even alone, and were folded on the CPU."""
+        """The number of blocks that did not fit even alone, and were folded on the CPU."""
         self._door, self._left, self._inside = Lock(), Condition(), 0
 
     @property

@@ -34,7 +34,7 @@ HELD: Final = 2**21
 
 
 COARSE: Final = 4
-"""How many times as many numbers as usual are looked at where whole tiles of rows are encoded together."""
+"""The factor by which more numbers than usual are looked at where whole tiles of rows are encoded together."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
 
 
 class Together:
-    """What threads have seen on the host, until the last of them adds it up: one call makes the sums of many blocks."""
+    """Numbers that threads have seen on the host, until the last thread adds them up, in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
         self._left, self._seen, self._lock = threads, list[Watch](), Lock()

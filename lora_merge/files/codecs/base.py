@@ -134,7 +134,7 @@ class Encoding:
 
 
 class Packing(NamedTuple):
-    """How one weight is stored: its encoding, and the tensors beside its codes by role."""
+    """The form in which one weight is stored: its encoding, and the tensors beside its codes by role."""
 
     encoding: Encoding
     codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
@@ -156,7 +156,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What codecs are recognised by: all tensors, the metadata, and the section on quantisation of a config.json."""
+    """The signs of codecs: all tensors, the metadata, and the section on quantisation of a config.json."""
 
     tensors: Tensors
     metadata: Mapping[str, str]

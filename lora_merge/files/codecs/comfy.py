@@ -1,4 +1,4 @@
-"""How ComfyUI's files name the format of a layer: a JSON in a tensor beside the weight, or in the metadata.
+"""The names of layers' formats in ComfyUI's files: a JSON in a tensor beside the weight, or in the metadata.
 
 https://github.com/comfyanonymous/ComfyUI comfy/ops.py, comfy/quant_ops.py.
 """

@@ -28,7 +28,7 @@ class Ggml(Encoding):
     cols: int = 0
     """Numbers in a row; 0 without heads."""
     offset: float = 0.0
-    """What is added to every number in the file."""
+    """The number that is added to every number in the file."""
     name: ClassVar[str] = "ggml"
     afresh: ClassVar[bool] = True
     stochastic: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Where the blocks of GGUF types keep their codes and scales. Imported where weights are decoded.
+"""The places of codes and scales in the blocks of GGUF types. Imported where weights are decoded.
 
 https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h. Blocks are `[blocks, bytes]`, u8; codes are `[blocks,
 sub-blocks, elements]`, u8; the scales of sub-blocks are `[blocks, sub-blocks]`, whole numbers.

@@ -144,7 +144,7 @@ class Scaled(Encoding):
 
     @property
     def _columns(self) -> int:
-        """How many scales lie beside each other."""
+        """The number of scales that lie beside each other."""
         return -(-self.shape[1] // self.block[1])
 
     def _blocks(self, values: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How the scales are stored; "" where they are not numbers of a known kind."""
+        """The form in which the scales are stored; "" where they are not numbers of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALES.get(self.scale.dtype, "")
 
 

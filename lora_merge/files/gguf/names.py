@@ -51,7 +51,7 @@ class Family:
     permuted: bool = False
     """Whether the rows of each head of q and k alternate between the halves of the head."""
     norms: float = 0.0
-    """What is added to the weights of norms."""
+    """The number that is added to the weights of norms."""
 
 
 FAMILIES: Final = MappingProxyType({

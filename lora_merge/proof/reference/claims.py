@@ -1,4 +1,4 @@
-"""What an adapter does to a base, by the second reading: module → rows of the base, formula, scale, strength.
+"""The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
 
 `claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
 not certain are left out. Every claim must be what the plan says (second_reading.py).
@@ -37,7 +37,7 @@ OUT_IN: Final = ("gpt_bigcode",)
 """Types of models in which none of them is."""
 
 IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
-"""How the types of models begin whose class of experts is marked `is_transposed` (transformers 5)."""
+"""The beginnings of the types of models whose class of experts is marked `is_transposed` (transformers 5)."""
 
 SHARED_NUMBERS: Final = f"base_model.{VECTOR[:-1]}"
 

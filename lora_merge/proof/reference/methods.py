@@ -19,7 +19,7 @@ Stored = Mapping[str, Shape]
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one module on its weight."""
+    """The facts about one module on its weight."""
 
     shapes: Stored  # slot → stored shape
     shape: Shape  # of the weight

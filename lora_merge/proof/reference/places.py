@@ -79,7 +79,7 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a module's weight lies: rows of the base that, one below the other, form a weight of this shape."""
+    """The place of a module's weight: rows of the base that, one below the other, form a weight of this shape."""
 
     rows: tuple[Rows, ...]
     shape: Shape

@@ -1,4 +1,4 @@
-"""Where a weight stands in a picture of a model: its block is the row, its kind of layer the column."""
+"""The place of a weight in a picture of a model: its block is the row, its kind of layer the column."""
 
 from __future__ import annotations
 

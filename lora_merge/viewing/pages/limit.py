@@ -14,7 +14,7 @@ LONG: Final = 2000
 
 
 class Level(NamedTuple):
-    """How much of the content is kept."""
+    """The share of the content that is kept."""
 
     rows: int  # of each list
     pictures: bool  # spectra and histograms
