@@ -15,6 +15,7 @@ from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
+from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.devices import place
 from ..engine.torch_state import undisturbed
@@ -26,18 +27,19 @@ from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import Evaluator
 from .conversion.assumed import as_named, cache_of, without_base
+from .conversion.kept import Kept, kept
 from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
-from .converting import Converter, Made
+from .converting import Converter
 from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import expect_finite
-from .peft.complete import completed
+from .peft.complete import as_table, completed
 from .peft.folder import config, expect_one
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
-from .run import Facts, Outcome, Run, coverage, entry, left_out, model_of, planned
+from .run import Facts, Outcome, Run, coverage, entry, heap_of, left_out, model_of, planned
 from .sources import Sources, open_sources
 from .written import CONTENTS, Entry, unique
 
@@ -110,10 +112,12 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         reader = this.reading(stack, sources.indexes)
         cache = cache_of(job, reader, sources)
         converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
-        made, zeros = _made(converter, there, this.counted)
+        heap = heap_of(job, stack)
+        made, zeros = _made(converter, there, heap, this.counted)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-        entries = entries_of(task.to, completed(made, everywhere, task.to, converter.value))
+        whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, heap))
+        entries = entries_of(task.to, whole)
         entries += [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
@@ -168,7 +172,7 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     return task, sources, there, everywhere
 
 
-def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tuple[list[Made], list[str]]:
+def _made(converter: Converter, there: Sequence[Filled], heap: Heap, begin: Counting) -> tuple[list[Kept], list[str]]:
     told = begin("make", _weights(there))
     found, zeros, ranks = [], [], converter.ranks(there)
     for one in there:
@@ -177,13 +181,13 @@ def _made(converter: Converter, there: Sequence[Filled], begin: Counting) -> tup
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
-            found.append(made)
+            found.append(kept(as_table(made, converter.to), heap))
         told(_numbers(one))
         converter.evaluator.forget()
     return found, zeros
 
 
-def _stated_again(job: AdapterJob, made: Sequence[Made]) -> list[str]:
+def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[str]:
     """Return the note about settings that the user stated and that copied tensors do not hold."""
     given, needed = dict(job.inputs.setting), set()
     for one in made:
@@ -203,7 +207,7 @@ def _weights(there: Sequence[Filled]) -> int:
     return sum(map(_numbers, there))
 
 
-def prefix_name(to: Dialect, made: Made) -> str:
+def prefix_name(to: Dialect, made: Kept) -> str:
     """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
     name = to.key(made.place.prefix, made.place.module, "")
     name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
@@ -215,10 +219,10 @@ def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
     return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
 
 
-def entries_of(to: Dialect, made: Sequence[Made]) -> list[Entry]:
+def entries_of(to: Dialect, made: Sequence[Kept]) -> list[Entry]:
     """Return the tensors of all modules under their keys; FitError where two have one."""
     found = [
-        entry(to.key(m.place.prefix, m.place.module, ending), m.tensors[ending])
+        replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
         for m in made for ending in sorted(m.tensors)
     ]  # fmt: skip
     if twice := next(unique(found), None):

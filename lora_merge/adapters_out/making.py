@@ -50,7 +50,7 @@ class Maker:
         chosen = self._shared_out(told) if self.job.rules.together else {}
         found: dict[str, Layer] = {}
         zeros = []
-        targets, bound = self.sources.targets, self.job.inputs.max_memory
+        targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         made = side_by_side(targets, lambda target: self._made(target, chosen.get(target.label)), self._nbytes, bound)
         for target, layer in zip(targets, made, strict=True):
             if layer is None:

@@ -118,9 +118,11 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         reader = this.reading(stack, sources.indexes)
         own = frozenset(p for i in inputs for p in i.files)
         maker = Maker(job, sources, lambda: Evaluator(sources, TensorCache(reader, own), HOST), dtype)
-        heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
+        heap = heap_of(job, stack)
         kept: dict[str, dict[str, Entry]] = {}
-        layers, zeros = maker.layers(this.counted, lambda name, layer: kept.update({name: waiting(layer, heap)}))
+        layers, zeros = maker.layers(
+            this.counted, lambda name, layer: kept.update({name: waiting(layer.tensors, heap)})
+        )
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
         notes = (*dict.fromkeys(sources.notes), *maker.notes, *left_out(zeros))
@@ -209,9 +211,14 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> torch.dtyp
     return TORCH_DTYPES[max(wide, key=lambda d: (ITEM_BYTES[d], d))]
 
 
-def waiting(layer: Layer, heap: Heap) -> dict[str, Entry]:
-    """Return the tensors of a layer by their slots; their bytes wait."""
-    made = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
+def heap_of(job: AdapterJob, stack: ExitStack) -> Heap:
+    """Return the place where tensors wait until all are made: a quarter of the memory, then a temporary file."""
+    return stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
+
+
+def waiting(tensors: Mapping[str, Tensor], heap: Heap) -> dict[str, Entry]:
+    """Return tensors by their slots or endings; their bytes wait."""
+    made = {slot: entry(slot, tensor) for slot, tensor in tensors.items()}
     return {slot: replace(e, data=heap.put(e.data)) for slot, e in made.items() if isinstance(e.data, memoryview)}
 
 

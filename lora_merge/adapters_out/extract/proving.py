@@ -20,7 +20,7 @@ from ...job import Adapter
 from ...models.weights import WeightView
 from ...progress import Counting
 from ..changes import Evaluator
-from ..converting import Made
+from ..conversion.kept import Kept
 from ..sources import Target, open_sources
 from .making import Side
 from .pairs import Pairs
@@ -42,7 +42,7 @@ class Claim(NamedTuple):
     """The file that a run has written, and the layers that it says are in it."""
 
     part: Path
-    made: Sequence[Made]
+    made: Sequence[Kept]
 
 
 def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, begin: Counting) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ...disk.destination import check_output
+from ...disk.spool import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import places
 from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
@@ -24,17 +25,18 @@ from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import listed
+from ..conversion.kept import Kept, kept
 from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Storage, Wanted, expect_finite, shared_out
-from ..peft.complete import completed
+from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..run import Facts, Outcome, Run, planned
+from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .making import Extractor, Side, difference
@@ -110,8 +112,9 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
     with ExitStack() as stack:
         reader = this.reading(stack, (found.base, found.tuned))
         sides = Side(found.base, reader), Side(found.tuned, reader)
-        made, notes = _made(found, sides, this.counted)
-        whole = _completed(found, made, sides[1])
+        heap = heap_of(job, stack)
+        made, heads, notes = _made(found, sides, heap, this.counted)
+        whole = _completed(found, [*made, *heads], sides[1], heap)
         entries = entries_of(found.to, whole)
         layers = {prefix_name(found.to, m): m.layer for m in made}
         own = config(whole, {}) if found.to.folder else None
@@ -131,26 +134,22 @@ def _weights(found: Opened) -> int:
     return sum(p.nbytes for p in found.pairs.pairs) * (1 + found.task.job.rules.together)
 
 
-def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
+def _completed(found: Opened, made: Sequence[Kept], tuned: Side, heap: Heap) -> list[Kept]:
     """Return the modules with what the dialect asks for of parameters that did not change."""
     own = {p.place.label: p for p in found.pairs.pairs}
-    if found.to.folder and found.head is not None:
-        made = [*made, *_head(found, made)]
 
     def value(place: Place) -> torch.Tensor:
         return tuned.rows(own[place.label].tuned).to(found.dtype)
 
-    return completed(made, [p.place for p in own.values()], found.to, value)
+    return completed(made, [p.place for p in own.values()], found.to, value, lambda one: kept(one, heap))
 
 
-def _head(found: Opened, made: Sequence[Made]) -> list[Made]:
-    """Return the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
+def _head(found: Opened, made: Made) -> Iterator[Made]:
+    """Yield the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
     layer."""
-    assert found.head is not None, "the caller looked"
-    table = next((m for m in made if m.place.view.row_slices[0].key == found.head.info.name and m.layer.rank), None)
-    if table is None:
-        return []
-    return [Made(table.place._replace(module=found.head.head), table.tensors, table.layer)]
+    if found.to.folder and found.head is not None and made.layer.rank:
+        if made.place.view.row_slices[0].key == found.head.info.name:
+            yield Made(made.place._replace(module=found.head.head), made.tensors, made.layer)
 
 
 def _coverage(found: Opened, layers: int) -> dict[str, Any]:
@@ -159,14 +158,17 @@ def _coverage(found: Opened, layers: int) -> dict[str, Any]:
     }
 
 
-def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[list[Made], list[str]]:
-    """Return the tensors of every parameter that changed, and notes."""
+def _made(
+    found: Opened, sides: tuple[Side, Side], heap: Heap, begin: Counting
+) -> tuple[list[Kept], list[Kept], list[str]]:
+    """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
     task = found.task
     at = places(task.job.inputs.device, "F32")[0]
     extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
-    made, skipped, equal = [], [], 0
+    made, heads, skipped, equal = [], [], [], 0
     notes = _changed_nameless(found, sides)
     rules, pairs = task.job.rules, found.pairs.pairs
+    bound = task.job.inputs.max_memory // 2  # the rest: torch, and what waits
     told = begin("make", _weights(found))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
 
@@ -175,21 +177,22 @@ def _made(found: Opened, sides: tuple[Side, Side], begin: Counting) -> tuple[lis
         changed = difference(pair, *sides)
         return None if changed is None else extractor.made(changed, ranks.get(pair.name)) or pair
 
-    for pair, one in zip(pairs, side_by_side(pairs, work, _nbytes, task.job.inputs.max_memory), strict=True):
+    for pair, one in zip(pairs, side_by_side(pairs, work, _nbytes, bound), strict=True):
         if one is None:
             equal += 1
         elif isinstance(one, Pair):
             skipped.append(pair.name)
         else:
             expect_finite(one.tensors.values(), pair.name)
-            made.append(one)
+            made.append(kept(as_table(one, found.to), heap))
+            heads += [kept(head, heap) for head in _head(found, one)]
         told(pair.nbytes)
     if not made:
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
     notes += [f"{equal} parameters are equal in both"] if equal else []
     notes += [f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}"] if skipped else []
-    return made, notes
+    return made, heads, notes
 
 
 def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:

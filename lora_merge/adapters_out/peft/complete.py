@@ -10,7 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError
+from ..conversion.kept import Kept
 from ..converting import Made
 from ..dialects import Dialect
 from ..job import WHOLE
@@ -25,21 +27,22 @@ TABLE: Final = re.compile(
 
 
 def completed(
-    made: Sequence[Made], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor]
-) -> list[Made]:  # fmt: skip
+    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor],
+    keep: Callable[[Made], Kept],
+) -> list[Kept]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
-    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change.
+    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change. `keep`:
+    lets the bytes of an added one wait.
     """
     bias = to.endings.get("up_bias")
     if bias is None:
         return list(made)
     own = {(p.module, p.parameter): p for p in there}
-    found = [_as_table(m, to) for m in made]
-    factored = {m.place.module for m in found if m.layer.rank}
+    factored = {m.place.module for m in made if m.layer.rank}
     if to.folder and not factored:
-        raise FitError("PEFT loads no folder without factors of a layer", found[0].place.label, KOHYA)
-    biased = {m.place.module for m in found if bias in m.tensors}
+        raise FitError("PEFT loads no folder without factors of a layer", made[0].place.label, KOHYA)
+    biased = {m.place.module for m in made if bias in m.tensors}
     if lost := next((m for m in sorted(biased - factored)), None):
         raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", lost, KOHYA)
     added = []
@@ -47,19 +50,19 @@ def completed(
         place = own.get((module, "bias"))
         if place is None:
             raise FitError(f"{to.name} gives every layer a bias or none; this one has none in the base", module, KOHYA)
-        added.append(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(found, bias))))
-    whole = {m.place.module for m in found if _stores_value(m)}
-    stored = {(m.place.module, m.place.parameter) for m in found if _stores_value(m)}
+        added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
+    whole = {m.place.module for m in made if _stores_value(m)}
+    stored = {(m.place.module, m.place.parameter) for m in made if _stores_value(m)}
     for key, place in own.items():
         if key[0] in whole and key not in stored:
-            added.append(_plain(place, f".{key[1]}", value(place).reshape(place.view.shape).contiguous()))
-    return [*found, *added]
+            added.append(keep(_plain(place, f".{key[1]}", value(place).reshape(place.view.shape).contiguous())))
+    return [*made, *added]
 
 
 KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"
 
 
-def _stores_value(made: Made) -> bool:
+def _stores_value(made: Kept) -> bool:
     return f".{made.place.parameter}" in made.tensors
 
 
@@ -68,15 +71,15 @@ def _plain(place: Place, ending: str, tensor: Tensor) -> Made:
     return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
 
 
-def _dtype(made: Sequence[Made], bias: str) -> torch.dtype:
-    return next(m.tensors[bias].dtype for m in made if bias in m.tensors)
+def _dtype(made: Sequence[Kept], bias: str) -> torch.dtype:
+    return next(TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors)
 
 
-def _as_table(made: Made, to: Dialect) -> Made:
+def as_table(made: Made, to: Dialect) -> Made:
     """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
     dialect without such endings, whose loader puts factors on layers alone."""
-    down, up = to.endings["down"], to.endings["up"]
-    if up not in made.tensors or not TABLE.search(made.place.module):
+    down, up = to.endings.get("down", ""), to.endings.get("up", "")
+    if "up_bias" not in to.endings or up not in made.tensors or not TABLE.search(made.place.module):
         return made
     if "table_up" not in to.endings:
         raise FitError(f"{to.name} has no place for factors of an embedding", made.place.label,

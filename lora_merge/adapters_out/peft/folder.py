@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...errors import UsageError
 
 if TYPE_CHECKING:
-    from ..converting import Made
+    from ..conversion.kept import Kept
 
 
 BIASED: Final = "lora_bias"
@@ -25,7 +25,7 @@ def expect_one(components: Iterable[str], what: str) -> None:
                          f"choose one: --include {found[0]}")  # fmt: skip
 
 
-def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
+def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows."""
     ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
