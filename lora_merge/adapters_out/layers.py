@@ -66,7 +66,13 @@ class Wanted:
         """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
         if self.whole is not None:
             return squares_of_matrix(self.whole)
-        return squares_of(*self.factors)
+        return squares_of(*self.factors, self.rows)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """R Rᵀ of the right factor."""
+        _, right = self.factors
+        return right @ right.mT
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,8 @@ class Storage:
         alpha = cut.alpha_of(left.shape[1])
         scale = alpha / left.shape[1] if left.shape[1] else 1.0  # rank 0: no change
         up, down = (left / scale).to(self.dtype), right.to(self.dtype)
-        off = apart(left, right, up.double() * scale, down.double())
+        rows = wanted.rows if right is wanted.right else None
+        off = apart(left, right, up.to(left.dtype) * scale, down.to(right.dtype), rows)
         return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:

@@ -7,22 +7,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from threading import local
+from typing import Final
 
 import torch
 
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
-from ..methods import ADDED, COMBINATIONS, UNDIRECTED
+from ..engine.placement import HOST, Placement
+from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
-from .changes import Evaluator
-from .job import FACTORS, AdapterJob
+from .changes import Evaluator, is_plain
+from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, combine, expect_finite, shared_out
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources, Target
 from .truncation.factored import STORED_IN_16
+
+SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
+CLEAR: Final = (1e-20, 1e20)
+"""Bounds of ‖Δ‖² between which fp32 holds the squares of its numbers."""
 
 
 @dataclass
@@ -31,7 +37,7 @@ class Maker:
 
     job: AdapterJob
     sources: Sources
-    evaluator: Callable[[], Evaluator]
+    evaluator: Callable[[Placement], Evaluator]
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -79,17 +85,34 @@ class Maker:
         return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer
 
     def _wanted(self, target: Target) -> Wanted | None:
-        """Return Δ of a weight; each thread reads with an evaluator of its own."""
-        if not hasattr(self._here, "evaluator"):
-            self._here.evaluator = self.evaluator()
-        changes = [c for c in self._here.evaluator.changes(target) if c.strength]
-        self._here.evaluator.forget()
+        """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64."""
+        if self._is_concatenated(target):
+            found, columns = self._combined(target, SINGLE)
+            if found is not None and found.factors[0].shape[1] == columns and CLEAR[0] < found.squares < CLEAR[1]:
+                return found
+        return self._combined(target, HOST)[0]
+
+    def _is_concatenated(self, target: Target) -> bool:
+        """Return whether a weight's factors are put side by side, scaled, and rounded to 16 bits."""
+        job, rule = self.job, self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
+        plain = all(is_plain(u.patch) and not u.patch.reads_base for u in target.uses) and not target.values
+        return (self.dtype.itemsize <= 2 and len(target.shape) > 1 and plain and rule.name == EXACT
+                and job.algorithm != WHOLE and job.method in (SUM, "mean") and job.command != "resize")  # fmt: skip
+
+    def _combined(self, target: Target, at: Placement) -> tuple[Wanted | None, int]:
+        """Return Δ of a weight and the columns of its factors; each thread reads with evaluators of its own."""
+        own = self._here.__dict__.setdefault("evaluators", {})
+        if at not in own:
+            own[at] = self.evaluator(at)
+        changes = [c for c in own[at].changes(target) if c.strength]
+        own[at].forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
         if len(target.shape) < 2 and self.job.method in UNDIRECTED:
             text = f"{self.job.method}: {ADDED}"
             self.notes[text] = None
-        return combine(self.job, target, changes, seeds) if changes else None
+        columns = sum(c.rank or 0 for c in changes)
+        return (combine(self.job, target, changes, seeds), columns) if changes else (None, 0)
 
     def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
         rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))

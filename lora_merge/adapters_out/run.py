@@ -20,7 +20,7 @@ from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
 from ..disk.spool import Heap
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, spoken
-from ..engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
+from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
@@ -117,7 +117,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
         own = frozenset(p for i in inputs for p in i.files)
-        maker = Maker(job, sources, lambda: Evaluator(sources, TensorCache(reader, own), HOST), dtype)
+        maker = Maker(job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), dtype)
         heap = heap_of(job, stack)
         kept: dict[str, dict[str, Entry]] = {}
         layers, zeros = maker.layers(

@@ -147,9 +147,10 @@ def _completed(found: Opened, made: Sequence[Kept], tuned: Side, heap: Heap) -> 
 def _head(found: Opened, made: Made) -> Iterator[Made]:
     """Yield the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
     layer."""
-    if found.to.folder and found.head is not None and made.layer.rank:
-        if made.place.view.row_slices[0].key == found.head.info.name:
-            yield Made(made.place._replace(module=found.head.head), made.tensors, made.layer)
+    if found.head is None or not found.to.folder or not made.layer.rank:
+        return
+    if made.place.view.row_slices[0].key == found.head.info.name:
+        yield Made(made.place._replace(module=found.head.head), made.tensors, made.layer)
 
 
 def _coverage(found: Opened, layers: int) -> dict[str, Any]:

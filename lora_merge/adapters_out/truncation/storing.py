@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
+
+CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
+"""Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
 
 
 def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -20,24 +25,28 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT.to(dtype), down
 
 
-def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
-    """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels."""
+def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | None = None) -> float:
+    """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels.
+    `rows`: R Rᵀ, where it is known."""
     first, second = left - up, right - down
     if not bool(second.any()):
         size = float(first.abs().max()) if first.numel() else 0.0
-        return size**2 * _gram((first / size).float(), right.float()) if size else 0.0  # nothing cancels: fp32 does
+        first = (first / size).float() if size else first  # nothing cancels: fp32 does
+        return size**2 * _gram(first, right.float(), None if rows is None else rows.float()) if size else 0.0
     return _gram(torch.cat((first, up), 1), torch.cat((right, second), 0))
 
 
-def squares_of(left: Tensor, right: Tensor) -> float:
-    """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits."""
+def squares_of(left: Tensor, right: Tensor, rows: Tensor | None = None) -> float:
+    """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits. `rows`:
+    R Rᵀ, where it is known."""
     out, cols = left.shape[0], right.shape[1]
     if left.shape[1] * (out + cols) > out * cols:  # the product itself takes less than the products of pairs
         return float((left @ right).square().sum())
-    found = _gram(left, right)
+    found = _gram(left, right, rows)
     whole = float((left.square().sum(0) * right.square().sum(1)).sum())
-    if found > 1e-9 * whole or not whole:
+    if found > CANCELS[left.dtype] * whole or not whole:
         return found
+    left, right = left.double(), right.double()
     return float((torch.linalg.qr(left).R @ torch.linalg.qr(right.mT).R.mT).square().sum())
 
 
@@ -46,5 +55,6 @@ def inner(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
     return float(((left.mT @ up) * (right @ down.mT)).sum())
 
 
-def _gram(left: Tensor, right: Tensor) -> float:
-    return max(0.0, inner(left, right, left, right))
+def _gram(left: Tensor, right: Tensor, rows: Tensor | None = None) -> float:
+    rows = right @ right.mT if rows is None else rows
+    return max(0.0, float(((left.mT @ left) * rows).sum(dtype=torch.float64)))
