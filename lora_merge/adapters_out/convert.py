@@ -17,7 +17,7 @@ from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..disk.spool import Heap
 from ..dtypes import spoken
-from ..engine.devices import place
+from ..engine.placement import HOST
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
@@ -25,9 +25,10 @@ from ..options import pairs, shown
 from ..paths import absolute, is_folder
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
-from .changes import Evaluator
+from .changes import Evaluator, is_plain
 from .conversion.assumed import as_named, cache_of, without_base
 from .conversion.kept import Kept, kept
+from .conversion.made import Made
 from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
 from .converting import Converter
@@ -40,6 +41,7 @@ from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .run import Facts, Outcome, Run, coverage, entry, heap_of, left_out, model_of, planned
+from .side_by_side import PerThread, side_by_side
 from .sources import Sources, open_sources
 from .written import CONTENTS, Entry, unique
 
@@ -111,9 +113,10 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
         cache = cache_of(job, reader, sources)
-        converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
+        alone = PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), HOST))
+        converter = Converter(job, task.to, task.rules, alone.get())
         heap = heap_of(job, stack)
-        made, zeros = _made(converter, there, heap, this.counted)
+        made, zeros = _made(converter, alone, there, heap, this.counted)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
         whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, heap))
@@ -129,7 +132,7 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
 
         def proven(part: Path) -> Mapping[str, Any]:
             claim = Claim(job, part, worst, partly=bool(task.include))
-            return prove(claim, sources, converter.evaluator, this.counted)
+            return prove(claim, sources, alone, this.counted)
 
         return outcome.finish(reader, facts, proven, this)
 
@@ -172,18 +175,28 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     return task, sources, there, everywhere
 
 
-def _made(converter: Converter, there: Sequence[Filled], heap: Heap, begin: Counting) -> tuple[list[Kept], list[str]]:
+def _made(
+    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], heap: Heap, begin: Counting
+) -> tuple[list[Kept], list[str]]:
+    """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
+    thread."""
     told = begin("make", _weights(there))
     found, zeros, ranks = [], [], converter.ranks(there)
-    for one in there:
-        made = converter.made(one, ranks.get(one.place.label))
+
+    def work(one: Filled) -> Made:
+        here = replace(converter, evaluator=alone.get())
+        made = here.made(one, ranks.get(one.place.label))
+        here.evaluator.forget()
         expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
+        return as_table(made, converter.to)
+
+    bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
+    for one, made in zip(there, side_by_side(there, work, _nbytes, bound), strict=True):
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
-            found.append(kept(as_table(made, converter.to), heap))
+            found.append(kept(made, heap))
         told(_numbers(one))
-        converter.evaluator.forget()
     return found, zeros
 
 
@@ -196,6 +209,14 @@ def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[str]:
             needed |= {ALPHA} & given.keys() if ".alpha" not in one.tensors else set()
     again = " ".join(f"--setting {name}={given[name]}" for name in sorted(needed))
     return [f"whoever reads the output has to state {again} again"] if again else []
+
+
+def _nbytes(one: Filled) -> int:
+    """Return about how many bytes the change of a module takes: factors several times, or matrices."""
+    out, cols = one.place.view.matrix
+    plain = one.shares and all(is_plain(s.patch) for s in one.shares)
+    ranks = sum(s.patch.shapes["down"][0] for s in one.shares) if plain else out * cols
+    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols)
 
 
 def _numbers(one: Filled) -> int:

@@ -21,24 +21,16 @@ from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .changes import Change, Evaluator, is_plain
+from .conversion.made import Made, value_made, vector_ending, whole_made
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .sources import Target
+from .truncation.storing import LARGE, SMALL, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
-
-
-@dataclass(frozen=True)
-class Made:
-    """The stored tensors of one module by their ending, and the facts of its layer."""
-
-    place: Place
-    tensors: Mapping[str, Tensor]
-    layer: Layer
-    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ class Converter:
         if self.job.algorithm == KEEP and self.rules is None:
             if any(s.patch.algorithm == WHOLE and s.strength != 1 for s in shares):
                 return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
-            if copied := self._copy(place, shares):
+            if copied := self._copy(place, shares) or self._renamed(place, shares):
                 return copied
         return self._factored(place, shares, rank)
 
@@ -103,6 +95,28 @@ class Converter:
         rank = row.rank(patch.shapes) if row.rank is not None else 0
         squares, lost = self._rounding(patch)
         return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, squares, lost), copied=True)
+
+    def _renamed(self, place: Place, shares: Sequence[Share]) -> Made | None:
+        """Return a plain LoRA with the factors that are stored; None where a number of them or α has to change."""
+        (share, *others) = shares
+        patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
+        if others or patch.algorithm != FACTORS or patch.magnitude is not None or not self.to.alpha:
+            return None
+        if share.strength != 1 or self.job.alpha != KEEP or not share.is_all(place) or not scale:
+            return None
+        up, down = (self.evaluator.cache.fetch(patch.module.slots[slot]) for slot in ("up", "down"))
+        rank, dtype = patch.shapes["down"][0], self._dtype(shares)
+        if {up.dtype, down.dtype} != {dtype} or not 0 < rank <= min(place.view.matrix):
+            return None
+        left, right = up.reshape(-1, rank).float() * scale, down.reshape(rank, -1).float()
+        squares = squares_of(left, right)
+        if not SMALL < squares < LARGE:
+            return None
+        ones = (1,) * (len(place.view.shape) - 2)
+        tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones).clone(),
+                   self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]).clone(),
+                   self.to.endings.get("alpha", ".alpha"): torch.tensor(rank * scale, dtype=torch.float32)}  # fmt: skip
+        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -289,31 +303,6 @@ class Converter:
         base = self.evaluator.values(place.view.row_slices[0].key)
         change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
         return whole_made(place, ending, change, torch.float32)
-
-
-def vector_ending(place: Place, to: Dialect) -> str | None:
-    """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
-    slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
-    wanted = slot[place.parameter]
-    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
-    ending = to.endings.get(wanted, to.endings.get(plain))
-    return to.endings.get("up_bias") if ending is None and wanted == "diff_b" else ending
-
-
-def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
-    """Return a parameter's whole change, rounded once."""
-    rounded = change.to(dtype)
-    lost = float((rounded.double() - change.double()).square().sum())
-    tensors = {ending: rounded.contiguous()}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
-
-
-def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) -> Made:
-    """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
-    rounded = value.to(dtype)
-    lost = float((rounded.double() - value.double()).square().sum())
-    tensors = {f".{place.parameter}": rounded.contiguous()}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
 
 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:

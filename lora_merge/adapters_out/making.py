@@ -25,10 +25,9 @@ from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources, Target
 from .truncation.factored import STORED_IN_16
+from .truncation.storing import LARGE, SMALL
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
-CLEAR: Final = (1e-20, 1e20)
-"""Bounds of ‖Δ‖² between which fp32 holds the squares of its numbers."""
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Maker:
         """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64."""
         if self._is_concatenated(target):
             found, columns = self._combined(target, SINGLE)
-            if found is not None and found.factors[0].shape[1] == columns and CLEAR[0] < found.squares < CLEAR[1]:
+            if found is not None and found.factors[0].shape[1] == columns and SMALL < found.squares < LARGE:
                 return found
         return self._combined(target, HOST)[0]
 

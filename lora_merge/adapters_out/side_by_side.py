@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from threading import local
+from typing import Generic, TypeVar
 
 from ..engine.devices import one_core, threads
 from ..engine.placement import HOST
@@ -15,6 +16,20 @@ R = TypeVar("R")
 
 AHEAD = 2
 """The most results of each thread that may wait for an earlier one."""
+
+
+class PerThread(Generic[T]):
+    """One object for each thread that asks, made when it asks first."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._here = make, local()
+
+    def get(self) -> T:
+        """Return the object of this thread."""
+        if not hasattr(self._here, "made"):
+            self._here.made = self._make()
+        found: T = self._here.made
+        return found
 
 
 def side_by_side(

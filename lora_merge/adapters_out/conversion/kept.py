@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...disk.spool import Heap
-from ..converting import Made
 from ..layers import Layer
 from ..places import Place
 from ..run import waiting
 from ..written import Entry
+from .made import Made
 
 
 @dataclass(frozen=True)

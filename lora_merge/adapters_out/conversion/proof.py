@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ...disk.reader import Reader
+from ...engine.placement import HOST
 from ...errors import VerificationFailed
 from ...job import Adapter
 from ...progress import Counting
 from ..changes import Change, Evaluator
 from ..job import AdapterJob
+from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources, Target
 from ..truncation.storing import squares_of
 from .assumed import WithoutBase, cache_of, same_base
@@ -47,9 +49,9 @@ class Claim(NamedTuple):
     partly: bool  # whether it leaves components of the adapter out
 
 
-def prove(claim: Claim, sources: Sources, before: Evaluator, begin: Counting) -> dict[str, Any]:
+def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
     """Compare the changes of an output with those of the input; VerificationFailed where one differs by more than it
-    should."""
+    should. `before`: computes those of the input."""
     job = replace(claim.job, inputs=replace(claim.job.inputs, adapters=(Adapter(claim.part),)))
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
@@ -60,24 +62,34 @@ def prove(claim: Claim, sources: Sources, before: Evaluator, begin: Counting) ->
     worst, name, allowed = 0.0, "", 1.01 * claim.residual + SLACK
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
-        cache = cache_of(job, reader, again)
-        for one in (cache, before.cache):
-            if isinstance(one, WithoutBase):
-                one.drawn = True
-        after = Evaluator(again, cache, before.at)
-        for target in chosen:
-            theirs_here = theirs.get(target.key)
-            held = after.changes(theirs_here) if theirs_here is not None else []
-            off = difference(target, before.changes(target), held, allowed)
+        after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again), HOST))
+
+        def work(target: Target) -> float:
+            one, other = before.get(), after.get()
+            for cache in (one.cache, other.cache):
+                if isinstance(cache, WithoutBase):
+                    cache.drawn = True
+            held = other.changes(theirs[target.key]) if target.key in theirs else []
+            off = difference(target, one.changes(target), held, allowed)
+            one.forget()
+            other.forget()
+            return off
+
+        compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
+        for target, off in zip(chosen, compared, strict=True):
             worst, name = max((worst, name), (off, target.key))
             if not off <= allowed:
                 where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
             done(_cost(target))
-            before.forget()
-            after.forget()
     return {"ok": True, "layers": layers, "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
+
+
+def _nbytes(target: Target) -> int:
+    """Return about how many bytes a comparison takes: factors several times, or matrices."""
+    out, cols = target.matrix
+    return 8 * min(_cost(target), (len(target.uses) + 4) * out * cols)
 
 
 def _cost(target: Target) -> int:

@@ -18,7 +18,7 @@ from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_value
 from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
-from ..converting import Made, value_made, vector_ending, whole_made
+from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted

@@ -26,8 +26,8 @@ from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import listed
 from ..conversion.kept import Kept, kept
+from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
-from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Storage, Wanted, expect_finite, shared_out

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError
 from ..conversion.kept import Kept
-from ..converting import Made
+from ..conversion.made import Made
 from ..dialects import Dialect
 from ..job import WHOLE
 from ..layers import Layer

@@ -11,6 +11,10 @@ CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
 
 
+SMALL, LARGE = 1e-20, 1e20
+"""Bounds of ‖L R‖² between which fp32 holds the squares of all numbers."""
+
+
 def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return B and A in the dtype of the file. For 16 bits, B is solved anew for the rounded A, which takes back A's
     rounding error within its rows, and is rounded after that."""

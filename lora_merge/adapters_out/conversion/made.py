@@ -1,0 +1,49 @@
+"""What a conversion or an extraction makes of one parameter: its tensors, and the facts of its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..dialects import Dialect
+from ..job import WHOLE
+from ..layers import Layer
+from ..places import Place
+
+
+@dataclass(frozen=True)
+class Made:
+    """The stored tensors of one module by their ending, and the facts of its layer."""
+
+    place: Place
+    tensors: Mapping[str, Tensor]
+    layer: Layer
+    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def vector_ending(place: Place, to: Dialect) -> str | None:
+    """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
+    slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
+    wanted = slot[place.parameter]
+    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
+    ending = to.endings.get(wanted, to.endings.get(plain))
+    return to.endings.get("up_bias") if ending is None and wanted == "diff_b" else ending
+
+
+def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
+    """Return a parameter's whole change, rounded once."""
+    rounded = change.to(dtype)
+    lost = float((rounded.double() - change.double()).square().sum())
+    tensors = {ending: rounded.contiguous()}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
+
+
+def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) -> Made:
+    """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
+    rounded = value.to(dtype)
+    lost = float((rounded.double() - value.double()).square().sum())
+    tensors = {f".{place.parameter}": rounded.contiguous()}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
