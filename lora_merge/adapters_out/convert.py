@@ -27,7 +27,7 @@ from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import Evaluator, is_plain
 from .conversion.assumed import as_named, cache_of, without_base
-from .conversion.kept import Kept, kept
+from .conversion.kept import Kept, entry, kept
 from .conversion.made import Made
 from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
@@ -40,7 +40,7 @@ from .peft.folder import config, expect_one
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
-from .run import Facts, Outcome, Run, coverage, entry, heap_of, left_out, model_of, planned
+from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, planned
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources, open_sources
 from .written import CONTENTS, Entry, unique

@@ -26,6 +26,7 @@ from .side_by_side import side_by_side
 from .sources import Sources, Target
 from .truncation.factored import STORED_IN_16
 from .truncation.storing import LARGE, SMALL
+from .written import Spelling
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
@@ -45,6 +46,7 @@ class Maker:
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
+        self.stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
         self.notes: dict[str, None] = {}
         self.weights = weights_of(self.job, self.sources, self.dtype)
 
@@ -123,7 +125,7 @@ class Maker:
 
     def _scale(self, target: Target) -> float:
         """Return α / rank of a layer, where α is not a number that the user gave."""
-        if self.job.alpha == "rank" or len(target.uses) != 1:
+        if self.job.alpha == "rank" or len(target.uses) != 1 or not self.stores_alpha:
             return 1.0
         patch = target.uses[0].patch
         scale = patch.numbers.get("scale")

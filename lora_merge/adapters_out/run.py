@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from ..adapters.file import AdapterFile
 from ..disk.destination import check_output
@@ -29,6 +28,7 @@ from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
 from ..version import __version__
 from .changes import Evaluator
+from .conversion.kept import entry, waiting
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks, weights_of
@@ -216,12 +216,6 @@ def heap_of(job: AdapterJob, stack: ExitStack) -> Heap:
     return stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
 
 
-def waiting(tensors: Mapping[str, Tensor], heap: Heap) -> dict[str, Entry]:
-    """Return tensors by their slots or endings; their bytes wait."""
-    made = {slot: entry(slot, tensor) for slot, tensor in tensors.items()}
-    return {slot: replace(e, data=heap.put(e.data)) for slot, e in made.items() if isinstance(e.data, memoryview)}
-
-
 def _entries(
     sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
 ) -> list[Entry]:  # fmt: skip
@@ -241,9 +235,3 @@ def _entries(
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
     return found
-
-
-def entry(name: str, tensor: Tensor) -> Entry:
-    """Return a tensor as it is written."""
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]

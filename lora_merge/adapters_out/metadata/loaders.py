@@ -17,6 +17,11 @@ COMPONENT: Final = re.compile(r"(unet|transformer(?:_2)?|text_encoder(?:_[23])?)
 """Keys of diffusers' dialect: component, module, tensor."""
 
 
+LEVEL: Final = "text_model."
+"""The level of the layers of CLIP that transformers has until 5.5. diffusers takes it from keys where the encoder lacks
+it, but not from this entry; PEFT finds a target without it by the end of its name."""
+
+
 def adapter_metadata(tensors: Iterable[Stored]) -> str:
     """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
     found: dict[str, dict[str, int]] = {}
@@ -33,10 +38,17 @@ def adapter_metadata(tensors: Iterable[Stored]) -> str:
 
 def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0]
-    others = {f"^{re.escape(name)}$": rank for name, rank in ranks.items() if rank != usual}
+    others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
+    targets = sorted(name.removeprefix(LEVEL) for name in ranks)
     return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-            "target_modules": sorted(ranks), "use_dora": "lora_magnitude_vector" in kinds,
+            "target_modules": targets, "use_dora": "lora_magnitude_vector" in kinds,
             BIASED: "lora_B.bias" in kinds}  # fmt: skip
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern of a module with or without the level."""
+    level = f"(?:{re.escape(LEVEL)})?" if name.startswith(LEVEL) else ""
+    return f"^{level}{re.escape(name.removeprefix(LEVEL))}$"
 
 
 def _prefixed(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
