@@ -19,6 +19,7 @@ from ..paths import exists, is_folder
 from ..text import listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
+from .codecs.told import MODELOPT, smoothed, with_modelopt
 from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -189,7 +190,10 @@ def _folder(path: Path) -> Index:
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
-    return replace(_component(path), config=config).recognised()
+    told = path / MODELOPT
+    config = dict(with_modelopt(config, read_json(told) if told.is_file() else {}))
+    index = _component(path)
+    return replace(index, config=config, notes=(*index.notes, *smoothed(config, path))).recognised()
 
 
 def _component(path: Path) -> Index:

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..limits import from_json
 from ..text import listed
 from .checkpoint import Index, json_value, read_json
-from .codecs.recognise import SECTIONS
+from .codecs.told import SECTIONS
 from .layouts import entries
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")

@@ -31,9 +31,11 @@ DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "
 
 PRECISE: Final = re.compile(
     r"norm|embed|(^|[._])emb(_|\.|$)|emb_layers|modulation|adaln|(^|[._])mod\.|_mod(_|\.)|"  # scales, times, positions
-    r"(^|\.)(\w*patch\w*|conv_in|\w+_in|proj_in_\w+|time_\w+|pos_\w+|wte|wpe|shared|cap_\w+)\.|"  # first layers
-    r"(^|\.)(final_layer|last_layer|lm_head|head|score|classifier|conv_out|out|output|norm_out)\.|"  # last layers
-    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?proj_out\.|"
+    r"(^|\.)(\w*patch\w*|(?!proj_in\.)\w+_in|proj_in_\w+|time_\w+|pos_\w+|wte|wpe|shared|cap\w*_\w+)\.|"  # first layers
+    r"(^|\.)(\w+_scale_shift|av_\w+_gate|distilled_guidance_layer)\.|"  # modulation
+    r"(^|\.)(\w*final_layer|last_layer|conv_out|out|output|norm_out|audio_proj_out)\.|"  # last layers
+    r"(^|\.)(lm_head|head|score|classifier)\.|"
+    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?proj_(in|out)\.|"
     r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
     r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|merger)\.",
     re.IGNORECASE,

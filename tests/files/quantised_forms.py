@@ -202,6 +202,34 @@ def _int(t: Tensors, _: Tensor) -> Tensor:
     return spread(t["weight_scale"]) / 2
 
 
+def modelopt(*, pre: bool = False) -> Form:
+    """ModelOpt's nvfp4: compressed-tensors' with the inverse scale of the weight; `pre`: inputs are multiplied first."""
+    of = compressed(
+        "nvfp4-pack-quantized", lambda t, w: w, num_bits=4, type="float", strategy="tensor_group", group_size=16,
+        scale_dtype=FP8,
+    )  # fmt: skip
+
+    def factors() -> Tensor:
+        return (1 + torch.arange(SHAPE[1]) % 7 / 4).bfloat16()
+
+    def make(w: Tensor) -> Tensors:
+        found = of.make(w / factors() if pre else w)
+        made = {"weight": found["weight_packed"], "weight_scale": found["weight_scale"]}
+        made["weight_scale_2"] = 1 / found["weight_global_scale"].reshape(())
+        return {**made, **({"pre_quant_scale": factors()} if pre else {})}
+
+    def grid(t: Tensors) -> Tensor:
+        scale = spread(t["weight_scale"].float()) * t["weight_scale_2"].double()
+        return scale * t["pre_quant_scale"].double() if pre else scale
+
+    def read(t: Tensors) -> Tensor:
+        codes = torch.stack([t["weight"] & 15, t["weight"] >> 4], -1).view(SHAPE).int()
+        return torch.tensor(_E2M1).double()[codes] * grid(t)
+
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ" if pre else "NVFP4"}
+    return Form(make, read, lambda t, w: fp4_half(grid(t), w), config)
+
+
 def _musubi(w: Tensor) -> Tensors:
     groups = w.view(SHAPE[0], -1, 64)
     scale = (groups.abs().amax(2, keepdim=True).clamp(min=448e-8) / 448).bfloat16()
@@ -308,6 +336,29 @@ def _read_gptq(t: Tensors) -> Tensor:
 
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def _gptq3(w: Tensor) -> Tensors:
+    """auto-gptq's 3 bits: 32 codes in three words, one after the other."""
+    scale = (w.view(SHAPE[0], -1, 64).abs().amax(2) / 3).clamp(min=1e-7).half()
+    levels = (w / spread(scale).float() + 4).round().clamp(0, 7).int().t()
+    words = _stream(levels)
+    zeros = _stream(torch.full((SHAPE[0], SHAPE[1] // 64), 3)).t().contiguous()
+    return {"qweight": words, "qzeros": zeros, "scales": scale.t().contiguous()}
+
+
+def _stream(codes: Tensor) -> Tensor:
+    """Codes of 3 bits, packed along the first axis; the words of a column as one whole number of Python."""
+    columns = [sum(code << 3 * i for i, code in enumerate(column)) for column in codes.t().tolist()]
+    raw = b"".join(column.to_bytes(len(codes) * 3 // 8, "little") for column in columns)
+    return torch.frombuffer(bytearray(raw), dtype=torch.int32).view(codes.shape[1], -1).t().contiguous()
+
+
+def _read_gptq3(t: Tensors) -> Tensor:
+    rows = t["qweight"].t().contiguous().view(torch.uint8).tolist()
+    whole = [int.from_bytes(bytes(row), "little") for row in rows]
+    levels = torch.tensor([[number >> 3 * i & 7 for i in range(SHAPE[1])] for number in whole])
+    return (levels - 4) * spread(t["scales"].t()).float()
 
 
 def _awq(w: Tensor) -> Tensors:
@@ -483,6 +534,8 @@ FORMS: dict[str, Form] = {
         lambda w: {"weight": (w * (448 / w.abs().max())).to(FP8), "weight_scale": w.abs().max() / 448},
         _times("weight_scale"), _fp8(), {"quant_method": "modelopt", "quant_algo": "FP8"},
     ),
+    "ModelOpt nvfp4": modelopt(),
+    "ModelOpt nvfp4 with factors of inputs": modelopt(pre=True),
     "musubi groups": Form(_musubi, _times("scale_weight"), _fp8("scale_weight"), scale="scale_weight"),
     "lightx2v int8": Form(rows(torch.int8, 127, "weight_scale"), _times("weight_scale"), _int),
     "bitsandbytes nf4": bnb("nf4", doubled=False),
@@ -506,6 +559,10 @@ FORMS: dict[str, Form] = {
     "SDNQ uint4": sdnq("uint4"),
     "SDNQ int8": sdnq("int8"),
     "GPTQ": Form(_gptq, _read_gptq, _int, {"quant_method": "gptq", "bits": 4}, scale="scales", decode_only=True),
+    "GPTQ 3 bit of auto-round": Form(
+        _gptq3, _read_gptq3, _int,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 3}, scale="scales", decode_only=True,
+    ),
     "AWQ": Form(_awq, _read_awq, _int, {"quant_method": "awq", "bits": 4, "version": "gemm"}, scale="scales", decode_only=True),
 }  # fmt: skip
 

@@ -53,7 +53,7 @@ def fbgemm(found: Checkpoint) -> Iterator[Claim]:
 
 
 def modelopt(found: Checkpoint) -> Iterator[Claim]:
-    """Yield the fp8 weights of ModelOpt: a scale for the weight, or for each row."""
+    """Yield the fp8 weights of ModelOpt: a scale for the weight, for each row, or for each block of 128 by 128."""
     if found.config.get("quant_method") != "modelopt" or "FP8" not in str(found.config.get("quant_algo")):
         return
     for stem in found.stems("weight_scale"):
@@ -61,5 +61,6 @@ def modelopt(found: Checkpoint) -> Iterator[Claim]:
         beside = found.present(stem, "input_scale")
         if weight is None or weight.dtype != "F8_E4M3" or found.present(stem, "pre_quant_scale"):
             continue
-        if packing := scaled(Stored(weight, scale, "ModelOpt fp8", beside)):
+        block = (128, 128) if found.config.get("quant_algo") == "FP8_PB_WO" else None
+        if packing := scaled(Stored(weight, scale, "ModelOpt fp8", beside, block=block)):
             yield claimed(weight, weight.name, weight.shape, packing)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WHOLE: Final = "whole"
 """Role of the scale of the whole weight."""
 
+PRE: Final = "pre"
+"""Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
+
 LARGEST: Final = 6.0  # of e2m1
 COVERED: Final = 7.0  # half a step beyond the largest code
 FINE: Final = 2.4  # a block whose largest code would be below is fitted again
@@ -43,6 +46,7 @@ class Fp4(Encoding):
     swizzled: bool = False
     divided: bool = False  # whether the scale of the whole weight is a divisor
     turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 where it is the matrix itself
+    inputs: str = ""  # dtype of the factors of the inputs; "" without them
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
     afresh: ClassVar[bool] = True
@@ -63,6 +67,8 @@ class Fp4(Encoding):
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
         found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        if PRE in parts:
+            return found.view(-1, self.cols).mul_(self._pre(parts))
         return found.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else found
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
@@ -77,6 +83,8 @@ class Fp4(Encoding):
             return None
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
+        if PRE in parts:
+            values = (values.view(-1, self.cols) / self._pre(parts).to(values.dtype)).view(-1)
         blocks = values.view(-1, self.size)
         old, whole = self._scale(parts, count), self._whole(parts)
         room = torch.empty_like(blocks)
@@ -99,6 +107,8 @@ class Fp4(Encoding):
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
         import torch
 
+        if PRE in parts:
+            largest /= float(self._pre(parts).min())
         scale = largest / (FP8 * LARGEST) or 1.0
         return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
 
@@ -112,6 +122,13 @@ class Fp4(Encoding):
         codes = arithmetic.cut_to_fp8(wanted, "F8_E4M3")
         short = arithmetic.from_fp8(codes, "F8_E4M3") * COVERED < wanted * LARGEST  # among the smallest fp8 numbers
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
+
+    def _pre(self, parts: Parts) -> Tensor:
+        """Return the factors of the inputs in fp32; InvalidPart if one is not a positive number."""
+        found = parts[PRE].float()
+        if not bool(((found > 0) & (found < inf)).all()):
+            raise InvalidPart("a factor of its inputs is not a positive number")
+        return found
 
     def _whole(self, parts: Parts) -> float:
         if WHOLE not in parts:
@@ -152,6 +169,7 @@ class Fp4Tensors(NamedTuple):
     whole: StoredTensor | None
     beside: frozenset[str] = frozenset()
     fp8_scales: bool = False  # also without a scale of the whole weight
+    pre: StoredTensor | None = None  # factors of the inputs
 
 
 def fp4(
@@ -177,11 +195,16 @@ def fp4(
     wanted = -(-lead[0] // TILE) * tiles if swizzled else prod(lead) * across
     if cols % size or prod(scale.shape) != wanted or (swizzled and len(lead) > 1):
         return None
+    if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
+        return None
     kind = "F8_E4M3" if nv else E8M0
     part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
-    found = _encoding(part.numbers if swizzled else size, kind=kind, size=size, cols=cols, label=of.label,
-                      high_first=high_first, swizzled=swizzled, divided=divided, fresh=fresh)  # fmt: skip
+    together = part.numbers if swizzled else cols if of.pre is not None else size
+    found = _encoding(together, kind=kind, size=size, cols=cols, label=of.label,
+                      high_first=high_first, swizzled=swizzled, divided=divided, fresh=fresh,
+                      inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
     parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
+    parts |= {PRE: Part(of.pre)} if of.pre is not None else {}
     return Packing(found, codes, parts, of.beside)
 
 
@@ -197,23 +220,23 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
         whole = found.get(stem, "weight_scale_2")
         if layer.form != "nvfp4" or codes is None or scale is None or whole is None:
             continue
-        if found.present(stem, "pre_quant_scale"):
-            continue
-        of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"))
+        of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"),
+                        pre=found.get(stem, "pre_quant_scale"))  # fmt: skip
         if packing := fp4(of, high_first=True, swizzled=True):
             yield claimed(codes, codes.name, (codes.shape[0], codes.shape[1] * 2), packing)
 
 
 def modelopt(found: Checkpoint) -> Iterator[Claim]:
     """Yield the nvfp4 weights of ModelOpt's folders: scales row after row, even columns in the low half."""
-    if found.config.get("quant_method") != "modelopt" or found.config.get("quant_algo") != "NVFP4":
+    config = found.config
+    if config.get("quant_method") != "modelopt" or config.get("quant_algo") not in ("NVFP4", "NVFP4_AWQ"):
         return
     for stem in found.stems("weight_scale_2"):
         codes, scale = found.get(stem, "weight"), found.get(stem, "weight_scale")
-        if codes is None or scale is None or found.present(stem, "pre_quant_scale"):
+        if codes is None or scale is None:
             continue
         of = Fp4Tensors(codes, scale, "ModelOpt nvfp4", found.get(stem, "weight_scale_2"),
-                        found.present(stem, "input_scale"))  # fmt: skip
+                        found.present(stem, "input_scale"), pre=found.get(stem, "pre_quant_scale"))  # fmt: skip
         if packing := fp4(of):
             yield claimed(codes, codes.name, (*codes.shape[:-1], codes.shape[-1] * 2), packing)
 

@@ -1,5 +1,7 @@
 """GPTQ and AWQ: whole numbers packed into words, the weight stored as its transpose. They are read, never written.
 
+auto-round writes GPTQ's tensors too. Codes of 3 bits are a stream: 32 of them lie in three words.
+
 Both chose their grids with calibration data; new numbers would need them again.
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ awq/utils/packing_utils.py.
 """
@@ -50,9 +52,10 @@ class Transposed(Encoding):
             zero = arithmetic.from_words(parts[ZERO].view(-1, rows // each)[:, words], bits)[:, :, order]
             zero = zero.flatten(1)[:, inside]
         else:
-            levels = arithmetic.from_words(raw.view(-1, rows)[:, low:high], bits).transpose(1, 2).flatten(0, 1)
-            zero = arithmetic.from_words(parts[ZERO].view(-1, rows * bits // WORD), bits).flatten(1)[:, low:high]
-            zero = zero + int(self.plus_one)
+            columns = raw.view(-1, rows)[:, low:high].t().contiguous().view(arithmetic.BYTE)
+            levels = arithmetic.from_rows(columns, bits, dense=True).t()
+            whole = parts[ZERO].view(arithmetic.BYTE).view(-1, rows * bits // 8)
+            zero = arithmetic.from_rows(whole, bits, dense=True)[:, low:high] + int(self.plus_one)
         scale = parts[SCALE].view(-1, rows)[:, low:high].float()
         if not bool(scale.isfinite().all()):
             raise InvalidPart("a scale is not a finite number")
@@ -66,6 +69,8 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
     """Yield the weights of GPTQ and AWQ folders; none of those whose numbers lie in the order of a kernel."""
     config = found.config
     method = config.get("quant_method")
+    if (method, config.get("packing_format")) == ("auto-round", "auto_round:auto_gptq"):
+        method = "gptq"
     if method not in ("gptq", "awq") or (method == "awq" and str(config.get("version", "gemm")).lower() != "gemm"):
         return
     if config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2", "", None):
@@ -79,14 +84,15 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
 def _weight(found: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Claim | None:
     codes, zero, scale = found.tensors[f"{stem}.qweight"], found.get(stem, "qzeros"), found.get(stem, "scales")
     order = found.get(stem, "g_idx")
-    if bits not in ((4,) if awq else (2, 4, 8)) or zero is None or scale is None:
+    if bits not in ((4,) if awq else (2, 3, 4, 8)) or zero is None or scale is None or len(scale.shape) != 2:
         return None
-    each = WORD // bits
-    if {codes.dtype, zero.dtype} != {"I32"} or len(codes.shape) != 2 or len(scale.shape) != 2:
+    if {codes.dtype, zero.dtype} != {"I32"} or len(codes.shape) != 2:
         return None
-    cols, rows = (codes.shape[0], codes.shape[1] * each) if awq else (codes.shape[0] * each, codes.shape[1])
+    first, second = codes.shape
+    cols, rows = (first, second * WORD // bits) if awq else (first * WORD // bits, second)
     groups = scale.shape[0]
-    if scale.shape[1] != rows or rows % each or zero.shape != (groups, rows // each) or not groups or not rows * cols:
+    whole = rows * cols and groups and not cols * bits % WORD and not rows * bits % WORD
+    if not whole or zero.shape != (groups, rows * bits // WORD) or scale.shape[1] != rows:
         return None
     if scale.dtype not in ("F16", "BF16", "F32") or (order is None and cols % groups):
         return None

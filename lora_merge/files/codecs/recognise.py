@@ -19,6 +19,7 @@ from ...errors import FitError, InputError
 from ..gguf.types import UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
+from .told import section
 
 SIGNS: Final = {
     # a tensor's last name    format that has it
@@ -44,9 +45,6 @@ SIGNS: Final = {
 }  # fmt: skip
 """Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
-
-SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
-"""Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
 
 BESIDE_WEIGHTS: Final = {
     "scale": ("SDNQ", frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))),
@@ -114,16 +112,6 @@ def together(parts: Mapping[str, Quantised]) -> Quantised:
     return Quantised(next(how, ""), frozenset(inside))
 
 
-def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of a config.json that tells how the weights are quantised; {} without one."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
-        for key in SECTIONS:
-            if isinstance(found := part.get(key), Mapping):
-                return found
-    return {}
-
-
 def recognised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any]
 ) -> tuple[Tensors, dict[str, Packing]]:
@@ -156,6 +144,8 @@ def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
+    if section(config).get("transform_config"):
+        return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
     read |= beside(packed)
     found: dict[str, str] = {}

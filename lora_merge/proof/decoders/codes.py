@@ -87,10 +87,14 @@ def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arra
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
         found = found / whole if encoding.divided else found * whole
+    found = nonzero(found)
     if encoding.swizzled:
         shape = count // encoding.cols, encoding.cols
-        return levels, Grid(Table(E2M1), nonzero(found[places(shape, (1, encoding.size), count, tiles=True)]))
-    scale = np.repeat(nonzero(found), encoding.size)
+        scale = found[places(shape, (1, encoding.size), count, tiles=True)]
+    else:
+        scale = np.repeat(found, encoding.size)
+    if "pre" in raw:
+        scale = scale * np.resize(scales(raw["pre"], encoding.inputs), count)
     if encoding.turned:
         levels, scale = (v.reshape(-1, encoding.turned, encoding.cols).swapaxes(1, 2).ravel() for v in (levels, scale))
     return levels, Grid(Table(E2M1), scale)
@@ -152,8 +156,10 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
         level = codes[column * (rows // each) + row // each] >> shift & mask
         zero = zeros[group * (rows // each) + row // each] >> shift & mask
     else:
-        level = codes[column // each * rows + row] >> bits * (column % each) & mask
-        zero = (zeros[group * (rows // each) + row // each] >> bits * (row % each) & mask) + int(encoding.plus_one)
+        words = np.ascontiguousarray(np.frombuffer(raw["codes"], "<u4").reshape(-1, rows).T[row[:, 0]])
+        level = _unpacked(words.view(np.uint8), bits, dense=True)
+        of_groups = np.frombuffer(raw["zero"], np.uint8).reshape(-1, rows * bits // 8)
+        zero = _unpacked(of_groups, bits, dense=True)[group, row] + int(encoding.plus_one)
     spread = np.broadcast_to(scale[group, row], level.shape).reshape(-1)
     levels = (level - zero).reshape(-1).astype(np.float64)
     return levels, Grid(Table(np.arange(-mask - 1, mask + 1)), spread)

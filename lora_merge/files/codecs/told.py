@@ -1,0 +1,62 @@
+"""What the side files of a folder tell about quantised weights: their format, and what was done to them before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ...disk.files import open_regular
+
+SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
+"""Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
+
+MODELOPT: Final = "hf_quant_config.json"
+"""ModelOpt's own file; newer releases write a section of config.json too."""
+
+RECIPE: Final = "recipe.yaml"
+"""llm-compressor's file of what was done to a model."""
+
+MODIFIERS: Final = {"SmoothQuantModifier": "SmoothQuant", "AWQModifier": "AWQ"}
+"""Steps of a recipe that move scales between a layer and the one before it. Rotations also leave `transform_config`."""
+
+RECIPE_LIMIT: Final = 1 << 20  # bytes of a recipe that are looked at
+
+
+def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of a config.json that tells how the weights are quantised; {} without one."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in SECTIONS:
+            if isinstance(found := part.get(key), Mapping):
+                return found
+    return {}
+
+
+def with_modelopt(config: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a folder with the section that `hf_quant_config.json` tells, where it has none."""
+    inner = told.get("quantization")
+    if section(config) or not isinstance(inner, Mapping) or not inner.get("quant_algo"):
+        return config
+    return {**config, SECTIONS[0]: {"quant_method": "modelopt", **inner}}
+
+
+def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield a note for the user if scales were moved between layers: the file holds another model of the same function.
+
+    Nothing in the file tells the scales, so an adapter that was trained on the original model cannot be changed in the
+    same way. https://arxiv.org/abs/2306.00978, https://arxiv.org/abs/2211.10438.
+    """
+    how = section(config)
+    methods = ["AWQ"] if how.get("quant_method") == "awq" or "AWQ" in str(how.get("quant_algo")) else []
+    text = ""
+    if (folder / RECIPE).is_file():
+        with open_regular(folder / RECIPE) as file:
+            text = file.read(RECIPE_LIMIT).decode(errors="replace")
+    methods += [name for word, name in MODIFIERS.items() if word in text and name not in methods]
+    if methods:
+        yield (
+            f"the base was changed by {' and '.join(methods)} before it was quantised: scales moved between its layers,"
+            " so an adapter that was trained on the original model does not fit it exactly; merge that one into the"
+            " unquantised model"
+        )
