@@ -107,6 +107,8 @@ def _named(job: Job, command: str, rule: str, folder: Path) -> Job:
     """Return the job with the default name in a folder."""
     stems = [a.path.name if is_folder(a.path) else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
+    if any(folder / f"{name}.safetensors" == a.path for a in job.adapters):  # of one adapter
+        name += f"-{command}"
     return replace(job, output=folder / f"{name}.safetensors")
 
 

@@ -242,7 +242,7 @@ _SENTENCES: Final = {
     "missing": "this field is required",
     "model_type": "should be a table of fields, in YAML or JSON: version: 1, and jobs",
     "dict_type": "should be a table of names and values",
-    "list_type": "should be a list",
+    "list_type": 'should be a list: [a, b]; of files: {glob: "loras/*.safetensors"}',
     "string_type": "should be text; quote it",
     "bool_type": "should be true or false",
     "too_short": "should not be empty",

@@ -59,7 +59,8 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
         raise SystemExit(code)  # it has said why
     wrong, total = _check(model, parts, output)
     say("")
-    say(f"Checked every one of {total} elements against fp64: {wrong} differ from the correctly rounded value.")
+    exact = f"{total - wrong} are rounded perfectly, {wrong} are the number next to that"
+    say(f"Checked all {total} numbers against fp64: {exact}.")
     if wrong > total // 1000:
         raise VerificationFailed("the demo's result is wrong", str(output), "report this with lora-merge doctor's text")
     say(f"All in {time.monotonic() - started:.1f} s. Now with your own files:")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from ..errors import UsageError
-from ..paths import exists
+from ..paths import exists, split_strength
 
 ASKED: Final = MappingProxyType({"-h": "--help", "-V": "--version", "version": "--version"})
 """Words by which people ask the program about itself → the option."""
@@ -23,6 +24,8 @@ _STRENGTH: Final = "a strength stands behind its file: lora-merge BASE ADAPTER:0
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
 _PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
+
+_LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -41,7 +44,8 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("--cpu",), "use --device cpu"),
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
         **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
-        **dict.fromkeys(("--te-strength", "--unet-strength", "--only", "--exclude", "--lbw", "--block-weights"), _PART),
+        **dict.fromkeys(("--te-strength", "--unet-strength", "--only", "--exclude"), _PART),
+        **dict.fromkeys(("--lbw", "--block-weights", "--block_weights"), _LBW),
     }
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
@@ -50,6 +54,8 @@ _SPELLINGS: Final = tuple(
     re.compile(pattern)
     for pattern in (
         r"<lora:(?P<path>.+?):(?P<value>[0-9.]+)(?::.*)?>",
+        r"(?P<path>.+?\.\w+) ?[*x](?P<value>-?[0-9.,]+)(?P<percent>%?)",
+        r"(?P<path>.+?\.\w+) (?P<value>-?[0-9.,]+)(?P<percent>%?)",
         r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
         r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
         r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
@@ -57,7 +63,10 @@ _SPELLINGS: Final = tuple(
         r"(?P<path>.+?):",
     )
 )
-_NUMBER: Final = re.compile(r"-?[0-9]*[.,]?[0-9]+%?")
+_NUMBER: Final = re.compile(r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?")
+"""A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
+
+_WINDOWS: Final = re.compile(r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)")
 _HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
 _ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
@@ -71,6 +80,18 @@ def check_options(args: Sequence[str], known: Set[str]) -> None:
         raise UsageError(f"there is no option {' nor '.join(found)} here", " ".join(args)[:200], fix)
 
 
+def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
+    """Raise UsageError for an option that is given twice with a value, as one of the two would not count."""
+    before = args[: args.index("--")] if "--" in args else args
+    for parameter in parameters:
+        if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
+            continue
+        given = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
+        if len(given) > 1:
+            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(given)} times", " ".join(args)[:200],
+                             "give it once")  # fmt: skip
+
+
 def check_command(word: str, commands: Collection[str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file."""
     if exists(word) or not re.fullmatch(r"[A-Za-z][A-Za-z-]*", word):
@@ -78,7 +99,11 @@ def check_command(word: str, commands: Collection[str]) -> None:
     if completed(word) != word:
         return
     near = get_close_matches(word, commands, 1, 0.7)
-    fix = f"lora-merge {near[0]} …" if near else f"name a base, or one of the commands: {', '.join(commands)}"
+    stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
+    files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
+    fix = f"name a base, or one of the commands: {', '.join(commands)}"
+    if near or files:
+        fix = "did you mean " + " or ".join([*(f"lora-merge {one} …" for one in near), *files]) + "?"
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
@@ -89,40 +114,55 @@ ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
     if _ADDRESS.match(path) and not exists(path):
-        how = "with a browser, or: curl -L -O ADDRESS" if path.lower().startswith("http") else "with a browser"
-        fix = f"download it first, {how}; from the Hub: hf download OWNER/NAME"
+        fix = "download it first, with a browser; from the Hub: hf download OWNER/NAME"
+        if path.lower().startswith("http"):
+            fix = f"download it first: curl -L -O -J {shlex.quote(path[:200])}; from the Hub: hf download OWNER/NAME"
+        elif found := re.fullmatch(r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", path, re.IGNORECASE):
+            fix = f"download it first: hf download {found[1]}"
         raise UsageError("an address, and not a file", path[:200], fix)
     if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
+    if os.name != "nt" and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
     there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
     return there[0] if there else path
 
 
-def with_ending(output: str | None, *, file: bool) -> str | None:
+def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None:
     """Return the output's name; where a `file` is written, with the ending that programs look for.
 
-    UsageError for "-", the output of other programs: a file is written under a name.
+    `like`: the base; where it is a GGUF file, its ending is the output's too. UsageError for "-", the output of other
+    programs: a file is written under a name.
     """
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
-    return f"{output}.safetensors" if plain and file and not exists(str(output)) else output
+    ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
+    return f"{output}{ending}" if plain and file and not exists(str(output)) else output
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:
     """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
     for word in words:
-        found = sorted(glob.glob(word)) if not exists(word) and set(word) & set("*?[") else []  # noqa: PTH207
-        yield from found or [word]
+        if exists(word) or not set(word) & set("*?[") or _ADDRESS.match(word):
+            yield word
+            continue
+        pattern, strength = split_strength(word)
+        found = sorted(glob.glob(word)) or sorted(glob.glob(pattern))  # noqa: PTH207
+        if not found and not any(spelling.fullmatch(word) for spelling in _SPELLINGS):
+            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
+        behind = "" if strength is None else f":{strength:g}"
+        yield from [f"{path}{behind}" for path in found] or [word]
 
 
 def check_adapter(text: str) -> None:
     """Raise UsageError for an adapter with its strength as other programs write it."""
     if exists(text):
         return
-    if _NUMBER.fullmatch(text):
-        fix = f"give each strength its own -s: -s 0.8 -s {text}; or write it behind its file: ADAPTER:{text}"
+    if value := right_form(text):
+        fix = f"write it behind its file: ADAPTER:{value}; or each with its own -s: -s {value}"
         raise UsageError("a number where an adapter belongs", text, fix)
     for pattern in _SPELLINGS:
         if match := pattern.fullmatch(text):
@@ -130,6 +170,12 @@ def check_adapter(text: str) -> None:
             value = _value(found) if found.get("value") else "0.8"
             path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
             raise UsageError("a strength in another program's words", text[:200], f"write {path}:{value}")
+
+
+def right_form(text: str) -> str:
+    """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
+    match = _NUMBER.fullmatch(text)
+    return _value(match.groupdict()) if match else ""
 
 
 def _value(found: Mapping[str, str | None]) -> str:

@@ -125,6 +125,7 @@ def refused(error: Exception) -> UsageError:
 def _meant(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     known = [one for parameter in getattr(getattr(context, "command", None), "params", ()) for one in parameter.opts]
+    known += ["--help", FLAG]
     if not name.startswith("--"):
         return ""
     near = get_close_matches(name, known, 1, 0.7) or [one for one in known if one.startswith(name)][:3]

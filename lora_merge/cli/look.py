@@ -38,7 +38,8 @@ def taken(args: Sequence[str]) -> list[str]:
         elif not equals:
             at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
         if name == FLAG and value not in COLORS:
-            raise UsageError(f"{value[:40]!r} is not a value of {FLAG}", FLAG, f"use one of {', '.join(COLORS)}")
+            what = f"{value[:40]!r} is not a value of {FLAG}" if value else f"{FLAG} has no value"
+            raise UsageError(what, FLAG, f"use one of {', '.join(COLORS)}")
         at += 1
     return rest
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..disk.volumes import same
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..options import OPTIONS
 from ..paths import exists, is_file
@@ -22,7 +23,7 @@ from ..process import LimitCheck, collect_rarely, on_stop, signals_first
 from ..text import Lines, one_line
 from . import proof, tables, viewing
 from .batch import batch
-from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
+from .habits import ASKED, check_command, check_once, check_options, completed, expanded, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import show_error, styled, taken
 from .making import commands
@@ -53,7 +54,9 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
-        args = taken(args)
+        args = args if ctx.resilient_parsing else taken(args)
+        if args[:2] == ["help", "help"]:
+            args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
             args = [*args[1:2], "--help"]
         elif args and args[0] in ASKED and not exists(args[0]):
@@ -62,9 +65,10 @@ class Commands(TyperGroup):
             if not ctx.resilient_parsing:  # as while the shell completes a word
                 self._suggest(args)
             args = ["merge", *args]
-        if args and args[0] in self.commands:
+        if args and args[0] in self.commands and not ctx.resilient_parsing:
             command = self.commands[args[0]]
             check_options(args[1:], {name for parameter in command.params for name in parameter.opts})
+            check_once(args[1:], command.params)
         take_text(self, ctx)
         return super().parse_args(ctx, args)
 
@@ -152,7 +156,7 @@ def merge(
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
-        job = make_job(base, named, with_ending(output, file=is_file(base)), strength_for=parts, **found)
+        job = make_job(base, named, with_ending(output, file=is_file(base), like=base), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
@@ -181,7 +185,9 @@ def _merge(
         done = None if dry_run else carry_out(plan, display)
     if done is None:
         if exists(job.output) and not job.overwrite:
-            say("  note: the output exists: the merge will need --overwrite, or another -o")
+            own = same(job.output, job.base)
+            what = "is the base, perhaps your only copy of it" if own else "exists: the merge will need --overwrite, or"
+            say(f"  note: the output {what}{': choose' if own else ''} another -o")
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
         return None
     if told is not None:

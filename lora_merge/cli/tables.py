@@ -135,11 +135,13 @@ def text_of_parts(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "parts (--strength-for NAME=FLOAT)"
     for name, count in found["parts"].items():
-        yield f"  {name:<14}{count:>6} tensors"
+        yield f"  {name:<14}{count:>6} tensor{'s' * (count != 1)}"
     yield ""
     yield "blocks (--strength-for NAME=FLOAT, FIRST-LAST=FLOAT)"
     for name, facts in found["blocks"].items():
-        yield f"  {name:<14}{facts['tensors']:>6} tensors" + (f"  {facts['first']} …" if facts["first"] else "")
+        yield f"  {name:<14}{facts['tensors']:>6} tensor{'s' * (facts['tensors'] != 1)}" + (
+            f"  {facts['first']} …" if facts["first"] else ""
+        )
     yield ""
     yield "lists of block weights (--strength-for lbw=NUMBER,NUMBER,…)"
     for count, order in found["lists"].items():

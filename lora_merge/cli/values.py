@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, completed
+from .habits import check_adapter, completed, right_form
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -37,7 +37,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if strength is not None or exists(path):
             own = tuple(_parts(text[comma + 1 :]))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
-    found = completed(text)
+    found = text if right_form(text) else completed(text)
     check_adapter(found)
     return found
 
@@ -81,9 +81,12 @@ def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
     """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
     found = [_strength(one) for text in texts for one in text.split(",")]
     if found and len(found) != adapters:
-        each = " ".join(f"-s {text}" for text in (texts[0],) * adapters)
+        if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8
+            fix = " ".join(f"-s {right_form(text)}" for text in texts)
+            raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: {fix}")
+        each = " ".join(f"-s {found[min(n, len(found) - 1)]:g}" for n in range(adapters))
         few = f"{len(found)} strength{'s' * (len(found) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
-        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{texts[0]}")
+        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{found[0]:g}")
     return found or None
 
 
@@ -91,6 +94,8 @@ def _strength(text: str) -> float:
     try:
         return number(text)
     except ValueError:
+        if value := right_form(text):
+            raise UsageError(f"strength {text[:40]!r} in another spelling", "--strength", f"write -s {value}") from None
         return factor(text, "--strength")  # which says that it is none
 
 
@@ -105,9 +110,11 @@ def _part(text: str) -> tuple[str, Any]:
     if name == BLOCK_WEIGHTS:
         return name, value
     with suppress(ValueError):
-        if equals:
+        if equals and not name.endswith("="):
             return name, number(value)
-    raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", "write it like te=0.5")
+    name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
+    fix = f"write {name}={right_form(value)}" if name and right_form(value) else "write it like te=0.5"
+    raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
 
 
 def one_setting(text: str) -> tuple[str, Any]:
@@ -136,8 +143,9 @@ def as_number(text: str, option: str, *, whole: bool) -> float:
     try:
         return int(text) if whole and "_" not in text else number(text)
     except ValueError as e:
-        fix = f"use a {'whole ' if whole else ''}number such as 1"
-        raise UsageError(f"{text[:40]!r} is not a number", option, fix) from e
+        kind, value = "whole number" if whole else "number", "" if whole else right_form(text)
+        fix = f"write {option} {value}" if value else f"use a {kind} such as 1"
+        raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
 
 
 def whole_number(text: str, option: str) -> int:

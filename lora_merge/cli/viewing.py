@@ -13,7 +13,7 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..text import Lines
 from .habits import completed, expanded
-from .helping import examples
+from .helping import examples, offered
 from .parameters import HTML, PLOT
 from .stages import watching
 from .tables import parts
@@ -131,8 +131,18 @@ def compare(
         show_comparison(found)
 
 
+def _schemas(incomplete: str) -> list[str]:
+    """Return the schemas whose names begin so, for the shell's completion."""
+    from ..viewing.schemas import KINDS
+
+    return offered(KINDS)(incomplete)
+
+
 def schema(
-    what: Annotated[str, typer.Argument(metavar="report|jobs|…", help="What the schema describes.")] = "report",
+    what: Annotated[
+        str,
+        typer.Argument(metavar="report|jobs|…", help="What the schema describes.", autocompletion=_schemas),
+    ] = "report",
 ) -> None:
     """Print the JSON Schema of a report, or of jobs files.
 

@@ -58,7 +58,7 @@ def _check_name(target: Path, *, folder: bool) -> None:
     """Raise UsageError for a name that no output can have, or whose suffix is wrong for the output."""
     if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
         raise UsageError("the base is a folder, so the output is a folder, but its name is that of a file", str(target),
-                         "name a folder with -o")  # fmt: skip
+                         f"name a folder: -o {target.stem}")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
         raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
                          f"name it {target.stem}.safetensors")  # fmt: skip

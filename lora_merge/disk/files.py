@@ -125,7 +125,11 @@ def open_regular(path: Path) -> BinaryIO:
         raise InputError("file not found", str(path), "check the path") from e
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise unreadable(path, e) from e
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        os.close(fd)
+        raise InputError("a folder where a file is read", str(path), "name a file in it")
+    if not stat.S_ISREG(mode):
         os.close(fd)
         raise InputError(
             "not a regular file",

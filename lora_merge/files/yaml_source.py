@@ -75,6 +75,13 @@ class Document:
         return next((n for n in found if n is not None), None)
 
 
+def _advice(text: str, mark: Any) -> str:
+    """Return what to do about a line that is not YAML."""
+    line = "" if mark is None else [*text.splitlines(), ""][min(mark.line, len(text.splitlines()))]
+    indent = line[: len(line) - len(line.lstrip())]
+    return "indent with spaces, not with tabs" if "\t" in indent else "check indentation, colons and quotes there"
+
+
 def parse(text: str, name: str) -> Document:
     """Return the document; UsageError with the line for invalid YAML, InputError if it would exhaust memory."""
     try:
@@ -84,7 +91,7 @@ def parse(text: str, name: str) -> Document:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise UsageError(f"not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}", f"{name}{line}",
-                         "check indentation, colons and quotes there") from e  # fmt: skip
+                         _advice(text, mark)) from e  # fmt: skip
     if root is None:
         raise UsageError("the jobs file is empty", name, "start from one of the files in configs/")
     values = _Values(name)

@@ -52,6 +52,10 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield from match_lines(facts["match"])
 
 
+SLACK: Final = 40
+"""Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
+
+
 def line(name: str, value: str) -> str:
     """Return one line: a name and its value."""
     return f"{name.replace('_', ' '):<13} {value}"
@@ -59,7 +63,9 @@ def line(name: str, value: str) -> str:
 
 def cut(text: str, width: int = WIDTH) -> str:
     """Return the beginning of a long text, and how much is left out."""
-    return text if len(text) <= width else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
+    return (
+        text if len(text) <= width + SLACK else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
+    )
 
 
 def match_lines(match: Mapping[str, Any]) -> Iterator[str]:

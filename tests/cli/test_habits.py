@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import lora_merge
 from lora_merge.cli import main as program
 from lora_merge.cli.habits import FOREIGN
 from lora_merge.cli.main import app
+from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
 
 from ..support import kohya, load, save, sd1
@@ -97,6 +99,89 @@ def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: st
     assert code == 2
     assert right in err
     assert not Path("out.safetensors").exists()
+
+
+@pytest.mark.parametrize("text", ["0,8", "80%", "=0.8", "4/5"])
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [(["-s", "{}"], "-s 0.8"), (["--strength-for", "te={}"], "te=0.8"), (["--density", "{}"], "--density 0.8"),
+     (["{}"], "ADAPTER:0.8")],
+)  # fmt: skip
+def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str], right: str, text: str) -> None:
+    code, _, err = run("base.safetensors", "lora.safetensors", *(word.format(text) for word in words))
+    assert code == 2
+    assert f" {right}" in err.partition("fix:")[2], err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["base.safetensors", "lora.safetensors", "-o", "a", "--output", "b"], "give it once"),
+        (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
+        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?d=e'"),
+        (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b"),
+        (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
+        (["bas", "lora.safetensors"], "base.safetensors"),
+        (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
+        (["resize", "--hlep"], "--help"),
+        (["batch", "loras"], "name a file in it"),
+    ],
+)
+def test_a_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
+    code, _, err = run(*words)
+    assert code in (2, 3)
+    assert fix in err.partition("fix:")[2], err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="it is a path there")
+def test_a_path_of_windows_is_named_as_such(run: Run) -> None:
+    code, _, err = run("base.safetensors", "C:\\loras\\style.safetensors:0.5")
+    assert code == 2
+    assert "/mnt/c/loras/style.safetensors" in err
+
+
+def test_a_pattern_may_have_a_strength(run: Run) -> None:
+    code, out, _ = run("base.safetensors", "loras/*.safetensors:0.5", "--dry-run")
+    assert code == 0
+    assert "0.5× unet" in out
+
+
+def test_a_dry_run_onto_the_base_does_not_advise_to_overwrite_it(run: Run) -> None:
+    code, out, _ = run("base.safetensors", "lora.safetensors", "-o", "base.safetensors", "--dry-run")
+    assert code == 0
+    assert "is the base" in out and "--overwrite" not in out
+
+
+def test_the_only_text_encoder_is_the_first_one(run: Run) -> None:
+    code, out, _ = run("base.safetensors", "lora.safetensors", "--strength-for", "text_encoder=0", "--dry-run")
+    assert code == 0
+    assert "te 0:" in out
+
+
+@pytest.mark.parametrize("command", ["combine", "average"])
+def test_one_adapter_alone_has_a_default_name_of_its_own(run: Run, command: str) -> None:
+    code, out, _ = run(command, "lora.safetensors", "--dry-run")
+    assert code == 0
+    assert f"lora-{command}.safetensors" in out
+
+
+def test_a_path_that_cannot_be_looked_at_has_a_typed_error(run: Run) -> None:
+    """The system refuses a name of 300 letters in the same way as a folder that may not be entered."""
+    odd = "a" * 300
+    for words in (["base.safetensors", odd], [odd, "lora.safetensors"], ["resize", odd, "--rank", 2], ["inspect", odd],
+                  ["base.safetensors", "lora.safetensors", "--report", f"{odd}/r.json"]):  # fmt: skip
+        code, _, err = run(*words)
+        assert code in (2, 3), err
+        assert "run again" not in err
+
+
+def test_permission_that_is_missing_is_answered_with_the_command_that_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path("/models/my loras/style.safetensors")
+    monkeypatch.setattr(os, "access", lambda path, _: path != file.parent)
+    if os.name != "nt":
+        assert "chmod a+x '/models/my loras'" in unreadable(file, PermissionError(13, "Permission denied")).fix
+        monkeypatch.setattr(os, "access", lambda *_: True)
+        assert "chmod a+r '/models/my loras/style" in unreadable(file, PermissionError(13, "Permission denied")).fix
 
 
 def test_a_missing_ending_is_tried(run: Run) -> None:

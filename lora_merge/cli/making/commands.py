@@ -12,7 +12,7 @@ import typer
 from ...options import OPTIONS
 from ...progress import unwatched
 from ..habits import completed, expanded, with_ending
-from ..helping import examples
+from ..helping import examples, offered
 from ..parameters import Command, read, with_options
 from ..stages import watching
 from ..text import echo, leave_lost_folder
@@ -76,10 +76,20 @@ def resize(
     _carry_out("resize", [adapter], {"rank": rank, **options})
 
 
+def _dialects(incomplete: str) -> list[str]:
+    """Return the dialects whose names begin so, for the shell's completion."""
+    from ...adapters_out.dialects import names
+
+    return offered(names())(incomplete)
+
+
 @_takes("base", *RANKS, "algorithm", "alpha", *ADAPTERS)
 def convert(
     adapter: Adapter,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.")] = "keep",
+    to: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.", autocompletion=_dialects),
+    ] = "keep",
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="COMPONENT", help="Write only these; repeatable.")

@@ -10,9 +10,12 @@ from ...methods import COMBINATIONS
 from ...options import OPTIONS, Kind, Option
 
 
-def _row(name: str, kind: Kind, metavar: str | None, text: str, short: str = "", group: str = "Options") -> Option:
+def _row(
+    name: str, kind: Kind, metavar: str | None, text: str, short: str = "", group: str = "Options",
+    words: tuple[str, ...] = (),
+) -> Option:  # fmt: skip
     default = False if kind == "switch" else None
-    return Option(name, kind, default, text, "never", short=short, metavar=metavar, group=group)
+    return Option(name, kind, default, text, "never", short=short, metavar=metavar, group=group, words=words)
 
 
 OWN: Final = MappingProxyType({
@@ -20,16 +23,19 @@ OWN: Final = MappingProxyType({
     for row in (
         _row("output", "path", "PATH", "File to write.", "-o", "Output"),
         _row("base", "path", "BASE", "The model, where a formula or a name needs it."),
-        _row("method", "text", "NAME", f"{', '.join([*COMBINATIONS][:3])}, dare … Default: sum."),
+        _row("method", "text", "NAME", f"{', '.join([*COMBINATIONS][:3])}, dare … Default: sum.",
+             words=(*COMBINATIONS,)),
         _row("conv_rank", "text", "RULE", "The rule for convolutions."),
         _row("max_rank", "whole", "N", "A ceiling for every rule."),
         _row("rank_for", "parts", "PART=RULE", "The rule for a part; repeatable."),
-        _row("algorithm", "text", "WAY", "lora, full (whole matrices) or auto; extract: lokr too."),
+        _row("algorithm", "text", "WAY", "lora, full (whole matrices) or auto; extract: lokr too.",
+             words=("lora", "full", "auto", "lokr")),
         _row("alpha", "text", "ALPHA", "rank (alpha = rank), keep, or a number."),
         _row("format", "text", "FORMAT", "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."),
         _row("include", "parts", "PART", "Compare only these; re:REGEX of base keys."),
         _row("exclude", "parts", "PART", "Leave these out; re:REGEX of base keys."),
-        _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff."),
+        _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff.",
+             words=("diff", "skip", "error")),
         _row("factor", "whole", "N", "The smaller factor of lokr, as LyCORIS takes it. Default: -1, near the root."),
         replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"), help="Of the output; keep: as the inputs."),
         _row("ema", "number", "BETA", "Exponential moving average."),
