@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import html_table, size
+from .text import html_table, size, stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +45,7 @@ class Report:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
-        yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
+        yield "output", f"{self.output} ({size(self.written)}, {stored(self.dtype)})"
         yield "base", f"{Path(self.base).name} ({self.architecture})"
         for name, one in self.coverage.items():
             parts = [f"{s}× {part}" for part, counts in one["strengths"].items() for s in counts]

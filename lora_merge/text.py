@@ -59,6 +59,11 @@ def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield counted({pattern: names}), reason
 
 
+def stored(dtype: str) -> str:
+    """Return what becomes of the dtypes with this value of `--dtype`."""
+    return "every tensor keeps its dtype" if dtype == "keep" else f"dtype {dtype}"
+
+
 def quoted(name: str) -> str:
     """Return a name from a file, safe to print: quoted, in ASCII with escapes, cut to 120 characters."""
     return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

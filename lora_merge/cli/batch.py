@@ -156,6 +156,7 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
     from ..batch.survey import check_space, disk_needs
     from ..disk.volumes import free_bytes
 
+    named: dict[str, int] = {}  # error → number of the first job that has it
     for s in made.planned:
         line = json.dumps(facts(s), ensure_ascii=False)
         if told is not None:
@@ -163,8 +164,10 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
         if as_json:
             echo(line)
         elif not quiet or s.error is not None:
-            echo(planned(s, len(made.planned)))
-            if s.error is not None:
+            first = named.setdefault(str(s.error), s.entry.number)
+            again = s.error is not None and first != s.entry.number
+            echo(planned(s, len(made.planned)) + (f"  for the same reason as [{first}]" if again else ""))
+            if s.error is not None and not again:
                 echo(indented(s.error))
     if not (as_json or quiet):
         echo(announced(made))

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import BatchFailed, error_dict
 from ..text import Lines, by_component, one_line, plural, size
 from .look import mark, panel, show, styled, text
+from .merge_look import nearest
 from .text import applied, echo, remarks
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Telling:
 
     def _line(self, one: JobReport) -> str:
         """ "[3/9] merged  out/ink-0.5.safetensors  1.99 GiB in 3.1 s", and for a failure what, where and fix."""
-        head = f"[{one.number}/{self.total}] {one.status}  {one.output}"
+        head = f"[{one.number}/{self.total}] {one.status}  {nearest(one.output)}"
         if one.report is not None:
             head += f"  {size(one.report.written)} in {one.seconds:.1f} s"
         if one.error is None:
@@ -96,7 +97,7 @@ def planned(s: PlannedJob, total: int) -> str:
     request = s.entry.request
     base = [job.base.name] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
-    return f"[{s.entry.number}/{total}] {fate}  {job.output}  {what}" + " + ".join([*base, *_adapters(s)])
+    return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
 
 
 def _adapters(s: PlannedJob) -> Iterator[str]:
@@ -162,7 +163,7 @@ def _failures(bad: list[JobReport]) -> Iterator[str]:
         by_reason.setdefault(one.error.what if one.error is not None else one.status, []).append(one)
     for what, some in by_reason.items():
         more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-        yield f"{some[0].where}  {some[0].output}{more}: {what}"
+        yield f"{some[0].where}  {nearest(some[0].output)}{more}: {what}"
 
 
 def failure(count: int, total: int, what: str) -> BatchFailed:

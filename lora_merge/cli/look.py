@@ -180,7 +180,10 @@ def show_error(words: str) -> None:
 
     first, *rest = words.split("\n")
     there = console(sys.stderr)
-    there.print(Text.assemble((f"{mark('failed', sys.stderr)} error: ", "bold red"), (first, "bold")), soft_wrap=True)
+    sign = f"{mark('failed', sys.stderr)} error: "
+    for row in _broken(first, there.width - INDENT):
+        there.print(Text.assemble((sign.ljust(INDENT), "bold red"), (row, "bold")), soft_wrap=True)
+        sign = ""
     for line in rest:
         head, colon, tail = line.partition(":")
         known = head.strip() if colon and head in ("  where", "  fix") else ""

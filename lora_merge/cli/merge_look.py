@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..text import by_pattern, by_reason, counted, one_line, plural, size
+from ..text import by_pattern, by_reason, counted, one_line, plural, size, stored
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
-from .text import applied, deviation, effect, matched, recomputed, retained, saturated, silent, stored, unchanged
+from .text import applied, deviation, effect, matched, recomputed, retained, saturated, silent, unchanged
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan

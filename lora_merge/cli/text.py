@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
-from ..text import by_pattern, by_reason, counted, listed, plural, shown, size
+from ..text import by_pattern, by_reason, counted, listed, plural, shown, size, stored
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -171,11 +171,6 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         say(f"unused   {unused(account)}")
     for warning in proof["warnings"]:
         echo(f"warning: {warning}", err=True)
-
-
-def stored(dtype: str) -> str:
-    """Return what becomes of the dtypes with this value of `--dtype`."""
-    return "every tensor keeps its dtype" if dtype == "keep" else f"dtype {dtype}"
 
 
 def recomputed(proof: Mapping[str, Any]) -> str:

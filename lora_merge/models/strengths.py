@@ -79,8 +79,6 @@ class Strengths:
             return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])
         if part == "te":
             return component.startswith("te")
-        if part == "te1" and component == "te":  # the only one; programs that know several have numbers for it too
-            return True
         denoiser = {"unet", "transformer"}
         return part == component or (part in denoiser and component in denoiser)
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
+from ..text import stored
 from .metadata import TITLE
 from .plan import CARD, Plan
 
@@ -133,7 +134,7 @@ def _words(plan: Plan) -> Iterator[str]:
         what = ", ".join(m.algorithms) or "no change"
         yield f"* {_plain(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
-    dtype = "every tensor keeps its dtype" if job.dtype == "keep" else f"dtype {job.dtype}"
+    dtype = stored(job.dtype)
     yield f"{plan.changed} tensors changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
     licences = [*_licences(plan, _split(read_card(plan.base.path / CARD) or "")[0] or {})]
     if len({licence.lower() for _, licence in licences}) > 1:

@@ -19,7 +19,7 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
-from ..text import by_component, by_pattern, html_table, size
+from ..text import by_component, by_pattern, html_table, size, stored
 from .quantising import NOTHING, Quantising
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Plan:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
-        yield "output", f"{self.job.output} ({size(self.size)}, dtype {self.job.dtype})"
+        yield "output", f"{self.job.output} ({size(self.size)}, {stored(self.job.dtype)})"
         yield "base", f"{self.job.base.name} ({self.architecture}, {len(self.base.tensors)} tensors)"
         for ref, m in zip(self.job.adapters, self.adapters, strict=True):
             strengths = [f"{s:g}× {part} ({n})" for part, counts in m.strengths.items() for s, n in counts.items()]

@@ -152,12 +152,6 @@ def test_a_dry_run_onto_the_base_does_not_advise_to_overwrite_it(run: Run) -> No
     assert "is the base" in out and "--overwrite" not in out
 
 
-def test_the_only_text_encoder_is_the_first_one(run: Run) -> None:
-    code, out, _ = run("base.safetensors", "lora.safetensors", "--strength-for", "text_encoder=0", "--dry-run")
-    assert code == 0
-    assert "te 0:" in out
-
-
 @pytest.mark.parametrize("command", ["combine", "average"])
 def test_one_adapter_alone_has_a_default_name_of_its_own(run: Run, command: str) -> None:
     code, out, _ = run(command, "lora.safetensors", "--dry-run")
