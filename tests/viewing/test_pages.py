@@ -17,6 +17,7 @@ import torch
 
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
+from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.heat_map import places, short
 
 from ..support import load, rand, save
@@ -186,6 +187,19 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.svg")[0] == 0
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("unit", "ends"), [("cosine", (-1, 1)), ("", (0.25, 0.5))])
+def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float, float]) -> None:
+    """Two adapters that hardly agree are pale; other numbers take all colours between the least and the largest."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    ax = figure.subplots()
+    cells = [{"row": 0, "column": n, "values": {"x": value}} for n, value in enumerate((0.25, 0.5))]
+    metric = {"key": "x", "title": "x", "unit": unit}
+    plot._heat_map(
+        {"metrics": [metric], "rows": ["r"], "columns": ["a", "b"], "cells": cells, "title": "t"}, ax, figure
+    )
+    assert ax.images[0].get_clim() == ends
 
 
 def test_what_cannot_be_made_is_said_before_the_work(

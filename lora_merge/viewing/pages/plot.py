@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import UsageError
+from .content import COSINE
 from .page import content
 
 FORMATS: Final = (".png", ".svg", ".pdf")
@@ -59,7 +60,8 @@ def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
     for cell in found["cells"]:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
-    image = ax.imshow(numbers, aspect="auto", cmap="Blues")
+    of_cosines = {"cmap": "RdBu", "vmin": -1, "vmax": 1}  # 0 is the middle of the colours, as on a page
+    image = ax.imshow(numbers, aspect="auto", **(of_cosines if metric["unit"] == COSINE else {"cmap": "Blues"}))
     ax.set_xticks(
         range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7
     )
