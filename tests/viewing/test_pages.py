@@ -167,6 +167,30 @@ def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_pa
             assert counts[15] / sum(counts) == pytest.approx(wanted, abs=0.05)
 
 
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+@pytest.mark.parametrize(
+    ("stored", "beside", "shown_as"),
+    [
+        (f"data:image/png;base64,{DOT}", "", f"data:image/png;base64,{DOT}"),
+        ("", "a.png", f"data:image/png;base64,{DOT}"),
+        ("", "a.preview.png", f"data:image/png;base64,{DOT}"),
+        ("data:image/svg+xml;base64,PHN2Zz4=", "", ""),
+        ('data:image/png;base64,"><script>', "", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_page_shows_the_preview_picture(stored: str, beside: str, shown_as: str, tmp_path: Path) -> None:
+    """Of the metadata, or of a file beside the adapter; nothing that could be a program."""
+    factors = {"a.lora_up.weight": rand(4, 2), "a.lora_down.weight": rand(2, 4)}
+    file = save(factors, tmp_path / "a.safetensors", {"modelspec.thumbnail": stored} if stored else None)
+    if beside:
+        (tmp_path / beside).write_bytes(base64.b64decode(DOT))
+    html = pages.page(inspect(file))
+    assert content(html)["image"] == shown_as
+
+
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
     job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}

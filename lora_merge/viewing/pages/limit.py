@@ -33,7 +33,7 @@ def encoded(content: Mapping[str, Any]) -> str:
 
 def fitted(content: Mapping[str, Any], room: int) -> str:
     """Return content as JSON of at most `room` bytes, as much of it as fits, with a note on what is left out."""
-    short, made = _cut(content), ""
+    short, made = {**_cut(content), "image": content.get("image", "")}, ""
     for level in LEVELS:
         left: list[str] = []
         kept = _kept(short, level, left)
@@ -58,6 +58,9 @@ def _cut(value: Any) -> Any:
 def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
     """Return the content of a level; `left` gets what is left out, in words."""
     made = dict(content)
+    if content["image"] and not level.pictures:
+        left.append("the preview picture")
+        made["image"] = ""
     for name in ("warnings", "notes", "summary"):
         made[name] = _first(content[name], level.rows, name, left)
     for name in ("tables", "bars"):

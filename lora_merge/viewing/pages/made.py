@@ -159,7 +159,7 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     page.summary(*counts.items(), ("time of all jobs", f"{sum(r.get('seconds', 0) for r in reports):.1f} s"))
     page.data["warnings"] = [f"{job['output']}: {job['error']['what']}" for job in found if job.get("error")]
     rows = []
-    for job, report in zip(found, reports, strict=True):
+    for job, report in sorted(zip(found, reports, strict=True), key=lambda pair: pair[0]["number"]):
         every = (report.get("numbers") or {}).get("all") or {}
         link = {"text": Path(job["output"]).name, "href": Path(job["output"]).absolute().as_uri()}
         rows.append(

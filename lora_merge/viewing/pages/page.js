@@ -40,7 +40,7 @@ function facts(rows) {
 
 function cell(value, column) {
   if (value && typeof value === "object" && "href" in value) return element("td", {}, element("a", { href: value.href }, value.text));
-  const made = element("td", typeof value === "number" ? { class: "number" } : {}, number(value, column.unit));
+  const made = element("td", column.numeric ? { class: "number" } : {}, number(value, column.unit));
   if (column.bar && typeof value === "number" && column.most) {
     made.append(element("span", { class: "bar", "aria-hidden": "true", style: `width:${Math.max(0, Math.min(100, 100 * value / column.most))}%` }));
   }
@@ -49,7 +49,7 @@ function cell(value, column) {
 
 function table(found) {
   const body = element("tbody");
-  const columns = found.columns.map((column, at) => ({ ...column, most: Math.max(0, ...found.rows.map((row) => typeof row[at] === "number" ? row[at] : 0)) }));
+  const columns = found.columns.map((column, at) => ({ ...column, numeric: found.rows.some((row) => typeof row[at] === "number"), most: Math.max(0, ...found.rows.map((row) => typeof row[at] === "number" ? row[at] : 0)) }));
   let sorted = -1, down = false;
   const fill = () => {
     const rows = [...found.rows];
@@ -66,7 +66,7 @@ function table(found) {
     body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at])))));
   };
   const heads = columns.map((column, at) => {
-    const head = element("th", { scope: "col", class: found.rows.some((row) => typeof row[at] === "number") ? "number" : null });
+    const head = element("th", { scope: "col", class: column.numeric ? "number" : null });
     head.append(element("button", { type: "button", title: "Sort by this column", on: { click: () => {
       down = sorted === at ? !down : false;
       sorted = at;
@@ -227,6 +227,7 @@ function build() {
   document.getElementById("title").textContent = content.title;
   document.getElementById("footer").textContent = content.footer;
   main.replaceChildren();
+  if (content.image) section("Preview", element("img", { src: content.image, alt: `Preview picture of ${content.title}`, class: "preview" }));
   if (content.summary.length) section("Summary", facts(content.summary));
   if (content.warnings.length) section("Warnings", element("ul", {}, ...content.warnings.map((text) => element("li", {}, text)))).classList.add("warn");
   for (const found of content.heat_maps) heatMap(found);

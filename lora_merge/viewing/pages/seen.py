@@ -9,6 +9,7 @@ from typing import Any, Final
 from ...text import size
 from .content import COSINE, Content, Found, Metric, root, strengths
 from .heat_map import short
+from .preview import preview
 
 MEASURED: Final = (
     Metric("norm", "‖ΔW‖", join=root),
@@ -60,7 +61,10 @@ def of_file(found: Found) -> dict[str, Any]:
     )
     page.data["notes"] = list(found.get("notes", ()))
     trained = found.get("trained") or {}
-    page.table("Training", ["fact", "value"], ([name, _plain(value)] for name, value in trained.items()))
+    page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
+    page.table(
+        "Training", ["fact", "value"], ([name.replace("_", " "), _fact(name, value)] for name, value in trained.items())
+    )
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks"],
@@ -188,6 +192,13 @@ def _range(found: Any) -> str:
 
 def _six(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def _fact(name: str, value: Any) -> str:
+    """Return a fact of the training in words."""
+    if name == "datasets":
+        return ", ".join(f"{one['name']} ({one['images']} images × {one['repeats']})" for one in value)
+    return f"a picture in {value['in']}" if name == "preview" else _plain(value)
 
 
 def _plain(value: Any) -> str:
