@@ -191,6 +191,19 @@ def test_a_page_shows_the_preview_picture(stored: str, beside: str, shown_as: st
     assert content(html)["image"] == shown_as
 
 
+def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, text = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
+    assert code == 0
+    layers = json.loads(text)["layers"]
+    (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "By block"]
+    assert sum(row[1] for row in table["rows"]) == len(layers)
+    assert sum(row[2] ** 2 for row in table["rows"]) == pytest.approx(sum(one["norm"] ** 2 for one in layers.values()))
+    kept = sum(row[2] ** 2 * row[3] for row in table["rows"])
+    assert kept == pytest.approx(sum(one["norm"] ** 2 * one["energy"] for one in layers.values()), rel=1e-4)
+    assert 0 < table["rows"][0][3] < 1
+
+
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
     job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}

@@ -41,7 +41,7 @@ COARSE: Final = 4
 class Looks:
     """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
 
-    every: int = 128
+    every: int = 256
     least: int = 2**11
 
     def rows(self, block: Block) -> range:

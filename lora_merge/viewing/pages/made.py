@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ...text import size
 from .content import Content, Found, Metric, root, strengths
+from .heat_map import places, short
 
 STRONGER: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
@@ -139,6 +140,7 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
         MADE,
         found["layers"],
     )
+    _by_block(page, found["layers"])
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
@@ -147,6 +149,24 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     page.command("Prove it again:", "lora-merge", "verify", found["output"])
     page.command("Repeat it:", "lora-merge", "replay", found["output"])
     return page.data
+
+
+def _by_block(page: Content, layers: Found) -> None:
+    """Add how large the change of each block is, and how much of it is kept, of layers whose loss is known."""
+    known = [name for name, one in layers.items() if one.get("norm") is not None and one.get("residual") is not None]
+    blocks: dict[str, list[str]] = {}
+    for name, (block, _) in places(known).items():
+        blocks.setdefault(block, []).append(name)
+    labels = short(blocks)
+    rows: list[list[Any]] = []
+    for block, names in blocks.items():
+        norm = root([layers[n]["norm"] for n in names])
+        lost = root([layers[n]["norm"] * layers[n]["residual"] for n in names])
+        rows.append([labels[block], len(names), norm, 1 - (lost / norm) ** 2 if norm else None])
+    page.bars("‖ΔW‖ by block", "block", ((label, norm) for label, _, norm, _ in rows))
+    if len(rows) > 1:
+        page.table("By block", ["block", "layers", {"title": "‖ΔW‖", "bar": True},
+                                {"title": "energy kept", "unit": "%", "bar": True}], rows)  # fmt: skip
 
 
 def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
