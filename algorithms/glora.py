@@ -79,7 +79,7 @@ def _expect(shapes: Shapes, want: Shapes) -> None:
 
 def scalars_from_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
     """Return scale = (α / r)²; 1 without an α."""
-    return {name: value**2 for name, value in alpha_over("a1")(alpha, shapes, target).items()}
+    return {name: value * value for name, value in alpha_over("a1")(alpha, shapes, target).items()}
 
 
 def delta(base: Tensor, t: GloraTensors) -> Tensor:

@@ -132,13 +132,13 @@ def factors(base: Tensor, t: LokrTensors) -> tuple[Tensor, Tensor]:
     u2, v2 = _pair(w2, t.w2_a if t.t2 is None or t.w2_a is None else t.w2_a.mT,
                    t.w2_b if t.t2 is None or t.w2_b is None else tucker(t.t2, t.w2_b))  # fmt: skip
     u1 = u1 * (t.rs_scale if t.rs_lora else t.scale)
-    n, rank = len(u1), u1.shape[2] * u2.shape[2]
+    n = len(u1)
     if t.w2 is not None and t.w2.dim() == 4 and t.right_aligned:
         left = torch.einsum("nla,npb->nplab", u1, u2)
         right = torch.einsum("nam,nbqk->nabqmk", v1, v2.reshape(n, u2.shape[2], *t.w2.shape[2:]))
     else:
         left, right = torch.einsum("nla,npb->nlpab", u1, u2), torch.einsum("nam,nbq->nabmq", v1, v2)
-    return left.reshape(n, -1, rank), right.reshape(n, rank, -1)
+    return left.flatten(1, 2).flatten(2), right.flatten(1, 2).flatten(2)
 
 
 def _pair(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -54,10 +54,10 @@ class StoredBase:
     def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
         """Return the errors for embeddings or heads that keep their rows while the adapter resizes the other end."""
         views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
-        old = {view.row_slices[0].key: view.shape[0] for view in views}
-        new = {key: replaced.get(key, self.base[key]).shape[0] for key in old}
+        old = {view.row_slices[0].key: view.shape[:1] for view in views}
+        new = {key: replaced.get(key, self.base[key]).shape[:1] for key in old}
         grown = {old[key] for key in old if key in self.other and new[key] != old[key]}
-        left = {v.row_slices: v.row_slices[0].key for v in views if new[v.row_slices[0].key] == v.shape[0] in grown}
+        left = {v.row_slices: v.row_slices[0].key for v in views if new[v.row_slices[0].key] == v.shape[:1] in grown}
         return {
             pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
         }

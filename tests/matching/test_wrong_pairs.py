@@ -192,3 +192,13 @@ def test_names_of_another_kind_of_model_are_no_sign_of_a_smaller_one(keep: str, 
     }
     with pytest.raises(FitError, match="smaller or pruned"):
         lora_merge.plan(tmp_path, save(deeper, tmp_path / "b.st"), tmp_path / "out", setting={"lora_alpha": 2})
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "token_embedding.weight"])
+@pytest.mark.parametrize("value", [torch.tensor(1.0), torch.zeros(0), torch.zeros(0, 4)])
+def test_embeddings_without_rows_are_a_base_like_any_other(tmp_path: Path, name: str, value: torch.Tensor) -> None:
+    """A tensor of one number has no axis of rows that could be counted."""
+    save({name: value, "m.weight": torch.zeros(4, 4)}, tmp_path / "base")
+    save({"m.lora_up.weight": torch.ones(4, 1), "m.lora_down.weight": torch.ones(1, 4)}, tmp_path / "a")
+    lora_merge.merge(tmp_path / "base", [tmp_path / "a"], tmp_path / "out", device="cpu")
+    assert load(tmp_path / "out")["m.weight"].eq(1).all()
