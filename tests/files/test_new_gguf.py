@@ -48,6 +48,49 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], str, str]] = {
 """`general.architecture` → shapes, the layer that the adapter changes, prefix in the checkpoint."""
 
 
+OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "hyvid": ("double_blocks.0.img_attn_qkv", ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv",)),
+    "sd3": ("joint_blocks.0.x_block.attn.qkv", ("joint_blocks.0.context_block.attn.qkv", "context_embedder")),
+    "aura": ("double_layers.3.attn.w1q", ("double_layers.3.modX.1", "single_layers.0.attn.w1q")),
+    "hidream": (
+        "double_stream_blocks.0.block.attn1.to_q",
+        ("caption_projection.0.linear", "double_stream_blocks.0.block.ff_i.shared_experts.w3"),
+    ),
+    "cosmos": ("blocks.0.self_attn.q_proj", ("blocks.0.mlp.layer1", "blocks.0.adaln_modulation_cross_attn.1")),
+    "ltxv": (
+        "transformer_blocks.0.attn1.to_q",
+        ("adaln_single.emb.timestep_embedder.linear_2", "caption_projection.linear_2", "transformer_blocks.0.scale_shift_table"),
+    ),
+    "sd1": (
+        "input_blocks.4.1.transformer_blocks.0.attn1.to_q",
+        ("input_blocks.3.0.op", "input_blocks.9.0.op", "input_blocks.4.1.transformer_blocks.0.attn2.to_k"),
+    ),
+    "lumina2": ("layers.0.attention.qkv", ("cap_embedder.1", "context_refiner.0.attention.qkv")),
+    "qwen_image": ("transformer_blocks.0.attn.to_q", ("txt_norm", "transformer_blocks.0.img_mod.1", "img_in")),
+}  # fmt: skip
+"""`general.architecture` → the layer that the adapter changes, and the layers by which the loader knows the model."""
+
+
+@pytest.mark.parametrize("arch", list(OTHERS))
+def test_every_kind_that_the_loader_knows_becomes_gguf_and_stays_what_it_is(arch: str, tmp_path: Path) -> None:
+    layer, signs = OTHERS[arch]
+    names = [f"{layer}.weight", *(n if n.endswith("table") else f"{n}.weight" for n in signs)]
+    base = save(checkpoint({name: (64, 64) for name in names}), tmp_path / "base.safetensors")
+    down, up = rand(4, 64, seed=1, scale=0.1), rand(64, 4, seed=2, scale=0.1)
+    stem = f"diffusion_model.{layer}"
+    lora = save({f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}, tmp_path / "lora.safetensors")
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    assert command("merge", base, lora, "-o", first, "--dtype", "q8_0") == 0
+    assert command("merge", first, lora, "-o", second) == 0
+    assert by_library.fields(second)["general.architecture"] == arch
+    read, change = by_library.read(second), (up.double() @ down.double()).numpy()
+    assert {name: kind for name, (_, kind) in read.items()} == {n: k for n, (_, k) in by_library.read(first).items()}
+    want = load(base)[f"{layer}.weight"].double().numpy() + 2 * change
+    found, kind = read[f"{layer}.weight"]
+    assert kind == "Q8_0"
+    assert np.abs(found - want).max() <= 2.0 * np.abs(want).max() / 127
+
+
 def inputs(folder: Path, arch: str) -> tuple[Path, Path, dict[str, Any]]:
     """Base, adapter, and name in the GGUF file → the wanted numbers."""
     shapes, layer, prefix = CASES[arch]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.errors import InputError, VerificationFailed
+from lora_merge.errors import InputError, MergeError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
 from lora_merge.viewing.inspect import inspect
@@ -196,6 +196,10 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
     return {**tensors, key: scale}
 
 
+CODES = ("weight_packed", "qweight", "weight._data", "weight")
+"""Last names of the tensors of codes."""
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
@@ -213,10 +217,13 @@ def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="scale") as caught:
             lora_merge.merge(source, lora, out, dtype="bf16")
         assert NAMES[0] in caught.value.where
-    key = f"{NAMES[0]}.{form.scale}"
-    save({**tensors, key: tensors[key].reshape(-1)[:0].clone()}, file)
-    with pytest.raises(InputError, match="quantised"):
-        lora_merge.merge(source, lora, out, dtype="bf16")
+    codes = next(last for last in CODES if f"{NAMES[0]}.{last}" in tensors)
+    for last, count in ((form.scale, 0), (form.scale, -1), (codes, -1)):
+        key = f"{NAMES[0]}.{last}"
+        if tensors[key].numel() > 1 or not count:
+            save({**tensors, key: tensors[key].reshape(-1)[:count].clone()}, file)
+            with pytest.raises(MergeError, match=r"quantised|shape|fit"):
+                lora_merge.merge(source, lora, out, dtype="bf16")
     assert not out.exists()
 
 
