@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import html_table, size, stored
+from .text import codes_line, html_table, size, stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +35,7 @@ class Report:
     notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
     device_choice: str = ""  # why `--device auto` took the device
     numbers: Mapping[str, Any] = field(default_factory=dict)  # what the merge did to the weights
+    codes: Mapping[str, Any] = field(default_factory=dict)  # quantised weights by format, encoded ones, plain matrices
     schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
 
     def __repr__(self) -> str:
@@ -51,6 +52,8 @@ class Report:
             parts = [f"{s}× {part}" for part, counts in one["strengths"].items() for s in counts]
             yield "adapter", f"{name}: {one['matched']} of {one['total']} modules, {', '.join(parts)}"
         yield "changed", f"{self.changed} of {self.tensors} tensors in {self.seconds:.1f} s on {self.device}"
+        if self.codes:
+            yield "codes", codes_line(self.codes)
         if self.verified is not None:
             worst = f"at most {self.verified['worst_ulp']:.2f} ulp from the exact numbers"
             yield "verified", f"{self.verified['tensors']} tensors computed again in fp64, {worst}"

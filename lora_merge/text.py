@@ -112,3 +112,9 @@ class Lines(str):
 def shown(text: str) -> str:
     """Return the text escaped to one line; `Lines` stay as they are."""
     return text if isinstance(text, Lines) else one_line(text)
+
+
+def codes_line(codes: Mapping[str, Any]) -> str:
+    """Return what of an output is quantised, in a few words."""
+    formats = ", ".join(f"{count} weights {name}" for name, count in codes["formats"].items())
+    return f"{formats}; {codes['encoded']} of them encoded, {codes['plain']} other matrices are plain numbers"

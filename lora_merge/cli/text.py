@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
-from ..text import by_pattern, by_reason, counted, listed, plural, shown, size, stored
+from ..text import by_pattern, by_reason, codes_line, counted, listed, plural, shown, size, stored
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -49,6 +49,8 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
         for note in (*m.adapter.notes, *m.notes):
             say(f"  note: {note}")
     say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {plan.changed} tensors change")
+    if codes := plan.codes:
+        say(f"codes    {codes_line(codes)}")
     if verbose:
         for file in plan.files:
             for t in file.targets:

@@ -209,7 +209,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
         seconds=seconds, device=written.device, device_choice=written.choice,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
-        saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes, *lost),
+        codes=plan.codes, saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes, *lost),
         numbers=written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated),
     )  # fmt: skip
 

@@ -109,7 +109,7 @@ def make_plan(matched: Matched) -> Plan:
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
-    notes = [*quantised.notes, *([f"not copied, because they hold other weights: {listed(left)}"] if left else [])]
+    notes = [f"not copied, because they hold other weights: {listed(left)}"] if left else []
     if led := led_outside(base.path, sides):
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):

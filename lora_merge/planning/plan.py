@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,6 +162,20 @@ class Plan:
         new = {one.name for made in self.quantising.made.values() for one in made.beside}
         targets = [t for f in self.files for t in f.targets]
         return sum([1 for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new)])
+
+    @property
+    def codes(self) -> Mapping[str, Any]:
+        """What of the output is quantised: `formats` (format → weights), how many of these weights the merge encodes,
+        the others being copied, and how many other matrices are plain numbers. Empty where nothing is quantised."""
+        weights = [t for f in self.files for t in f.targets if t.stored.endswith(".weight") or t.packed is not None]
+        coded = [t for t in weights if t.packing.encoding.quantised]
+        if not coded:
+            return {}
+        return {
+            "formats": dict(Counter(t.packing.encoding.title for t in coded)),
+            "encoded": len([t for t in coded if not t.copied]),
+            "plain": len([t for t in weights if len(t.shape) == 2 and not t.packing.encoding.quantised]),
+        }
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
         """Return tensor → (shape in the base, shape in the output) for the tensors of one folder that change shape.

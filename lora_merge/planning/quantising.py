@@ -60,7 +60,6 @@ class Quantising:
 
     made: Mapping[str, Made]  # weight → its new form
     section: Mapping[str, Any] | None = None  # of config.json, for folders
-    notes: tuple[str, ...] = ()
 
 
 NOTHING: Final = Quantising({})
@@ -86,8 +85,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     matrices = [i for i in base.tensors.values() if len(i.shape) == 2 and i.name.endswith(".weight")]
     kept = [stored_name(i).removesuffix(".weight") for i in matrices if i.name not in made]
     section = None if form is None or form.section is None else form.section(sorted({*kept, "lm_head"}))
-    note = f"{len(made)} weights are quantised to {job.dtype}; {len(kept)} other matrices keep their numbers"
-    return Quantising(made, section, (note,))
+    return Quantising(made, section)
 
 
 def _form(job: Job, base: Index) -> Form:

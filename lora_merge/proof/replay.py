@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
+from ..algorithms import Shape
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS
+from ..dtypes import DTYPES, FLOATS, FORMATS
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
+from ..files.codecs.making import FILES, FOLDERS
 from ..job import Adapter, Job, make_job
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
@@ -173,7 +176,11 @@ def _job_of(
 
 
 def _dtype(made: Index, base: Index) -> str:
-    """Return the --dtype that gives the output its dtypes."""
+    """Return the --dtype that gives the output its dtypes, or its quantised weights where the base has other ones."""
+    for name, packing in made.packed.items():
+        old = base.packed.get(name)
+        if packing.encoding.quantised and name in base.tensors and (old is None or old.encoding != packing.encoding):
+            return _format(made, base, name)
     floats = {n: t.dtype for n, t in made.tensors.items() if t.dtype in FLOATS}
     if all(base.tensors[n].dtype == d for n, d in floats.items() if n in base.tensors):
         return "keep"
@@ -183,3 +190,29 @@ def _dtype(made: Index, base: Index) -> str:
         raise VerificationFailed("no --dtype gives such a mixture of dtypes", f"{made.path}: {', '.join(found)}",
                                  "the file was made in another way")  # fmt: skip
     return options[found.pop()]
+
+
+def _format(made: Index, base: Index, name: str) -> str:
+    """Return the --dtype that stores a weight as the output does."""
+    for option in FORMATS:
+        form = (FOLDERS if made.path.is_dir() else FILES).get(option)
+        if form is None:
+            same = made.packed[name].encoding.title.lower() == option
+        else:
+            one = form.make(base.tensors[name])
+            same = one is not None and _stored(made, name) == _as_stored((one.packing.codes, *one.beside))
+        if same:
+            return option
+    raise VerificationFailed(f"no --dtype gives weights of {made.packed[name].encoding.title}",
+                             f"{made.path}: {quoted(name)}", "the file was made in another way")  # fmt: skip
+
+
+def _stored(index: Index, name: str) -> frozenset[tuple[str, str, Shape]]:
+    """Return name, dtype and shape of all tensors in which a weight is stored."""
+    packing = index.packed[name]
+    own = {t.name: t for header in index.headers.values() for t in header.tensors.values()}
+    return _as_stored((packing.codes, *(own[n] for n in packing.names if n in own)))
+
+
+def _as_stored(tensors: Iterable[StoredTensor | None]) -> frozenset[tuple[str, str, Shape]]:
+    return frozenset((t.name, t.dtype, t.shape) for t in tensors if t is not None)
