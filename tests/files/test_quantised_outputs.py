@@ -76,7 +76,8 @@ def test_jobs_of_a_batch_read_a_quantised_base_once_and_give_the_bytes_of_single
             patched.setattr(Reader, "read_into", counted)
             assert [r.status for r in lora_merge.run_batch(jobs)] == ["merged"] * 2
         source = folder / f"{base}.safetensors"
-        assert source.stat().st_size <= read[source.name] < 1.2 * source.stat().st_size
+        # Twice would be a read for each job; scales of blocks may be fetched by two threads at once.
+        assert source.stat().st_size <= read[source.name] < 2 * source.stat().st_size
         for name in alone:
             one, other = (load(folder / f"{base}-{name}{end}.safetensors") for end in ("", "-too"))
             assert one.keys() == other.keys()
