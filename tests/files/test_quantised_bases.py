@@ -280,3 +280,18 @@ def test_a_method_that_combines_changes_meets_the_decoded_base(name: str, tmp_pa
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     lora_merge.merge(source, adapters, out, method="ties", density=0.3)
     assert lora_merge.verify(out, full=True)["tensors"] == 2
+
+
+def test_rotated_rows_with_one_scale_are_refused(tmp_path: Path) -> None:
+    """ComfyUI rotates only what has a scale for each row; without the rotation the numbers would be others."""
+    mark = json.dumps({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}).encode()
+    layer = {"weight": torch.ones(SHAPE, dtype=torch.int8), "weight_scale": torch.tensor(0.1)}
+    found = {f"{NAMES[0]}.{last}": value for last, value in layer.items()}
+    source = save(
+        {**found, f"{NAMES[0]}.comfy_quant": torch.tensor(list(mark), dtype=torch.uint8)}, tmp_path / "b.safetensors"
+    )
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(
+            source, save(adapter(NAMES[:1]), tmp_path / "l.safetensors"), tmp_path / "o.safetensors", dtype="bf16"
+        )
+    assert not (tmp_path / "o.safetensors").exists()
