@@ -80,7 +80,8 @@ def take_text(command: Any, ctx: Any) -> Any:
     import alone takes 0.1 s. `make_job` and its like parse the text.
     """
     for parameter in command.get_params(ctx) if command else ():
-        parameter.process_value = partial(_process, parameter, parameter.process_value)
+        if "process_value" not in vars(parameter):  # a process may run a command many times
+            parameter.process_value = partial(_process, parameter, parameter.process_value)
     return command
 
 
