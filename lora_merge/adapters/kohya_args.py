@@ -39,7 +39,8 @@ OF_OUTPUT: Final = (DIAG_OFT.name, BOFT.name, IA3.name)
 DECOMPOSED: Final = (LORA.name, LOHA.name, LOKR.name)
 BYPASS: Final = "bypass_mode"
 """With this argument OFT, BOFT and (IA)³ of outputs change the layer's output, its bias included, and DoRA's magnitude
-has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py."""
+has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py. DyLoRA leaves
+its scale out: `bypass_forward_diff` in dylora.py."""
 
 SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
@@ -59,6 +60,7 @@ class Trained:
     factor: float  # the scale is α / r times this
     turns_bias: bool  # whether the formula changes the bias too
     no_magnitude: bool = False  # whether the magnitude had no effect
+    no_scale: bool = False  # whether neither α nor the rank had an effect: the scale is 1
     split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
     has_arguments: bool = False
     note: str = ""  # for the user, on an unreadable entry that the formula does not need
@@ -79,9 +81,10 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
     bypass = bool(_like(given.get(BYPASS, False), default=False))
     turns, plain = bypass and row.name in OF_OUTPUT, bypass and row.name in DECOMPOSED
+    no_scale = bypass and _is_dylora(row, given)
     split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
     factor = _factor(row, given, where)
-    return Trained(settings, frozenset(partial), factor, turns, plain, split, bool(tables), note)
+    return Trained(settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
@@ -95,12 +98,16 @@ def _may_depend(row: Algorithm, text: str) -> bool:
 def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
     """Return the ranks of a DyLoRA block, 4 by default, else 1. LyCORIS scales DyLoRA by α over the number of blocks
     (lycoris/modules/dylora.py)."""
-    if row.name != LORA.name or str(given.get("algo", "")).lower() != DYLORA:
+    if not _is_dylora(row, given):
         return 1.0
     size = given.get("block_size") or DYLORA_BLOCK
     if (found := RANKS.number(size)) is None:
         raise InputError(f"block_size is {shown(size)!r}", where, FIX)
     return float(found)
+
+
+def _is_dylora(row: Algorithm, given: Mapping[str, Any]) -> bool:
+    return row.name == LORA.name and str(given.get("algo", "")).lower() == DYLORA
 
 
 def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:

@@ -35,6 +35,7 @@ from .remarks import (
     NO_DORA,
     OTHER_ALPHA,
     SHARED_TWICE,
+    UNSCALED,
     ZERO_ALPHA,
     rebuilt,
 )
@@ -173,7 +174,7 @@ class _Chooser:
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         if "scale" in found:
-            found["scale"] *= self.context.trained(name).factor
+            found["scale"] = self._as_trained(name, found["scale"])
         configured = self._configured(name, shapes)
         if row.scale_from_config and not configured:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
@@ -186,6 +187,13 @@ class _Chooser:
         elif alpha == 0 and not configured and "scale" in row.scalars and _matters(row, shapes, shape):
             self.remarks.append(ZERO_ALPHA)
         return found
+
+    def _as_trained(self, name: str, scale: float) -> float:
+        """Return the scale with the trainer's arguments taken into account."""
+        trained = self.context.trained(name)
+        if trained.no_scale:
+            self.remarks.append(UNSCALED)
+        return 1.0 if trained.no_scale else scale * trained.factor
 
     def _configured(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
         """Return the configuration's numbers; none if it is borrowed and the file has the module's own α."""

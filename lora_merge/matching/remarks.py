@@ -26,6 +26,7 @@ NO_DORA: Final = "its configuration turns DoRA off, so its magnitude is left out
 BYPASSED: Final = "trained in bypass mode, where its magnitude has no effect, so it is left out; other programs use it"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 EMPTY: Final = "it has a tensor without elements (rank 0), which changes nothing"
+UNSCALED: Final = "trained in bypass mode, where DyLoRA has no scale: its alpha is left out; other programs use it"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is not a convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is changed with it; other programs leave the bias"

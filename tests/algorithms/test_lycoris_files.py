@@ -69,18 +69,30 @@ def test_a_file_merges_into_the_trained_model(
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("told", [{"algo": "dylora"}, {"algo": "dylora", "block_size": "2"}, {}])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"algo": "dylora"},
+        {"algo": "dylora", "block_size": "2"},
+        {"algo": "dylora", "bypass_mode": "True"},
+        {"algo": "dylora", "block_size": "8", "bypass_mode": "1"},
+        {"algo": "dylora", "block_size": "8", "bypass_mode": "False"},
+        {},
+    ],
+    ids=str,
+)
 def test_dylora_is_the_training_module_with_all_its_blocks(
     told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LyCORIS draws the rank anew in every forward pass; its scale is α over the number of blocks, and only the metadata
-    says so. Other tools, and we without the metadata, read α / r."""
+    says so. Other tools, and we without the metadata, read α / r. In bypass mode it leaves the scale out."""
     size = int(told.get("block_size", 4))
     base, adapter, trained = {}, {}, nn.ModuleDict()
     for kind in ("linear", "conv2d"):
         trained[kind] = LAYERS[kind]().double()
         base |= {f"blocks.{kind}.{k}": v.clone() for k, v in trained[kind].state_dict().items()}
-        module = build("dylora.DyLoraModule", trained[kind], {"lora_dim": 8, "alpha": 2.0, "block_size": size})
+        mode = {"bypass_mode": told.get("bypass_mode", "False") != "False"}
+        module = build("dylora.DyLoraModule", trained[kind], {"lora_dim": 8, "alpha": 3.0, "block_size": size, **mode})
         adapter |= {f"lycoris_blocks_{kind}.{k}": v.detach().contiguous() for k, v in module.state_dict().items()}
     save_file(adapter, tmp_path / "adapter.safetensors", {"ss_network_args": json.dumps(told)})
     merged = lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64")
