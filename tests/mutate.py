@@ -1,7 +1,7 @@
 """How much of the product the tests watch: random small mistakes, one at a time, in a copy of the tree.
 
     python -m tests.mutate --record                      # once, half an hour: which test runs which line
-    python -m tests.mutate --count 80 --seed 1           # proof, matching, publishing: 80 mistakes drawn from all
+    python -m tests.mutate --count 80 --seed 1           # all areas: 80 mistakes drawn from all
     python -m tests.mutate --count 20 lora_merge/proof/verify.py
     python -m tests.mutate --named                       # mistakes that once went unnoticed
     python -m tests.mutate --at lora_merge/proof/verify.py:184 --also tests/test_new.py  # all mistakes of one line
@@ -12,7 +12,7 @@ that run its line are run there, the quickest first, until one fails or `--limit
 mistake with its place and difference, "noticed by" the test that failed or "NOT NOTICED", and at the end the share of
 those that can be seen: messages, type annotations and what stands in `UNSEEN` are left out of the draw. Which test
 runs which line is recorded in `.pytest_cache/`, by the text of the line; a new line is tested by all that run any line
-of its module, a new module by the file named after it. This is no part of the suite: it is run by hand before
+of its module, a new module, or all without a record, by the file named after it, else by its room. This is no part of the suite: it is run by hand before
 a release, and what nothing notices gets a law of its class.
 """
 
@@ -39,16 +39,18 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 CACHE: Final = ROOT / ".pytest_cache" / "lines"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
+    "proof": "proof/verify proof/combined proof/findings proof/grids proof/stored proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
     "proof/reference/numbers proof/reference/layouts proof/reference/claims proof/reference/kinds proof/reference/methods "
     "proof/reference/rebuilding proof/account proof/rebuilt",
-    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing",
-    "publishing": "disk/publish disk/temporary planning/metadata disk/known_hashes disk/destination batch/run batch/resume",
+    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing "
+    "matching/incomplete matching/patch matching/relatives matching/side_by_side matching/stored_base matching/unstored",
+    "planning": "planning/cache planning/card planning/combining planning/containers planning/make_plan planning/outputs planning/plan planning/quantising planning/recipe",
+    "publishing": "disk/writer disk/locks disk/spool disk/files disk/publish disk/temporary planning/metadata disk/known_hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
     ("lora_merge/proof/verify.py", "merged.findings.cut += _compare(target, first, count, fd, merged)", "pass"),
-    ("lora_merge/proof/sampling.py", "chosen.add(random.choice(part))", "pass"),
+    ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
     ("lora_merge/matching/match.py", "self.ref.factor(into, component := self.names.component(into))", "self.ref.factor(component := self.names.component(into), into)"),
     ("lora_merge/adapters/peft/numbers.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
@@ -84,8 +86,9 @@ class Lines:
         found = set(by_line.get(min(same, key=lambda n: abs(n - line)), ()) if same else ()) - {""}
         found = found or {name for names in by_line.values() for name in names}
         known = sorted((name for name in found if self.seconds.get(name)), key=lambda name: self.seconds[name])
-        own = ROOT / "tests" / f"test_{Path(path).stem}.py"
-        return known or ([f"tests/{own.name}"] if own.exists() else ["tests"])
+        room = Path("tests", Path(path).parent.name)
+        own = [at for at in (room / f"test_{Path(path).stem}.py", room) if (ROOT / at).exists()]
+        return known or [str(own[0]) if own else "tests"]
 
 
 def record(paths: list[str]) -> None:
@@ -195,7 +198,9 @@ def drawn(paths: list[str], count: int, seed: int) -> list[Mistake]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate")
-    parser.add_argument("modules", nargs="*", help="files, or the areas proof, matching, publishing; all three if none")
+    parser.add_argument(
+        "modules", nargs="*", help="files, or the areas proof, matching, planning, publishing; all if none"
+    )
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each mistake")
