@@ -149,6 +149,22 @@ def test_both_encoders_of_sdxl_are_known_under_their_flat_names() -> None:
         assert (found.proven, found.modules) == (16, 16)
 
 
+@pytest.mark.parametrize("form", [("lora_te1_", "lora_te2_", "lora_te3_"), ("text_encoder.", "text_encoder_2.", "text_encoder_3."),
+                                  ("lora_te_",)], ids=" ".join)  # fmt: skip
+def test_every_name_of_an_encoder_is_known_on_a_pipeline(form: tuple[str, ...]) -> None:
+    """Each is its own place; a name of a network that is not read is counted as known by the plan alone."""
+    clip, t5 = "text_model.encoder.layers.0.self_attn.q_proj", "encoder.block.0.layer.0.SelfAttention.q"
+    stacks = ("clip-l.text_model", clip, 768), ("clip-bigg", clip, 1280), ("t5xxl-encoder", t5, 4096)
+    encoders, tensors = {}, {}
+    for n, (prefix, (of, module, size)) in enumerate(zip(form, stacks, strict=False), 1):
+        encoders["text_encoder" + (f"_{n}" if n > 1 else "")] = header(f"transformers/{of}")
+        name = prefix + (dotted if prefix.endswith(".") else flat)(module)
+        tensors |= lora((size, size), name, PEFT if prefix.endswith(".") else KOHYA, alpha=True)
+    denoiser = {"unet": header("diffusers/sd15")} if len(form) == 1 else {"transformer": header("diffusers/sd3")}
+    found = read(pipeline(**denoiser, **encoders), tensors)
+    assert (found.proven, found.modules, found.alone) == (len(form), len(form), [])
+
+
 def test_split_names_are_known_on_a_fused_base() -> None:
     """Phi-3: grouped keys and values would be narrower; here all three are as high as the input is wide."""
     block, tensors = "base_model.model.model.layers.3", {}

@@ -65,6 +65,9 @@ FOLDERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 }  # fmt: skip
 """The same for the sub-folders of a pipeline, with which its keys begin."""
 
+OF_SDXL: Final = "add_embedding.linear_1.weight"
+"""A tensor of SDXL's UNet in the layout of diffusers."""
+
 ENDINGS: Final = {"weight": (".weight", ".scale", "_weight"), "bias": (".bias", "_bias")}
 """Parameter of a module → what its key ends with."""
 
@@ -222,6 +225,9 @@ class Places:
         encoders = [n for n in self.networks if n.label.startswith("te")]
         if folders and len(encoders) == 1:
             encoders[0].label = ""  # whether it is called te or te1 depends on the denoiser
+            unet = found.get("unet.")
+            if unet is not None and OF_SDXL not in unet.shapes:  # Stable Diffusion 1 or 2
+                encoders[0].label, encoders[0].called = "te", (*encoders[0].called, "te")
 
     def find(self, stem: str, parameter: str) -> Place | None:
         """Return the one place that a module's name means; None if there is none or more than one."""
