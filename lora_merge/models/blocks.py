@@ -135,14 +135,15 @@ def blocks(names: Names) -> Blocks:
     if has_down and any(_UNET[1][0].match(body) for body in main.keys):
         block_of, order = _unet(main)
         few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
+        owner = {key: body for body, key in main.keys.items()}
     else:
-        block_of, order = _stacks(main)
+        owner = _words(main)
+        block_of, order = _stacks(main, [*owner.values()])
         few = ()
     encoders = {part.label: REST for part in others if part.kind}
     if names.architecture == FLUX:
         encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
         order = ("CLIP", "T5", "IN", *order[1:], "OUT")
-    owner = {key: body for body, key in main.keys.items()}
 
     def of(key: str) -> str:
         body = owner.get(names.without_wrappers(key))
@@ -190,14 +191,23 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
 _LAYERS: Final = ("resnets", "attentions", "motion_modules")
 
 
-def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
-    """Return (function name → block, all blocks) of a model of stacked layers.
+def _words(part: Component) -> dict[str, str]:
+    """Return key → name of every tensor, in diffusers' words where the model has them: a list of numbers then means the
+    same blocks in every layout."""
+    words = {key: body for body, key in part.keys.items()}
+    if part.architecture is not None:
+        words |= {p.key: name for name, view in part.views("").items() for p in view.row_slices}
+    return words
+
+
+def _stacks(part: Component, names: Sequence[str]) -> tuple[Callable[[str], str], tuple[str, ...]]:
+    """Return (function name → block, all blocks) of a model of stacked layers with these names of tensors.
 
     A stack is two or more modules that differ in a number only. Stacks are in the order of their paths, single blocks
     last, whatever the order of the file is: diffusers' names sort Flux.1's single blocks before its double blocks.
     """
     layers: dict[str, set[int]] = {}
-    for body in part.keys:
+    for body in names:
         path, number = _layer(body)
         if path is not None:
             layers.setdefault(path, set()).add(number)

@@ -156,3 +156,35 @@ def test_opposite_directions_have_the_first_one_as_their_mean() -> None:
     for factor in (-1.0, -0.3, -1 / 3):
         mean = run("karcher", [one, one * factor], [1.0, 1.0])
         torch.testing.assert_close(mean, one * (1 - factor) / 2)
+
+
+def elected(parts: np.ndarray, strengths: np.ndarray, *, count: bool) -> np.ndarray:
+    """The sum of what has the elected sign: that of the weighted sum, or that of most adapters; zero counts as +."""
+    scaled = parts * strengths[:, None, None]
+    votes = np.sign(scaled).sum(0) if count else scaled.sum(0)
+    return np.where(np.sign(scaled) == np.where(votes >= 0, 1.0, -1.0), scaled, 0.0).sum(0)
+
+
+@pytest.mark.parametrize("elect", ["sum", "count"])
+@pytest.mark.parametrize(("method", "how"), [("ties", "largest"), ("dare_ties", "random"), ("della_ties", "ranked"),
+                                             ("breadcrumbs_ties", "middle")])  # fmt: skip
+def test_methods_with_signs_elect_among_what_their_method_keeps(method: str, how: str, elect: str) -> None:
+    given, strengths = changes(), [0.5, 2.0, -1.0]
+    numbers = {
+        "density": 0.5,
+        **({"epsilon": 0.2} if how == "ranked" else {}),
+        **({"gamma": 0.1} if how == "middle" else {}),
+    }
+    parts = np.stack([thinned(how, t, Numbers(**numbers), f"seed {n}").numpy() for n, t in enumerate(given)])
+    right = elected(parts, np.array(strengths), count=elect == "count")
+    mine = run(method, given, strengths, normalise="none", elect=elect, **numbers)
+    np.testing.assert_allclose(mine.numpy(), right, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [0.2, 0.9])
+def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -> None:
+    """mergekit 0.1.5 gives the same to its rounding."""
+    a, b = (x.numpy() for x in changes(2))
+    angle = math.acos(float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)))
+    right = (math.sin((1 - t) * angle) * a + math.sin(t * angle) * b) / math.sin(angle)
+    np.testing.assert_allclose(run("slerp", changes(2), [1.0, 1.0], t=t).numpy(), right, atol=1e-12)

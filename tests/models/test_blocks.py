@@ -58,13 +58,10 @@ def test_a_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffus
         module, _, parameter = key.rpartition(".")
         view = native.find(module, parameter)
         if view is not None:
-            stack, number = there.of(key).rstrip("0123456789"), there.of(key)[-2:]
-            mine = {here.of(piece.key) for piece in view.row_slices}
-            assert len(mine) == 1, key
-            if stack not in ("R", "BASE", "IN", "OUT") or ours.startswith(("sd", "flux-")):
-                assert mine == {there.of(key)}, (key, number)
+            assert {here.of(piece.key) for piece in view.row_slices} == {there.of(key)}, key
             compared += 1
     assert compared > 100
+    assert here.order == there.order
 
 
 @pytest.mark.parametrize(("name", "count", "few"), [
