@@ -137,7 +137,7 @@ def blocks(names: Names) -> Blocks:
         few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
         owner = {key: body for body, key in main.keys.items()}
     else:
-        owner = _words(main)
+        owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
         block_of, order = _stacks(main, [*owner.values()])
         few = ()
     encoders = {part.label: REST for part in others if part.kind}

@@ -122,10 +122,16 @@ def block_name(name: str) -> str:
     return f"{prefix}…" if prefix else "…"
 
 
+def in_order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a key that sorts the names of blocks, and numbers inside them by their size."""
+    parts = re.split("([0-9]+)", name)
+    return tuple((1, int(p), "") if p.isdecimal() else (0, 0, p) for p in parts)
+
+
 def _blocks(
     modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Return block → number of modules, their ranks and alphas, in the order of the file."""
+    """Return block → number of modules, their ranks and alphas, in the order of the blocks' numbers."""
     found: dict[str, list[str]] = {}
     for m in modules:
         found.setdefault(block_name(m.name), []).append(m.where)
@@ -134,7 +140,7 @@ def _blocks(
             "modules": len(names), "ranks": spread([ranks[n] for n in names if n in ranks]),
             "alphas": spread([a for n in names for a in alphas.get(n, ())]),
         }
-        for block, names in found.items()
+        for block, names in sorted(found.items(), key=lambda item: in_order(item[0]))
     }  # fmt: skip
 
 

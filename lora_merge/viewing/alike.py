@@ -21,7 +21,7 @@ from ..models.names import names
 from ..models.prefixes import DENOISERS, prefixed
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
-from .adapter import block_name
+from .adapter import block_name, in_order
 from .changes import changes
 from .deltas import Delta, Deltas
 
@@ -76,7 +76,7 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
         told.append("no module has the same name in both; if they spell names in other words, give --base")
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
-        "blocks": {name: row.to_dict() for name, row in rows.items()}, "modules": table,
+        "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}, "modules": table,
     }  # fmt: skip
 
 

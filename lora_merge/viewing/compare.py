@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..text import size
+from .adapter import in_order
 from .facts import schema
 from .inspect import is_adapter
 from .text import COUNT, line, table
@@ -67,7 +68,8 @@ def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
     return {
         "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.tensors if key not in seen], "only_b": only_b,
-        "total": total.to_dict(), "blocks": {name: d.to_dict() for name, d in groups.items()}, "tensors": tensors,
+        "total": total.to_dict(), "blocks": {name: groups[name].to_dict() for name in sorted(groups, key=in_order)},
+        "tensors": tensors,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
     }  # fmt: skip
 

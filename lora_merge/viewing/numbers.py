@@ -26,7 +26,7 @@ from ..models.names import names
 from ..planning.plan import OutputTensor, Plan
 from ..proof.findings import remedy
 from ..text import listed
-from .adapter import block_name, rank_of, spread
+from .adapter import block_name, in_order, rank_of, spread
 from .changes import merged_blocks
 from .deltas import Delta, Deltas
 from .pictures import merge_pictures
@@ -62,7 +62,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, A
             name: found for name in ENERGIES
             if (found := spread([r["rank_for_energy"][name] for r in rows if r["rank_for_energy"]]))
         },
-        "blocks": {name: sqrt(squared) for name, squared in by_block.items()}, "modules": modules,
+        "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
     }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def merge_numbers(plan: Plan, *, pictures: bool = False) -> dict[str, Any]:
             factors.forget()
             tensors.kept.clear()
     return {"total": found.total.to_dict(), "warnings": list(_warnings(plan, found)), **{
-        kind: {name: sums.to_dict() for name, sums in table.items()}
+        kind: {name: table[name].to_dict() for name in sorted(table, key=in_order)}
         for kind, table in (("components", found.components), ("blocks", found.blocks))
     }, "tensors": {
         name: sums.to_dict() | shown.get(name, {}) for name, sums in found.tensors.items()

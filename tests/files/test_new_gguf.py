@@ -168,7 +168,7 @@ def test_what_is_quantised_again_says_so_in_its_header(tmp_path: Path) -> None:
         ("a folder", UsageError, "of folders no GGUF file is made"),
         ("another type", UsageError, "GGUF has no such type"),
         ("scaled codes kept", UsageError, "no type for the quantised weights"),
-        ("bytes", InputError, "GGUF has no type for U8"),
+        ("bytes", InputError, "GGUF has no type for uint8"),
         ("a text encoder", FitError, "a network that the GGUF file does not hold"),
         ("another suffix", UsageError, "the output is GGUF"),
     ],

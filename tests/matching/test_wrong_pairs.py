@@ -141,7 +141,7 @@ def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
     lora = save({"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}, tmp_path / "l.safetensors")
     with pytest.raises(FitError, match="whole numbers") as e:
         lora_merge.plan(base, lora, tmp_path / "out.safetensors")
-    assert e.value.where == f"{base}: layer.weight is I8"
+    assert e.value.where == f"{base}: layer.weight is int8"
 
 
 def test_a_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> None:

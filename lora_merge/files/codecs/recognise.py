@@ -97,10 +97,11 @@ class Quantised:
         except FitError as e:
             if not self.parts:
                 raise
-            raise self._refusal(path, "") from e  # what else does not fit follows from that
+            raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
 
-    def _refusal(self, path: Path, other: str) -> InputError:
-        return InputError(f"the base is quantised: {self.how}", str(path), f"merge into the unquantised model{other}")
+    def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
+        fix = f"merge into the unquantised model{other}"
+        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", fix)
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:

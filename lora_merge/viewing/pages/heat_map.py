@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from ..adapter import block_name
+from ..adapter import block_name, in_order
 
 LEVELS: Final = re.compile(
     r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)"
@@ -19,7 +19,7 @@ NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
 def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return name → (block, kind of layer), the blocks in the order of their numbers."""
     found = {name: _split(name) for name in names}
-    return dict(sorted(found.items(), key=lambda item: _in_order(item[1][0])))
+    return dict(sorted(found.items(), key=lambda item: in_order(item[1][0])))
 
 
 def short(blocks: Iterable[str]) -> dict[str, str]:
@@ -38,9 +38,3 @@ def _split(name: str) -> tuple[str, str]:
     rest = stem[len(block) :] if stem.startswith(block) else stem.removeprefix(block.removesuffix("…"))
     kind = LEVELS.sub("", rest).strip("._")
     return block, (NUMBERS.sub("#", kind) if kind else "whole block") + (".bias" if name.endswith(".bias") else "")
-
-
-def _in_order(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key that sorts numbers inside names by their size."""
-    parts = re.split("([0-9]+)", name)
-    return tuple((1, int(p), "") if p.isdecimal() else (0, 0, p) for p in parts)
