@@ -195,7 +195,7 @@ def _words(part: Component) -> dict[str, str]:
     """Return key → name of every tensor, in diffusers' words where the model has them: a list of numbers then means the
     same blocks in every layout."""
     words = {key: body for body, key in part.keys.items()}
-    if part.architecture is not None:
+    if part.architecture is not None and part.layout != part.architecture.canonical:
         words |= {p.key: name for name, view in part.views("").items() for p in view.row_slices}
     return words
 

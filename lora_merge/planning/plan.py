@@ -167,10 +167,11 @@ class Plan:
     def codes(self) -> Mapping[str, Any]:
         """What of the output is quantised: `formats` (format → weights), how many of these weights the merge encodes,
         the others being copied, and how many other matrices are plain numbers. Empty where nothing is quantised."""
-        weights = [t for f in self.files for t in f.targets if t.stored.endswith(".weight") or t.packed is not None]
-        coded = [t for t in weights if t.packing.encoding.quantised]
+        targets = [t for f in self.files for t in f.targets]
+        coded = [t for t in targets if t.packed is not None and t.packed.encoding.quantised]
         if not coded:
             return {}
+        weights = [t for t in targets if t.stored.endswith(".weight") or t.packed is not None]
         return {
             "formats": dict(Counter(t.packing.encoding.title for t in coded)),
             "encoded": len([t for t in coded if not t.copied]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_merge.cli import parameters
+from lora_merge.cli import main, parameters
 
 from ..support import in_process
 
@@ -23,6 +23,10 @@ def test_each_run_reads_its_options_in_one_step(monkeypatch: pytest.MonkeyPatch)
             depth[0] -= 1
 
     monkeypatch.setattr(parameters, "_process", counted)
-    for _ in range(4):
-        in_process("merge", "no-such-base", "no-such-adapter", "-o", "out", "--overwrite")
+    main._program.cache_clear()  # the commands are made again, with the counting function
+    try:
+        for _ in range(4):
+            in_process("merge", "no-such-base", "no-such-adapter", "-o", "out", "--overwrite")
+    finally:
+        main._program.cache_clear()
     assert max(depths) == 1

@@ -117,7 +117,7 @@ def one_by_one(found: Naming, module: str, parameter: str) -> Any:
             views += denoisers or [view for _, view, known in places if known]
         if views:
             one = None not in views and all(view == views[0] for view in views)
-            return found._as_stored(views[0]) if one else AmbiguousName
+            return found.as_stored(views[0]) if one else AmbiguousName
     return None
 
 
