@@ -18,7 +18,7 @@ from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..matching.incomplete import gaps
 from ..models.names import guess
-from ..models.prefixes import PREFIXES
+from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
 from .training import entry, training
@@ -30,13 +30,33 @@ TRAINERS: Final = (
     # metadata key             trainer
     ("lora_adapter_metadata",  "diffusers"),
     ("lycoris_config",         "SimpleTuner"),
-    ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
     ("training_info",          "ai-toolkit"),
-    ("ot_config",              "OneTrainer"),
+    ("ot_branch",              "OneTrainer"),
+    ("ss_num_train_items",     "musubi-tuner"),
+    ("ss_num_train_images",    "kohya sd-scripts"),
+    ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
 )  # fmt: skip
 
 BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:blocks?|layers?|h|resblocks)[._][0-9]+)(?:[._]|$)")
 """The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
+
+
+WORK: Final = {"te": "reads the prompt", "vae": "turns latents into pictures", "any": ""}
+"""Beginning of the name of a network → what it does; denoisers make the picture."""
+
+LAYERS: Final = (
+    # kind                its names, between dots or underscores
+    ("cross-attention",   r"attn2|cross_?attn|EncDecAttention"),
+    ("self-attention",    r"attn1|self_?attn|SelfAttention"),
+    ("attention",         r"[a-z]+_attn|attn|attention|qkv|to_[qkv]|to_out|to_add_out|[qkvo]_proj|out_proj"),
+    ("feed-forward",      r"ff|ffn|ff_context|[a-z]*_?mlp|feed_?forward|fc[12]|DenseReluDense|(?:gate|up|down)_proj"),
+    ("modulation",        r"[a-z]*_?mod|modulation|adaLN_modulation|norm\w*"),
+    ("convolution",       r"resnets|in_layers|out_layers|conv\w*|downsamplers|upsamplers|skip_connection|op"),
+    ("ends of a block",   r"proj_in|proj_out"),
+    ("inputs",            r"[a-z]*_?emb\w*|time_\w+|[a-z]*_in|x_embedder|context_embedder"),
+)  # fmt: skip
+"""What a layer does → names that say so, the first that fits counts."""
+KINDS: Final = [(kind, re.compile(rf"(?:^|[._])(?:{names})(?=[._]|$)", re.IGNORECASE)) for kind, names in LAYERS]
 
 
 def adapter_facts(file: AdapterFile) -> dict[str, Any]:
@@ -62,8 +82,22 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "patterns": _patterns(file.modules, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
         "trained": training(index),
         "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
-        "incomplete": [*_incomplete(file)], "ignored": dict(file.ignored),
+        "parts": parts(file.modules), "incomplete": [*_incomplete(file)], "ignored": dict(file.ignored),
     }  # fmt: skip
+
+
+def parts(modules: Sequence[Module]) -> dict[str, Any]:
+    """Return network → what it does, modules, parameters, and how many modules are of each kind of layer."""
+    found: dict[str, dict[str, Any]] = {}
+    for m in modules:
+        hint, body = innermost(m.name)
+        network = "model" if hint == "any" else hint.removeprefix("=")
+        does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
+        row = found.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
+        row["modules"] += 1
+        row["parameters"] += sum(prod(t.shape) for t in (*m.slots.values(), *m.shared.values()))
+        row["layers"][next((kind for kind, names in KINDS if names.search(body)), "other")] += 1
+    return {name: {**row, "layers": dict(row["layers"].most_common())} for name, row in found.items()}
 
 
 def algorithm_of(module: Module) -> str:

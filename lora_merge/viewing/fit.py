@@ -10,10 +10,11 @@ from ..errors import FitError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, make_job
 from ..matching.diagnosis import explain
-from ..models.names import names
+from ..models.names import Names, names
 from ..planning.make_plan import Inputs, Matched, make_plan, match
 from ..planning.plan import Plan
 from ..text import by_pattern
+from .adapter import spread
 
 
 def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False, pictures: bool = False) -> dict[str, Any]:
@@ -38,10 +39,24 @@ def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False, pic
         **found, "fits": not one.unmatched and bool(one.modules), "algorithms": list(one.algorithms),
         "matched": one.modules, "total": one.total, "components": dict(one.components),
         "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in one.strengths.items()},
+        "effective": _effective(matched, lookup),
         "patterns": {pattern: len(some) for pattern, some in by_pattern(one.placed).items()},
         "unmatched": dict(one.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
         "notes": list(one.notes), "why": why, **({"numbers": _numbers(plan, pictures=pictures)} if weights else {}),
     }  # fmt: skip
+
+
+def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
+    """Return component → least, median and greatest factor of B A: the strength times what α makes of it.
+
+    Algorithms whose formula has no such factor are left out.
+    """
+    found: dict[str, list[float]] = {}
+    for key, uses in matched.adapters[0].uses.items():
+        for use in uses:
+            if "scale" in use.patch.numbers:
+                found.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+    return {component: spread(factors) for component, factors in found.items()}
 
 
 def _numbers(plan: Plan, *, pictures: bool) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, Final
 
 from ..text import by_reason, size
+from .training import FIELDS, of_dataset
 
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
@@ -19,13 +20,17 @@ SHOWN: Final = (
 )  # fmt: skip
 """Metadata worth a line."""
 
+TOLD: Final = frozenset(name for names in FIELDS.values() for name in names)
+"""Metadata that the facts of a training tell."""
+
 WIDTH: Final = 200  # characters of a value
 ROWS: Final = 40  # of a table
 TAGS: Final = 20
+FEW: Final = 12  # values of a list
 
 SECTIONS: Final = frozenset({
     "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
-    "alpha_range", "weights", "incomplete", "notes",
+    "alpha_range", "parts", "weights", "incomplete", "notes",
 })  # fmt: skip
 """Facts that are printed below the plain ones, or only in JSON."""
 
@@ -36,7 +41,9 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         if key not in SECTIONS and value not in ({}, [], ""):
             yield line(key, _text(key, value))
         if key in ("ranks", "alphas") and len(value) > 1 and (found := facts.get(f"{key[:-1]}_range")):
-            yield line("", f"min {found['min']:g}, median {found['median']:g}, max {found['max']:g}")
+            yield line("", "min {min:g}, median {median:g}, max {max:g}".format(**found))
+    for network, part in facts.get("parts", {}).items():
+        yield line("part", cut(_part(network, part)))
     yield from _incomplete(facts.get("incomplete", ()))
     yield from _training(facts.get("trained", {}))
     for name, value in facts.get("hashes", {}).items():
@@ -45,7 +52,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield line("merged" if not n else "  before that", _merge(one))
     yield from _blocks(facts)
     yield from _weights(facts.get("weights", {}))
-    yield from _metadata(facts.get("metadata", {}))
+    yield from _metadata(facts.get("metadata", {}), told=TOLD if "trained" in facts else frozenset())
     for note in facts.get("notes", ()):
         yield line("note", cut(note, 2 * WIDTH))
     if "match" in facts:
@@ -68,6 +75,12 @@ def cut(text: str, width: int = WIDTH) -> str:
     )
 
 
+def _part(network: str, found: Mapping[str, Any]) -> str:
+    does = f" ({found['does']})" if found["does"] else ""
+    layers = ", ".join(f"{kind} {n}" for kind, n in found["layers"].items())
+    return f"{network}{does}: {found['modules']} modules, {size(found['parameters'], *COUNT)} parameters: {layers}"
+
+
 def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     """Yield how an adapter fits."""
     yield line("adapter", f"{match['adapter']}, strength {match['strength']:g}")
@@ -79,6 +92,8 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     yield line("match", f"{match['matched']} of {match['total']} modules" + (f" ({parts})" if parts else ""))
     for part, counts in match["strengths"].items():
         yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
+    for part, found in match["effective"].items():
+        yield line("  effective", f"{part}: {_between(found)} (strength × alpha / rank)")
     yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
     for left, reason in by_reason(match["unmatched"]):
         yield f"  no place: {left}: {reason}"
@@ -143,7 +158,9 @@ def _training(found: Mapping[str, Any]) -> Iterator[str]:
             most = ", ".join(f"{tag} {count}" for tag, count in islice(value.items(), TAGS))
             yield line("tags", cut(most) + (f" and {len(value) - TAGS} more" if len(value) > TAGS else ""))
         elif name == "datasets":
-            yield from table((d["name"], f"{d['images']} images × {d['repeats']}") for d in value)
+            yield from table((d["name"], of_dataset(d)) for d in value)
+        elif name == "buckets":
+            yield line(name, cut(", ".join(f"{sides} ({n})" for sides, n in value.items())))
         elif name == "trigger_words":
             yield line("trigger words", cut(", ".join(value)))
         elif name == "preview":
@@ -171,7 +188,11 @@ def _range(names: Sequence[str]) -> str:
 def _span(name: str, of: Mapping[str, float]) -> str:
     if not of:
         return ""
-    return f",{name} {of['min']:g}" + (f" to {of['max']:g}" if of["max"] != of["min"] else "")
+    return f",{name} {_between(of)}"
+
+
+def _between(of: Mapping[str, float]) -> str:
+    return f"{of['min']:g}" + (f" to {of['max']:g}" if of["max"] != of["min"] else "")
 
 
 def _weights(found: Mapping[str, Any]) -> Iterator[str]:
@@ -195,8 +216,8 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield f"  … and {len(found) - ROWS} more (--json has all)"
 
 
-def _metadata(found: Mapping[str, str]) -> Iterator[str]:
-    shown = {key: found[key] for key in SHOWN if key in found}
+def _metadata(found: Mapping[str, str], told: Set[str]) -> Iterator[str]:
+    shown = {key: found[key] for key in SHOWN if key in found and key not in told}
     for key, value in shown.items():
         yield line("metadata", cut(f"{key} {value}"))
     if left := len(found) - len(shown):
@@ -209,7 +230,8 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return cut(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
-        return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value))
+        more = f" and {len(value) - FEW} more" if len(value) > FEW else ""
+        return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value[:FEW])) + more
     if key == "parameters":
         return size(value, *COUNT)
-    return size(value) if key == "bytes" else cut(str(value))
+    return size(value) if key == "bytes" else cut(str(value), 3 * WIDTH if key == "undo" else WIDTH)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,32 +18,61 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "license": ("modelspec.license",),
     "description": ("modelspec.description",),
     "usage_hint": ("modelspec.usage_hint",),
+    "keywords": ("modelspec.tags",),
     "date": ("modelspec.date", "ss_training_finished_at", "ss_training_started_at"),
-    "base_model": ("modelspec.base_model", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture"),
+    "base_model": (
+        "modelspec.base_model",
+        "ss_sd_model_name",
+        "ss_base_model",
+        "ot_config:base_model_name",
+        "ss_base_model_version",
+    ),
     "base_version": ("ss_base_model_version",),
-    "architecture": ("modelspec.architecture",),
-    "network_module": ("ss_network_module",),
+    "base_hash": ("ss_new_sd_model_hash", "ss_sd_model_hash"),
+    "architecture": ("modelspec.architecture", "ot_config:model_type"),
+    "merged_from": ("modelspec.merged_from",),
+    "network_module": ("ss_network_module", "ot_config:peft_type"),
     "network_args": ("ss_network_args",),
-    "resolution": ("ss_resolution", "modelspec.resolution"),
-    "steps": ("ss_steps", "ss_max_train_steps"),
-    "epochs": ("ss_epoch", "ss_num_epochs"),
-    "images": ("ss_num_train_images",),
-    "batch_size": ("ss_total_batch_size", "ss_batch_size_per_device"),
-    "learning_rate": ("ss_learning_rate",),
-    "unet_lr": ("ss_unet_lr",),
-    "text_encoder_lr": ("ss_text_encoder_lr",),
-    "scheduler": ("ss_lr_scheduler",),
-    "optimizer": ("ss_optimizer",),
+    "network_dropout": ("ss_network_dropout", "ot_config:dropout_probability"),
+    "layers": ("ot_config:layer_filter",),
+    "steps": ("ss_steps", "training_info:step", "ss_max_train_steps"),
+    "epochs": ("ss_epoch", "training_info:epoch", "ss_num_epochs", "ot_config:epochs"),
+    "images_with_repeats": ("ss_num_train_images", "ss_num_train_items"),
+    "batch_size": ("ss_total_batch_size", "ss_batch_size_per_device", "ot_config:batch_size"),
+    "accumulation_steps": ("ss_gradient_accumulation_steps", "ot_config:gradient_accumulation_steps"),
+    "learning_rate": ("ss_learning_rate", "ot_config:learning_rate"),
+    "unet_lr": ("ss_unet_lr", "ot_config:unet.learning_rate"),
+    "transformer_lr": ("ot_config:transformer.learning_rate",),
+    "prior_lr": ("ot_config:prior.learning_rate",),
+    "text_encoder_lr": ("ss_text_encoder_lr", "ot_config:text_encoder.learning_rate"),
+    "text_encoder2_lr": ("ot_config:text_encoder_2.learning_rate",),
+    "scheduler": ("ss_lr_scheduler", "ot_config:learning_rate_scheduler"),
+    "warmup_steps": ("ss_lr_warmup_steps", "ot_config:learning_rate_warmup_steps"),
+    "optimizer": ("ss_optimizer", "ot_config:optimizer.optimizer"),
+    "mixed_precision": ("ss_mixed_precision", "ot_config:train_dtype"),
     "clip_skip": ("ss_clip_skip",),
-    "noise_offset": ("ss_noise_offset",),
+    "noise_offset": ("ss_noise_offset", "ot_config:offset_noise_weight"),
+    "min_snr_gamma": ("ss_min_snr_gamma",),
+    "timestep_sampling": ("ss_timestep_sampling", "ot_config:timestep_distribution"),
+    "timestep_range": ("modelspec.timestep_range",),
+    "flow_shift": ("ss_discrete_flow_shift",),
+    "guidance_scale": ("ss_guidance_scale",),
     "seed": ("ss_seed",),
     "prediction_type": ("modelspec.prediction_type",),
     "comment": ("ss_training_comment",),
 }
-"""Fact → metadata entries that may hold it; the first of them that exists counts. sd-scripts and musubi-tuner write
-`ss_*` (library/train_util.py), and all newer trainers https://github.com/Stability-AI/ModelSpec."""
+"""Fact → metadata entries that may hold it; the first of them that exists counts. `a:b.c` is b.c in the JSON of
+entry a.
+
+sd-scripts (train_network.py) and musubi-tuner (training/trainer_base.py) write `ss_*`; OneTrainer `ot_config`
+(modules/util/config/TrainConfig.py); ai-toolkit `training_info` (jobs/process/BaseSDTrainProcess.py); and all newer
+trainers https://github.com/Stability-AI/ModelSpec."""
 
 NOTHING: Final = ("", "None", "null", "{}", "[]")
+
+FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_directory", "image_jsonl_file",
+                  "video_jsonl_file", "name", "path")  # fmt: skip
+"""Entries that name a data set: of sd-scripts, of musubi-tuner (dataset/image_video_dataset.py), of OneTrainer."""
 
 THUMBNAIL: Final = "modelspec.thumbnail"
 PICTURES: Final = (".preview.png", ".preview.jpg", ".preview.jpeg", ".preview.webp", ".png", ".jpg", ".jpeg", ".webp")
@@ -51,21 +81,74 @@ PICTURES: Final = (".preview.png", ".preview.jpg", ".preview.jpeg", ".preview.we
 def training(index: Index) -> dict[str, Any]:
     """Return what the metadata tells of the training; only what is there."""
     found: dict[str, Any] = {}
+    tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
     for name, entries in FIELDS.items():
-        text = next((index.metadata[e] for e in entries if index.metadata.get(e, "") not in NOTHING), None)
+        texts = (_text(index, tables, e) for e in entries)
+        text = next((t for t in texts if t not in NOTHING), None)
         if text is not None:
-            found[name] = text
+            found[name] = _date(text) if name == "date" else text
     if named := index.config.get("base_model_name_or_path"):
         found["base_model"] = str(named)
-    triggers = [*_triggers(index)]
-    tags, folders = tag_counts(index), [*_folders(index)]
-    return (
-        found
-        | ({"trigger_words": triggers} if triggers else {})
-        | ({"tags": dict(tags.most_common())} if tags else {})
-        | ({"datasets": folders} if folders else {})
-        | ({"preview": picture} if (picture := preview(index)) else {})
-    )
+    folders = [*_folders(index)]
+    counts = [f["images"] for f in folders]
+    batches = dict.fromkeys(str(one["batch_size_per_device"]) for one in _sets(index) if "batch_size_per_device" in one)
+    found |= {"batch_size": ", ".join(batches)} if batches and "batch_size" not in found else {}
+    lists = {
+        "resolution": ", ".join(_resolutions(index, tables, folders)), "buckets": dict(_buckets(index)),
+        "trigger_words": [*_triggers(index)], "tags": dict(tag_counts(index).most_common()), "datasets": folders,
+        "preview": preview(index),
+        "images": sum(counts) if all(isinstance(n, int) for n in counts) else 0,
+    }  # fmt: skip
+    return found | {name: value for name, value in lists.items() if value}
+
+
+def _text(index: Index, tables: Mapping[str, Any], name: str) -> str:
+    """Return an entry as text, also one inside an entry's JSON; "" where it is missing."""
+    outer, colon, path = name.partition(":")
+    if not colon:
+        return index.metadata.get(name, "")
+    value = tables[outer]
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return "" if value is None or isinstance(value, (Mapping, list)) else str(value)
+
+
+def _date(text: str) -> str:
+    """Return a date as it stands; seconds since 1970, as sd-scripts writes them, become a date and a time in UTC."""
+    try:
+        return datetime.fromtimestamp(float(text), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return text
+
+
+def _sets(index: Index) -> list[Mapping[str, Any]]:
+    """Return the data sets of a configuration file, as sd-scripts and musubi-tuner note them."""
+    found = entry(index, "ss_datasets")
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
+def _resolutions(index: Index, tables: Mapping[str, Any], folders: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Return the resolutions of the training; else the one that the model is for."""
+    trained = [*dict.fromkeys(f["resolution"] for f in folders if "resolution" in f)]
+    told = (_text(index, tables, name) for name in ("ss_resolution", "ot_config:resolution"))
+    one = next((t for t in told if t not in NOTHING), "") or (not trained and _text(index, {}, "modelspec.resolution"))
+    return [_by(one.strip("() ").split(",")) if one.startswith("(") else one] if one else trained
+
+
+def _by(sides: Any) -> str:
+    """Return `832x1216`."""
+    return "x".join(str(side).strip() for side in sides) if isinstance(sides, list) else str(sides)
+
+
+def _buckets(index: Index) -> Iterator[tuple[str, int]]:
+    """Yield the resolutions of the buckets, with the number of images in each; of all data sets together."""
+    counts: Counter[str] = Counter()
+    for table in (entry(index, "ss_bucket_info"), *(one.get("bucket_info") for one in _sets(index))):
+        rows = table.get("buckets") if isinstance(table, Mapping) else None
+        for row in rows.values() if isinstance(rows, Mapping) else ():
+            if isinstance(row, Mapping) and isinstance(row.get("count"), int):
+                counts[_by(row.get("resolution"))] += row["count"]
+    yield from counts.most_common()
 
 
 def entry(index: Index, key: str) -> Any:
@@ -89,27 +172,60 @@ def tag_counts(index: Index) -> Counter[str]:
 
 def _triggers(index: Index) -> Iterator[str]:
     """Yield the trigger words that the metadata states: of the specification, ai-toolkit and others."""
-    seen = set()
-    for key in ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase"):
-        text = index.metadata.get(key, "")
-        if text not in NOTHING and text not in seen:
+    seen = set(NOTHING)
+    keys = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
+    texts = [index.metadata.get(key, "") for key in keys]
+    if "training_info" in index.metadata:  # ai-toolkit notes its trigger word as the only tag
+        texts += tag_counts(index)
+    for text in texts:
+        if text not in seen:
             seen.add(text)
             yield text
 
 
 def _folders(index: Index) -> Iterator[dict[str, Any]]:
-    """Yield the folders of the data set with their repeats and numbers of images."""
-    tables = entry(index, "ss_dataset_dirs")
-    for name, row in tables.items() if isinstance(tables, Mapping) else ():
-        if isinstance(row, Mapping):
-            yield {"name": str(name), "repeats": row.get("n_repeats"), "images": row.get("img_count")}
-    sets = entry(index, "ss_datasets")
-    for one in sets if isinstance(sets, list) else ():
-        subsets = one.get("subsets") if isinstance(one, Mapping) else None
-        for row in subsets if isinstance(subsets, list) else ():
+    """Yield the folders of the data sets with their repeats and numbers of images.
+
+    sd-scripts notes the folders of a configuration file twice; the longer list, `ss_datasets`, is read.
+    """
+    found = [row for one in _sets(index) for row in _of_set(one)]
+    tables = [(entry(index, key), key) for key in ("ss_dataset_dirs", "ss_reg_dataset_dirs")] if not found else []
+    yield from found
+    for table, key in tables:
+        for name, row in table.items() if isinstance(table, Mapping) else ():
             if isinstance(row, Mapping):
-                yield {"name": str(row.get("image_dir", "")), "repeats": row.get("num_repeats"),
-                       "images": row.get("img_count")}  # fmt: skip
+                more = {"regularisation": True} if "reg" in key else {}
+                yield {"name": str(name), "repeats": row.get("n_repeats"), "images": row.get("img_count"), **more}
+    config = entry(index, "ot_config")
+    concepts = config.get("concepts") if isinstance(config, Mapping) else None
+    for one in concepts if isinstance(concepts, list) else ():
+        if isinstance(one, Mapping) and one.get("enabled", True):
+            repeats = one.get("balancing") if one.get("balancing_strategy", "REPEATS") == "REPEATS" else None
+            yield {"name": _name(one), "repeats": repeats, "images": None}
+
+
+def _of_set(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the folders of one data set: its subsets, or itself."""
+    subsets = one.get("subsets")
+    of_set = {"resolution": _by(one["resolution"])} if one.get("resolution") else {}
+    for row in subsets if isinstance(subsets, list) else (one,):
+        if isinstance(row, Mapping):
+            found = {"name": _name(row), "repeats": row.get("num_repeats"), "images": row.get("img_count"), **of_set}
+            words = {key: row[key] for key in ("class_tokens", "target_frames") if row.get(key)}
+            yield found | words | ({"regularisation": True} if row.get("is_reg") else {})
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return next((str(row[key]) for key in FOLDERS if row.get(key)), "")
+
+
+def of_dataset(one: Mapping[str, Any]) -> str:
+    """Return what is known of a folder, in words: `40 images × 5, 512x512`."""
+    images = "" if one.get("images") is None else f"{one['images']} images"
+    repeats = "" if one.get("repeats") is None else f"× {one['repeats']:g}" if is_finite(one["repeats"]) else ""
+    words = [f"{images} {repeats}".strip(), one.get("resolution", "")]
+    words += [f"{key.replace('_', ' ')} {one[key]}" for key in ("class_tokens", "target_frames") if key in one]
+    return ", ".join([word for word in words if word] + ["regularisation"] * ("regularisation" in one))
 
 
 def preview(index: Index) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lora_merge.cli.main import app
 from lora_merge.errors import MergeError
 from lora_merge.job import Adapter
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines
+from lora_merge.viewing.text import lines, match_lines
 
 from ..support import kohya, load, rand, save, sd1
 from .conftest import Scene
@@ -73,6 +73,14 @@ def test_numbers_are_those_of_the_merge(scene: Scene, tmp_path: Path) -> None:
     assert numbers["total"]["weight"] ** 2 == pytest.approx(weight, rel=1e-5)
     for kind in ("components", "blocks", "tensors"):
         assert sum(n["delta"] ** 2 for n in numbers[kind].values()) == pytest.approx(numbers["total"]["delta"] ** 2)
+
+
+def test_the_effective_strength_has_alpha_in_it(scene: Scene) -> None:
+    """The factors of the scene have rank 4 and alpha 2."""
+    match = inspect(scene.base, Adapter(scene.ink, 0.5, (("te", 0.5),)))["match"]
+    assert match["effective"]["unet"] == {"min": 0.25, "median": 0.25, "max": 0.25}
+    assert match["effective"]["te"]["max"] == 0.125
+    assert any("effective   unet: 0.25 (strength × alpha / rank)" in line for line in match_lines(match))
 
 
 def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ..look import colored, console, grid, has, show, styled, text
 from ..text import echo
 
 NAME: Final = 13  # columns of a name in plain lines
-NAMES: Final = ("strength", "changes", "change", "before that")
+NAMES: Final = ("strength", "effective", "changes", "change", "before that")
 """Names that stand two columns to the right in plain lines."""
 LEFT: Final = 22  # columns left of a row of a table, at most
 WIDEST: Final = 200

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import size
+from ..training import of_dataset
 from .content import COSINE, Content, Found, Metric, root, strengths
 from .heat_map import short
 from .preview import preview
@@ -197,7 +198,7 @@ def _six(value: float | None) -> str:
 def _fact(name: str, value: Any) -> str:
     """Return a fact of the training in words."""
     if name == "datasets":
-        return ", ".join(f"{one['name']} ({one['images']} images × {one['repeats']})" for one in value)
+        return ", ".join(f"{one['name']} ({of_dataset(one)})" for one in value)
     return f"a picture in {value['in']}" if name == "preview" else _plain(value)
 
 
