@@ -13,8 +13,12 @@ from ..adapters.file import SCALES, Module
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora
+from ..algorithms.base import expect
+from ..algorithms.boft import BOFT
 from ..algorithms.frod import LAYER
+from ..algorithms.ia3 import IA3, groups_of
 from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.oft import DIAG_OFT
 from ..algorithms.peft_oft import PEFT_OFT
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE, spoken
@@ -31,6 +35,7 @@ from .remarks import (
     BYPASSED,
     EMPTY,
     KERNEL_OFT,
+    MAY_HAVE_GROUPS,
     NO_ALPHA,
     NO_DORA,
     OTHER_ALPHA,
@@ -45,6 +50,13 @@ ALPHA: Final = "lora_alpha"
 
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
 IN_FLOATS: Final = "export the adapter in fp32, fp16 or bf16 with the program that quantised it"
+
+ROTATIONS: Final = (DIAG_OFT.name, BOFT.name)
+ONLY_IN_BYPASS: Final = (
+    "its factors fit {groups} groups of inputs of {shape}, which LyCORIS trains in bypass mode alone, and no metadata "
+    "tells of that"
+)
+LEAVE_OUT: Final = "no weight holds this; leave such modules out with --strength-for re:NAME=0"
 
 ODD: Final = 1e-3
 """An α that no file leaves out: with it, the scale is another than without."""
@@ -99,6 +111,7 @@ class _Chooser:
                 shapes = fit(name, tuple(stored.items()), tried.shape, tried.matrix)
                 magnitude = self._magnitude(name, tried.shape)
                 self._check(name, settings, shapes, tried.shape)
+                self._check_groups(name, shapes, tried.shape)
                 numbers = self._numbers(name, shapes, tried.shape)
             except DoesNotFit as e:
                 reasons.append(str(e))
@@ -232,6 +245,20 @@ class _Chooser:
         if missing := row.missing_settings(settings) or sorted(partial):
             raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
         row.check_given(settings, shapes, shape)
+
+    def _check_groups(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
+        """Raise DoesNotFit, or add a remark, where bypass mode changed a convolution that may have groups."""
+        bypassed = self.context.trained(name).turns_bias
+        on_input = self.module.slots.get("on_input")
+        if name == IA3.name and on_input is not None and any(self.context.values.numbers(on_input)):
+            groups = groups_of(prod(shapes["diff"]), shape)
+            expect(holds=bypassed or groups < 2, otherwise=ONLY_IN_BYPASS.format(groups=groups, shape=list(shape)))
+        if name not in ROTATIONS or not bypassed or len(shape) < 3 or shapes["blocks"][-1] < 2:
+            return
+        if shape[1] == 1 < shape[0]:
+            where = f"{self.path}: {self.module.where} on {list(shape)}, where each output has one input channel"
+            raise ShapeMismatch("outputs of different groups were mixed in bypass mode", where, LEAVE_OUT)
+        self.remarks.append(MAY_HAVE_GROUPS)
 
     def _magnitude(self, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:
         info = self.module.shared.get("magnitude")

@@ -30,6 +30,10 @@ UNSCALED: Final = "trained in bypass mode, where DyLoRA has no scale: its alpha 
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is not a convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is changed with it; other programs leave the bias"
+MAY_HAVE_GROUPS: Final = (
+    "its rotation mixed the outputs of a convolution in bypass mode; the merge is right if that convolution has one "
+    "group, which no file tells"
+)
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 DYLORA: Final = (
     "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells: scaled by "

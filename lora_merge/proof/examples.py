@@ -63,7 +63,7 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "full": Example({"diff": LINEAR}),
     "full_rank": Example({"down": LINEAR}),
     "set": Example({"diff": LINEAR}),
-    "ia3": Example({"diff": (4,), "on_input": [[1]]}, CONV),
+    "ia3": Example({"diff": (2, 4), "on_input": [[1]]}, CONV),
     "diag_oft": Example({"blocks": (3, 4, 4), "rescale": (OUT, 1)}, numbers=_LIMIT),
     "oft_diag": Example({"blocks": (3, 4, 4)}),
     "boft": Example({"blocks": (2, 6, 2, 2), "rescale": (OUT, 1)}, numbers=_LIMIT),

@@ -200,6 +200,10 @@ def _ia3() -> list[Example]:
         case("square in", (12, 12), (12,), 1),
         case("conv out", (12, 5, 3, 2), (1, 12, 1, 1), 0),
         case("conv in", (12, 5, 3, 2), (1, 5, 1, 1), 1),
+        case("groups in", (12, 5, 3, 2), (1, 10, 1, 1), 1),
+        case("square groups in", (14, 7, 3), (1, 14, 1), 1),
+        case("square groups out", (14, 7, 3), (1, 14, 1), 0),
+        case("one input of each group", (14, 1, 3), (1, 7, 1), 1),
         case("conv out that divides the columns", (10, 5, 3, 2), (1, 10, 1, 1), 0),
     ]
 

@@ -235,6 +235,81 @@ def test_bypass_mode_is_what_was_trained(algo: str, mode: bool, entry: str, tmp_
     torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-6 * float(theirs.abs().max()))
 
 
+class Convolution(nn.Module):
+    """One convolution."""
+
+    def __init__(self, inputs: int, out: int, groups: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, out, 3, groups=groups)
+
+
+def in_bypass(
+    path: str, shape: tuple[int, int, int], options: dict[str, Any], told: dict[str, Any], file: Path
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Write the file of a convolution trained in bypass mode; return its weights before, inputs and its outputs."""
+    torch.manual_seed(3)
+    model = Convolution(*shape)
+    base = {k: v.clone() for k, v in model.state_dict().items()}
+    saved = build(path, model.conv, {"bypass_mode": True, **options}).state_dict()
+    save_file({f"lycoris_conv.{k}": v.detach().clone().contiguous() for k, v in saved.items()}, file,
+              {"ss_network_args": json.dumps(told)})  # fmt: skip
+    x = torch.randn(2, shape[0], 5, 5)
+    with torch.no_grad():
+        return base, x, model.conv(x)
+
+
+IA3 = ("ia3.IA3Module", {"train_on_input": True}, {"algo": "ia3", "bypass_mode": "True"})
+BOFT = ("boft.ButterflyOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "boft", "bypass_mode": "True"})
+OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "diag-oft", "bypass_mode": "True"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "noted"),
+    [
+        *[(IA3, shape, False) for shape in ((8, 12, 2), (12, 12, 3), (8, 8, 8), (4, 8, 4), (8, 12, 1))],
+        *[(kind, (8, 16, 1), True) for kind in (BOFT, OFT)],
+        (OFT, (8, 16, 2), True),  # no block lies in two groups
+    ],
+)
+def test_a_convolution_trained_in_bypass_mode(
+    kind: tuple[str, dict[str, Any], dict[str, Any]],
+    shape: tuple[int, int, int],
+    noted: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    """(IA)³ has factors for the inputs of all groups; a rotation of the outputs is a weight where it stays in a group."""
+    base, x, theirs = in_bypass(kind[0], shape, kind[1], kind[2], tmp_path / "a.safetensors")
+    save_file(base, tmp_path / "b.safetensors")
+    report = lora_merge.merge(
+        tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors", compute_dtype="fp64"
+    )
+    merged = Convolution(*shape)
+    merged.load_state_dict(load_file(tmp_path / "o.safetensors"))
+    with torch.no_grad():
+        mine = merged.conv(x)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-6 * float(theirs.abs().max()))
+    assert ("right if that convolution has one group" in str(report.coverage)) is noted
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "told", "why"),
+    [
+        (BOFT, (8, 8, 8), {}, "different groups were mixed"),
+        (OFT, (8, 16, 8), {}, "different groups were mixed"),
+        (IA3, (8, 12, 2), {"bypass_mode": "False"}, "no metadata tells"),
+        (IA3, (9, 12, 3), {"bypass_mode": "False"}, "no metadata tells"),
+    ],
+)
+def test_what_no_weight_of_a_convolution_in_groups_holds_is_refused(
+    kind: tuple[str, dict[str, Any], dict[str, Any]], shape: tuple[int, int, int], told: dict[str, Any], why: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Blocks across groups mix their outputs; factors for several groups in another mode were trained on another base."""
+    base, _, _ = in_bypass(kind[0], shape, kind[1], {**kind[2], **told}, tmp_path / "a.safetensors")
+    with pytest.raises(lora_merge.MergeError, match=why):
+        lora_merge.merge_state_dict(base, tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("rank", [16, 40])
 def test_tlora_of_a_rank_above_the_width(rank: int, tmp_path: Path) -> None:
     """LyCORIS fills its factors with zeros."""

@@ -156,11 +156,12 @@ def full_rank(g: FormulaInput) -> Array:
 
 
 def ia3(g: FormulaInput) -> Array:
-    """Return W with its rows, or its input channels with their kernels, times a factor, less W."""
-    w, factor = g.w, g["diff"].reshape(-1)
+    """Return W with its rows, or the input channels of each group with their kernels, times a factor, less W."""
+    factor = g["diff"]
     if g.places("on_input", 2).flat[0]:
-        return w * np.repeat(factor, g.cols // len(factor))
-    return w * factor[g.rows, None]
+        group = g.rows * len(factor) // g.out
+        return g.w * np.repeat(factor[group], g.cols // factor.shape[1], axis=1)
+    return g.w * factor.reshape(-1)[g.rows, None]
 
 
 def _rotations(blocks: Array, limit: float) -> Array:
