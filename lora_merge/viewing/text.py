@@ -49,7 +49,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for name, value in facts.get("hashes", {}).items():
         yield line("hash", f"{name} {value}")
     for n, one in enumerate(facts.get("merged", ())):
-        yield line("merged" if not n else "  before that", _merge(one))
+        yield line("merged" if not n else "  before that", of_merge(one))
     yield from _blocks(facts)
     yield from _weights(facts.get("weights", {}))
     yield from _metadata(facts.get("metadata", {}), told=TOLD if "trained" in facts else frozenset())
@@ -94,6 +94,8 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
         yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
     for part, found in match["effective"].items():
         yield line("  effective", f"{part}: {_between(found)} (strength × alpha / rank)")
+    if match["patterns"]:
+        yield line("  patterns", f"of names: {len(match['patterns'])}")
     yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
     for left, reason in by_reason(match["unmatched"]):
         yield f"  no place: {left}: {reason}"
@@ -138,7 +140,8 @@ def _kept(n: Mapping[str, Any]) -> str:
     return "?" if n["retained"] is None else f"{n['retained']:.1%}"
 
 
-def _merge(one: Mapping[str, Any]) -> str:
+def of_merge(one: Mapping[str, Any]) -> str:
+    """Return one merge of those that made a model, in words."""
     if "inputs" in one:
         return cut(one["inputs"])
     adapters = ", ".join(f"{a['name']}:{a['strength']}" for a in one["adapters"])
@@ -158,6 +161,7 @@ def _training(found: Mapping[str, Any]) -> Iterator[str]:
             most = ", ".join(f"{tag} {count}" for tag, count in islice(value.items(), TAGS))
             yield line("tags", cut(most) + (f" and {len(value) - TAGS} more" if len(value) > TAGS else ""))
         elif name == "datasets":
+            yield line("datasets", f"{len(value)}")
             yield from table((d["name"], of_dataset(d)) for d in value)
         elif name == "buckets":
             yield line(name, cut(", ".join(f"{sides} ({n})" for sides, n in value.items())))

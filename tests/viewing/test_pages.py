@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import lora_merge
+from lora_merge.text import size
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
@@ -202,6 +204,25 @@ def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_pa
     kept = sum(row[2] ** 2 * row[3] for row in table["rows"])
     assert kept == pytest.approx(sum(one["norm"] ** 2 * one["energy"] for one in layers.values()), rel=1e-4)
     assert 0 < table["rows"][0][3] < 1
+
+
+def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:
+    """What a person asks first: parts, former merges and how to undo them; fit, size and what the dtype keeps."""
+    lora_merge.merge(scene.base, [(scene.ink, 0.5)], tmp_path / "m.safetensors")
+    facts = inspect(tmp_path / "m.safetensors"), inspect(scene.base, scene.ink, weights=True), inspect(scene.ink)
+    base, fits, adapter = (content(pages.page(one)) for one in facts)
+    told = dict(base["summary"])
+    assert told["undo"] == facts[0]["undo"]
+    assert told["merged"].startswith("base.safetensors + ink.safetensors:0.5")
+    assert "unet" in told["parts"]
+    told, match = dict(fits["summary"]), facts[1]["match"]
+    assert told["strength × alpha / rank"] == "te (0.5), unet (0.5)"
+    assert told["expected size"] == size(match["output_bytes"])
+    assert told["kept in the base's dtype"] == f"{match['numbers']['total']['retained']:.1%} of the change"
+    tables = {table["title"]: table["rows"] for one in (fits, adapter) for table in one["tables"]}
+    assert tables["Where it fits"] == [[name, n] for name, n in match["patterns"].items()]
+    assert [row[1] for row in tables["Networks"]] == ["reads the prompt", "makes the picture"]
+    assert {row[2] for row in tables["Blocks"]} == {"4"}
 
 
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from ..look import colored, console, grid, has, show, styled, text
 from ..text import echo
 
 NAME: Final = 13  # columns of a name in plain lines
-NAMES: Final = ("strength", "effective", "changes", "change", "before that")
+NAMES: Final = ("strength", "effective", "patterns", "changes", "change", "before that")
 """Names that stand two columns to the right in plain lines."""
-LEFT: Final = 22  # columns left of a row of a table, at most
+GAP: Final = 2  # columns between a name and its value
 WIDEST: Final = 200
 
 
@@ -42,12 +42,20 @@ def show_comparison(found: Mapping[str, Any]) -> None:
 
 
 def _row(line: str, width: int) -> str:
-    """Return a row of a table of plain lines, its first cell shortened where the row is too long."""
+    """Return a row of a table of plain lines; where it is too long, its first cell is shortened, and its second one is
+    at the right."""
     from .drawn import shortened
 
     name, _, value = line.strip().rpartition("  ")
-    left = width - len(value) - 2
-    return f"  {shortened(name.strip(), left) if len(name) > left else name}  {value}" if name and left > 8 else line
+    left = width - len(value) - 4
+    return f"  {shortened(name.strip(), left).ljust(left)}  {value}" if name and len(name) > left > 8 else line
+
+
+def _parted(line: str) -> tuple[str, str]:
+    """Return a plain line as a name and a value; a row of a table has no name."""
+    at = line.find(" ", NAME)  # where a name ends, as `line` writes it
+    name, value = line[:at].strip(), line[at:].strip()
+    return ("", line) if line.startswith("  ") and name not in NAMES else (name, value)
 
 
 def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
@@ -55,13 +63,13 @@ def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
     from ...viewing.pages.page import content
     from .drawn import SHADES, bars, heat_map
 
-    width, rows, before = min(console(sys.stdout).width, WIDEST), [], ""
-    for one in told:
-        at = one.find(" ", NAME)  # where a name ends, as `line` writes it
-        name, value = one[:at].strip(), one[at:].strip()
-        below = one.startswith("  ") and name not in NAMES
-        name, value = ("", _row(one, width - LEFT)) if below else (name, value)
-        rows.append((text("" if name == before else name), text(value, "dim" if below else "")))
+    width, before = min(console(sys.stdout).width, WIDEST), ""
+    parted = [_parted(one) for one in told]
+    room = width - max((len(name) for name, _ in parted), default=0) - GAP
+    rows = []
+    for name, value in parted:
+        value = value if name else _row(value, room)
+        rows.append((text("" if name == before else name), text(value, "" if name else "dim")))
         before = name or before
     page = content(dict(found))
     show(grid(rows))

@@ -177,7 +177,7 @@ function heatMap(found) {
       colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", len: 0.6, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
       shapes: frame(),
-      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map(escaped), side: "top", automargin: true, tickangle: -40, showgrid: false, zeroline: false },
+      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map(escaped), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false },
       yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((row) => escaped(narrow && row.length > 18 ? "…" + row.slice(-17) : row)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
     }), still);
     if (!plot.dataset.bound) {

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import size
+from ...text import listed, size
+from ..text import COUNT, FEW, of_merge
 from ..training import of_dataset
 from .content import COSINE, Content, Found, Metric, root, strengths
 from .heat_map import short
@@ -50,17 +51,34 @@ def of_file(found: Found) -> dict[str, Any]:
         ("size", size(found["bytes"])),
         ("tensors", found["tensors"]),
         ("parameters", f"{found['parameters']:,}" if "parameters" in found else ""),
+        ("dtypes", _sizes(found.get("dtypes"))),
+        ("looks like", found.get("looks_like")),
         ("architecture", found.get("architecture")),
         ("layout", found.get("layout")),
+        ("parts", _sizes(found.get("components"))),
         ("bits per weight", found.get("bits_per_weight")),
+        ("quantised", found.get("quantised")),
+        *(("merged" if not n else "before that", of_merge(one)) for n, one in enumerate(found.get("merged", ()))),
+        ("undo", found.get("undo")),
         ("algorithms", _counts(found.get("algorithms"))),
         ("ranks", _range(found.get("rank_range"))),
         ("alphas", _range(found.get("alpha_range"))),
         ("made by", found.get("trainer")),
+        ("names", _plain(found.get("names", []))),
         ("made for", found.get("made_for")),
         *((name, value) for name, value in (found.get("hashes") or {}).items() if isinstance(value, str)),
     )
     page.data["notes"] = list(found.get("notes", ()))
+    if incomplete := found.get("incomplete"):
+        page.data["warnings"].append(f"{len(incomplete)} modules lack a tensor: {listed(incomplete)}")
+    page.table(
+        "Networks",
+        ["network", "what it does", "modules", "parameters", "layers"],
+        (
+            [name, part["does"], part["modules"], part["parameters"], _counts(part["layers"])]
+            for name, part in found.get("parts", {}).items()
+        ),
+    )
     trained = found.get("trained") or {}
     page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
     page.table(
@@ -68,14 +86,21 @@ def of_file(found: Found) -> dict[str, Any]:
     )
     page.table(
         "Layers",
-        ["names", "algorithm", "modules", "ranks"],
+        ["names", "algorithm", "modules", "ranks", "alphas"],
         (
-            [name, row["algorithm"], row["modules"], ", ".join(map(str, row["ranks"]))]
+            [name, row["algorithm"], row["modules"], _few(row["ranks"]), _few(row["alphas"])]
             for name, row in found.get("patterns", {}).items()
         ),
     )
     if numbers := found.get("weights"):
-        page.summary(("norm of ΔW", f"{numbers['norm']:.4g}"), ("stable rank", _range(numbers["stable_rank"])))
+        page.summary(
+            ("norm of ΔW", f"{numbers['norm']:.4g}"),
+            ("stable rank", _range(numbers["stable_rank"])),
+            *(
+                (f"{share} of the energy", f"is in rank {rank['median']:g} (median), {rank['max']:g} at most")
+                for share, rank in numbers.get("rank_for_energy", {}).items()
+            ),
+        )
         page.heat_map(
             "What it changes, by block and layer",
             "At strength 1. Click a cell for its modules.",
@@ -84,7 +109,13 @@ def of_file(found: Found) -> dict[str, Any]:
         )
         page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
     blocks = found.get("blocks") or {}
-    if all(isinstance(v, int) for v in blocks.values()):
+    if found["kind"] == "adapter":
+        page.table(
+            "Blocks",
+            ["block", "modules", "ranks", "alphas"],
+            ([name, b["modules"], _range(b["ranks"]), _range(b["alphas"])] for name, b in blocks.items()),
+        )
+    elif not match:
         page.bars("Parameters by block", "block", blocks.items())
     if match:
         _matched(page, found, match)
@@ -96,20 +127,33 @@ def _matched(page: Content, found: Found, match: Found) -> None:
     page.summary(
         ("adapter", match["adapter"]),
         ("strength", strengths(match.get("strengths", {})) or match["strength"]),
-        ("matched", f"{match.get('matched', 0)} of {match['total']} modules"),
-        ("output", size(match.get("output_bytes", 0))),
+        ("strength × alpha / rank", _counts({part: _range(f) for part, f in match.get("effective", {}).items()})),
+        ("matched", f"{match['matched'] or 0} of {match['total']} modules"),
+        ("matched by part", _counts(match.get("components"))),
+        ("would change", f"{match['changed_tensors']} tensors" if "changed_tensors" in match else ""),
+        ("expected size", size(match["output_bytes"]) if "output_bytes" in match else ""),
     )
     if not match["fits"]:
-        page.data["warnings"].append("the adapter does not fit this base whole")
+        page.data["warnings"].append(f"the adapter does not fit this base whole: {match['why']}")
+    page.data["notes"] += match.get("notes", ())
     page.table(
         "Modules without a place",
         ["module", "why"],
         ([n, _plain(w)] for n, w in (match.get("unmatched") or {}).items()),
     )
     if numbers := match.get("numbers"):
+        total = numbers["total"]
+        page.summary(
+            (
+                "the change",
+                f"{total['delta'] / total['weight']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if total["weight"] else "",
+            ),
+            ("kept in the base's dtype", "" if total["retained"] is None else f"{total['retained']:.1%} of the change"),
+        )
         page.data["warnings"].extend(numbers["warnings"])
         page.heat_map("What the merge would change", "Click a cell for its weights.", PLANNED, numbers["tensors"])
         page.bars("‖ΔW‖ by block", "block", ((name, row["delta"]) for name, row in numbers["blocks"].items()))
+    page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
     page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
 
 
@@ -122,7 +166,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
         page.summary(
             ("modules in both", found["common"]),
             ("cosine of the changes", _six(total.get("cosine"))),
-            ("common directions", _six(total.get("overlap"))),
+            ("common directions", _percent(total.get("overlap"))),
             ("‖ΔW‖ of A", _six(total.get("a"))),
             ("‖ΔW‖ of B", _six(total.get("b"))),
         )
@@ -142,7 +186,10 @@ def of_comparison(found: Found) -> dict[str, Any]:
             ("equal tensors", f"{found['equal']} of {found['compared']}"),
             ("different", found["different"]),
             ("norm of the difference", _six(found["total"].get("difference"))),
-            ("relative", _six(found["total"].get("relative"))),
+            ("of the norm of A", _percent(found["total"].get("relative"))),
+            ("largest difference", _six(found["total"].get("largest"))),
+            ("numbers that differ", _of(found["total"].get("changed"), found["total"].get("of"))),
+            ("entries of metadata that differ", len(found.get("metadata", ())) or ""),
         )
         page.heat_map(
             "Where they differ, by block and layer", "Equal tensors are left out.", DIFFERENT, found["tensors"]
@@ -152,6 +199,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
             "block",
             ((n, row["difference"]) for n, row in found["blocks"].items() if row["difference"]),
         )
+    page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
     page.table(
         "Only in one", ["name", "where"], [[n, where] for where in ("a", "b") for n in found.get(f"only_{where}", ())]
     )
@@ -189,6 +237,25 @@ def _range(found: Any) -> str:
         return ""
     low, high = found["min"], found["max"]
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {found['median']:.4g}"
+
+
+def _few(values: Sequence[float]) -> str:
+    """Return a few numbers, or how many there are and between which they lie."""
+    if len(values) <= FEW:
+        return ", ".join(f"{v:g}" for v in values)
+    return f"{len(values)} values, {min(values):g} to {max(values):g}"
+
+
+def _of(some: int | None, every: int | None) -> str:
+    return "" if some is None or every is None else f"{some:,} of {every:,}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.3%}"
+
+
+def _sizes(found: Any) -> str:
+    return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in (found or {}).items())
 
 
 def _six(value: float | None) -> str:

@@ -66,6 +66,14 @@ def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
     assert "█" in printed(monkeypatch, found[0], width)
 
 
+def test_a_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of an adapter's modules are longer than the room for them, and are cut."""
+    out = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, found[1], 70).splitlines()]
+    rows = [line for line in out if re.search(r"  × \d+$", line)]
+    assert len(rows) == len(found[1]["match"]["patterns"])
+    assert {len(row) for row in rows} == {70}
+
+
 def test_without_colours_the_tables_stay_and_cells_are_shades(
     found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
