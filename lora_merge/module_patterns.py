@@ -49,6 +49,12 @@ class Ends:
             self._found[path] = self.keys[best] if best < len(self.keys) else None
         return self._found[path]
 
+    def every(self, path: str, steps: Steps) -> list[str]:
+        """Return all keys that match the path of a module, in their order; Refused if that takes too many steps."""
+        steps.left += STEPS_A_NAME
+        found = {*self._of_plain(path, steps), *(at for at in self._others if _matches(self.keys[at], path, steps))}
+        return [self.keys[at] for at in sorted(found)]
+
     def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
         """Yield the positions of plain keys that match the path, the first one among them."""
         if "\n" in path:  # a dot does not match a line feed, and `$` may match before one

@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+import lora_merge
 from lora_merge import limits
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.errors import InputError, UsageError
@@ -245,3 +246,34 @@ def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
         config["target_parameters"] = ["weight"]
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert in_process(tmp_path / "base", folder, "-o", tmp_path / "o", "--device", "cpu", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "noted"),
+    [
+        ({"q": 4, "attn.q": 2}, True),
+        ({"q": 4, r"blocks\.0\..*": 2}, True),
+        ({r".*\.(q|k)": 2, "q": 4}, True),
+        ({"q": 4, "attn.q": 4.0}, False),
+        ({"q": 4, "k": 2, "attn.k": 2}, False),
+        ({"q": 4, "tn.q": 2, "blocks.1.attn.q": 2, "(?=(a+)+$)q": 2}, False),
+    ],
+)
+def test_an_alpha_that_the_order_of_the_entries_decides_is_noted(
+    table: dict[str, float],
+    noted: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    """PEFT takes the first entry that fits, and sorts the entries when it saves them."""
+    name = "blocks.0.attn.q"
+    factors = {f"base_model.model.{name}.lora_A.weight": torch.ones(2, 4), f"base_model.model.{name}.lora_B.weight": torch.ones(4, 2)}  # fmt: skip
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "alpha_pattern": table}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"{name}.weight": torch.zeros(4, 4)}, tmp_path / "b.safetensors")
+    report = lora_merge.merge(tmp_path / "b.safetensors", adapter, tmp_path / "o.safetensors")
+    merged = load_file(tmp_path / "o.safetensors")[f"{name}.weight"]
+    assert torch.equal(merged, torch.full((4, 4), float(next(iter(table.values())))))
+    assert ("several entries of alpha_pattern" in str(report.coverage)) is noted

@@ -357,6 +357,15 @@ def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: s
     assert word in f"{caught.value.what} {caught.value.where}"
 
 
+@pytest.mark.parametrize("name", ["overwrite", "redo"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_of_a_batch_is_true_or_false(models: Path, name: str, value: object) -> None:
+    """Text such as "no" would count as on."""
+    with pytest.raises(UsageError, match=name):
+        make_batch([job(models, "one")], **{name: value})  # type: ignore[arg-type]
+    assert not list(models.glob("out/*"))
+
+
 def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

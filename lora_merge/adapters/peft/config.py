@@ -158,6 +158,16 @@ class PeftConfig:
             key = self.matching.tables[name].first(self._path(module), self.matching.steps)
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
+    def is_ambiguous(self, name: str, module: str) -> bool:
+        """Return whether keys of a pattern field that `pattern` was asked for match the module with other values."""
+        if name not in self.matching.tables:
+            return False
+        try:
+            keys = self.matching.tables[name].every(self._path(module), self.matching.steps)
+        except Refused:  # by a pattern that the merge does not need
+            return False
+        return any(self.values[name][key] != self.values[name][keys[0]] for key in keys)
+
     def matches(self, expression: str, module: str, name: str) -> bool:
         """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):

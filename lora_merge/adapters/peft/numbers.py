@@ -13,6 +13,11 @@ from .target_parameters import bare, parameters
 MHA_OUTPUT: Final = ".base_layer.out_proj"
 """End of the path of MultiheadAttention's output layer, whose change PEFT adds twice (0.21.2)."""
 
+SORTED: Final = (
+    "several entries of alpha_pattern fit it with different numbers; the first is used, as PEFT loads it, but it sorts "
+    "them when it saves, so it may have been trained with another"
+)
+
 Scale: TypeAlias = Callable[[PeftConfig, str, str, Shapes], float]
 """(configuration, module, row of ALGORITHMS, fitted shapes) → the scale of the change."""
 
@@ -117,6 +122,12 @@ def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> str
     if rank in configured:
         return ""
     return f"the configuration says rank {min(configured):g}; the tensors have rank {rank}, which is used"
+
+
+def alpha_doubt(fields: PeftConfig, module: str) -> str:
+    """Return the remark on a module to which entries of `alpha_pattern` give different numbers; else ""."""
+    paths = parameters(fields, module) or (bare(module),)
+    return SORTED if any(fields.is_ambiguous("alpha_pattern", path) for path in paths) else ""
 
 
 def check_count(fields: PeftConfig, count: Count | None, module: str, shapes: Shapes) -> None:

@@ -42,7 +42,7 @@ from ...models.weights import WeightView
 from ...ranges import Rows
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import METHODS, MLX, OTHERS, SHARED, Method
-from .numbers import check_count, rank_doubt
+from .numbers import alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
@@ -178,11 +178,13 @@ class PeftRules:
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
-        """Return the remark on a configured rank that the tensors do not have, or on one that diffusers does
-        not read; else ""."""
+        """Return the remarks on a configured rank that the tensors do not have, or on one that diffusers does
+        not read, and on an alpha that the order of the configuration decides; else ""."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
-        return rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
+        of_rank = rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
+        of_alpha = alpha_doubt(self.fields, module)
+        return "; ".join(filter(None, (of_rank, of_alpha)))
 
     def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
         """Return the settings of the row, with the module's own, but without `widest`."""
