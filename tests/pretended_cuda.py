@@ -437,6 +437,8 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
     }  # fmt: skip
     for name, value in instead.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    with torch.device("cpu"):
+        torch.empty(0)  # the first time torch remembers its functions that make tensors: not those of the stand-in
     monkeypatch.setattr(torch, "empty", pinning)
     monkeypatch.setattr(torch, "tensor", moved)
     library = torch.library.Library("aten", "IMPL")
