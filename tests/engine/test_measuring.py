@@ -204,6 +204,30 @@ def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, mo
     assert not wrong or KEYS[0] in told[0]
 
 
+@pytest.mark.parametrize("field", ["weight", "change", "changed"])
+def test_each_number_that_was_recorded_is_computed_again(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Watch._measure
+
+    def one_wrong(self: Watch, n: int, sums: Sequence[float], *, known: bool) -> Measured:
+        found = own(self, n, sums, known=known)
+        less = getattr(found.seen, field)
+        return found._replace(seen=found.seen._replace(**{field: less - 1 if field == "changed" else less / 2}))
+
+    monkeypatch.setattr(Watch, "_measure", one_wrong)
+    assert doubted(sd1(), 0.02, tmp_path)
+
+
+def doubted(base: Tensors, size: float, folder: Path) -> list[str]:
+    """Return the warnings of a merge on what it recorded."""
+    save(base, folder / "base.safetensors")
+    lora(folder / "a.safetensors", NAMES, size, 0)
+    report = lora_merge.merge(*(folder / f"{n}.safetensors" for n in ("base", "a", "out")))
+    assert report.verified is not None
+    return [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+
+
 def test_tiles_of_rows_that_are_encoded_together_are_looked_at_in_some_blocks_alone(tmp_path: Path) -> None:
     """A tile of nvfp4 is half a block here: to look at one in each block would encode most of a weight twice."""
     key, (rows, cols) = "double_blocks.0.img_mlp.0", (2048, 4096)
