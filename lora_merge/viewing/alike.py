@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile, group
+from ..algorithms.lora import LORA
 from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
@@ -21,9 +22,19 @@ from ..models.names import names
 from ..models.prefixes import DENOISERS, prefixed
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
-from .adapter import block_name, in_order
+from ..planning.plan import OutputTensor
+from .adapter import block_name, in_order, rank_of
 from .changes import changes
 from .deltas import Delta, Deltas
+
+Spaces: TypeAlias = tuple[Tensor, Tensor] | None
+"""Orthonormal bases of a column space and a row space."""
+
+NOISE: Final = 1e-4
+"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
+
+MORE: Final = 8
+"""Random columns more than the rank: with just as many, a direction can be lost by chance."""
 
 
 @dataclass
@@ -103,17 +114,38 @@ def _pair(a: Delta | None, b: Delta | None) -> Alike | None:
         return None
     if a.shape != b.shape:
         return None
-    return Alike(a.inner(a), b.inner(b), a.inner(b), [*_overlap(a, b)])
+    one, other = a.inner(a), b.inner(b)
+    overlaps = [*_overlap(a.spaces(), b.spaces())] if one > 0 and other > 0 else []  # zeros span no space
+    return Alike(one, other, a.inner(b), overlaps)
 
 
-def _overlap(a: Delta, b: Delta) -> Iterator[float]:
+def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
     """Yield the mean squared cosine of the principal angles between the column spaces, and between the row spaces:
     ‖Q₁ᵀ Q₂‖² / min(r₁, r₂). Björck and Golub 1973, doi:10.1090/S0025-5718-1973-0348991-3."""
-    one, other = a.spaces(), b.spaces()
     if one is None or other is None:
         return
     for p, q in zip(one, other, strict=True):
-        yield float((p.T @ q).square().sum()) / max(min(p.shape[1], q.shape[1]), 1)
+        if count := min(p.shape[1], q.shape[1]):
+            yield float((p.T @ q).square().sum()) / count
+
+
+def _spaces(change: Tensor, target: OutputTensor) -> Spaces:
+    """Return orthonormal bases of the column space and the row space of a change; None where it is not known to be a
+    product of few columns.
+
+    A product with random columns, a few more than the rank, spans the same space. Halko, Martinsson and Tropp 2011,
+    doi:10.1137/090771806, section 4.1.
+    """
+    if any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in target.uses):
+        return None
+    rank = min(sum(rank_of(u.patch.module) for u in target.uses), *change.shape)
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for matrix in (change, change.T):
+        sketch = matrix @ torch.randn(matrix.shape[1], rank + MORE, generator=random)
+        columns, sizes, _ = torch.linalg.svd(sketch, full_matrices=False)
+        found.append(columns[:, sizes > NOISE * sizes[:1]][:, :rank])
+    return found[0], found[1]
 
 
 def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike | str | None]]:
@@ -131,8 +163,9 @@ def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike |
                 continue
             x, y = one(target), other(second[name])
             block = f"{lookup.component(name)} {block_of(name)}".strip()
+            overlap = [] if x.shape != y.shape else _overlap(_spaces(x, target), _spaces(y, second[name]))
             same = x.shape == y.shape
-            yield name, block, Alike(_dot(x, x), _dot(y, y), _dot(x, y)) if same else None
+            yield name, block, Alike(_dot(x, x), _dot(y, y), _dot(x, y), [*overlap]) if same else None
         yield from ((name, "", "b") for name in second if name not in first)
 
 

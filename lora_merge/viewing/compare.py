@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..disk.files import StoredTensor
+from ..dtypes import spoken
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..text import size
@@ -51,9 +54,11 @@ def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
     groups: dict[str, Difference] = {}
     tensors: dict[str, Any] = {}
     total, equal, others, only_b = Difference(), 0, dict[str, str](), list[str]()
+    dtypes: Counter[str] = Counter()
     seen: set[str] = set()
     for found in differences(a, b, lookup):
         seen.update(found.keys)
+        dtypes.update({_dtypes(a.tensors[key], b.tensors[found.name]) for key in found.keys[:1]})
         if not found.keys:
             only_b.append(found.name)
         elif found.why:
@@ -68,10 +73,16 @@ def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
     return {
         "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.tensors if key not in seen], "only_b": only_b,
+        "dtypes": {both: n for both, n in dtypes.most_common() if both},
         "total": total.to_dict(), "blocks": {name: groups[name].to_dict() for name in sorted(groups, key=in_order)},
         "tensors": tensors,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
     }  # fmt: skip
+
+
+def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
+    """Return the dtypes of two tensors in words, where they differ."""
+    return f"{spoken(a.dtype)} in A, {spoken(b.dtype)} in B" if a.dtype != b.dtype else ""
 
 
 def compare_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -84,6 +95,8 @@ def compare_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
     yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
+    for both, count in found["dtypes"].items():
+        yield line("dtypes", f"{both}: {count} tensors")
     for name in ("only_a", "only_b"):
         if names := found[name]:
             yield line(name.replace("_", " in "), f"{len(names)}: {', '.join(names[:3])}" + " …" * (len(names) > 3))

@@ -39,6 +39,14 @@ def test_equal_models_are_equal_whatever_their_dtype(scene: Scene, tmp_path: Pat
     assert (found["different"], found["total"]["changed"]) == (0, 0)
 
 
+def test_other_dtypes_are_told(scene: Scene, tmp_path: Path) -> None:
+    cast = {k: v.bfloat16() if "input_blocks" in k else v for k, v in sd1().items()}
+    found = compare(scene.base, save(cast, tmp_path / "cast.safetensors"))
+    assert found["dtypes"] == {"fp16 in A, bf16 in B": sum("input_blocks" in k for k in cast)}
+    assert any(line.startswith("dtypes ") for line in compare_lines(found))
+    assert compare(scene.base, scene.base)["dtypes"] == {}
+
+
 def test_tensors_of_one_model_alone_and_of_other_shapes_are_named(tmp_path: Path) -> None:
     a = save({"x": rand(3), "y": rand(3), "z": rand(3)}, tmp_path / "a.safetensors")
     b = save({"x": rand(3), "y": rand(4), "w": rand(3)}, tmp_path / "b.safetensors")
@@ -96,6 +104,21 @@ def test_spaces_that_share_nothing_have_no_overlap(tmp_path: Path) -> None:
     total = compare(*files)["total"]
     assert total["overlap"] == pytest.approx(0)
     assert total["cosine"] == pytest.approx(0)
+
+
+def test_the_overlap_of_spaces_is_the_same_with_a_base_and_without(scene: Scene) -> None:
+    """With a base only the changes themselves are known; two independent adapters of rank 4 share a part of them."""
+    by_name, on_base = compare(scene.ink, scene.oil), compare(scene.ink, scene.oil, scene.base)
+    assert on_base["common"] == by_name["common"]
+    assert 0.05 < by_name["total"]["overlap"] < 0.6
+    assert on_base["total"]["overlap"] == pytest.approx(by_name["total"]["overlap"], abs=2e-3)
+
+
+def test_a_change_of_zeros_shares_no_space(scene: Scene, tmp_path: Path) -> None:
+    tensors = load(scene.ink)
+    none = save({k: 0 * v if "lora_up" in k else v for k, v in tensors.items()}, tmp_path / "n.safetensors")
+    for base in (None, scene.base):
+        assert compare(scene.ink, none, base)["total"]["overlap"] is None
 
 
 def test_one_dialect_is_compared_with_another(scene: Scene, tmp_path: Path) -> None:

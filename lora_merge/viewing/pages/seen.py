@@ -185,6 +185,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
         page.summary(
             ("equal tensors", f"{found['equal']} of {found['compared']}"),
             ("different", found["different"]),
+            *(("dtypes", f"{both}: {n} tensors") for both, n in found.get("dtypes", {}).items()),
             ("norm of the difference", _six(found["total"].get("difference"))),
             ("of the norm of A", _percent(found["total"].get("relative"))),
             ("largest difference", _six(found["total"].get("largest"))),
