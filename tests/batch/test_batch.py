@@ -360,9 +360,9 @@ def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: s
 @pytest.mark.parametrize("name", ["overwrite", "redo"])
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_a_switch_of_a_batch_is_true_or_false(models: Path, name: str, value: object) -> None:
-    """Text such as "no" would count as on."""
+    """Text such as "no" would count as on, and a job with its own answer would hide it."""
     with pytest.raises(UsageError, match=name):
-        make_batch([job(models, "one")], **{name: value})  # type: ignore[arg-type]
+        make_batch([job(models, "one", overwrite=True)], **{name: value})  # type: ignore[arg-type]
     assert not list(models.glob("out/*"))
 
 
