@@ -18,11 +18,12 @@ if not (Path(__file__).parent / "algorithms").is_dir():
 if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
-    from .api import compare, inspect, merge, plan, replay, unmerge, verify
+    from .api import merge, plan, replay, unmerge, verify
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
+    from .looking import compare, inspect
     from .memory.adapter_values import AdapterSum, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
@@ -38,8 +39,8 @@ _HOMES = {
     "replay": "api",
     "unmerge": "api",
     "verify": "api",
-    "inspect": "api",
-    "compare": "api",
+    "inspect": "looking",
+    "compare": "looking",
     "merge_state_dict": "memory.state_dict",
     "merge_into": "memory.merge_into",
     "MergedModel": "memory.merge_into",

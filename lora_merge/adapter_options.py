@@ -27,6 +27,7 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("ema", "number", None, "Exponential moving average.", "given"),
         Option("ema_to", "number", None, "Its last step; linear in between.", "given"),
         Option("sigma_rel", "number", None, "Width of a post-hoc EMA, up to 0.288.", "given"),
+        Option("space", "text", None, "delta: average changes; factors: average the files' tensors.", "given"),
     )
 })  # fmt: skip
 """Name → option."""
@@ -46,6 +47,9 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "convert": (*SHARED, "to", "rank", "max_rank", "algorithm", "alpha", "include"),
     "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others",
                 "format"),
-    "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel"),
+    "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space"),
 })  # fmt: skip
 """Command of a jobs file → the options that it takes."""
+
+WRITERS: Final = frozenset(TAKES) - {"merge", "unmerge"}
+"""The commands that write adapters."""

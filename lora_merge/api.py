@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .job import Adapter, make_job
+from .job import make_job
 from .process import interruptible
 from .progress import Progress, watched
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .job import Adapters, OneAdapter
+    from .adapters_out.report import AdapterReport
+    from .job import Adapters
     from .keywords import PythonOptions, VerifyOptions
     from .planning.plan import Plan
     from .report import Report
@@ -185,8 +186,8 @@ def replay(  # noqa: PLR0913  # the options of the command
     device: str = "auto",
     overwrite: bool = False,
     progress: bool | Progress = False,
-) -> Report:
-    """Make an output of `merge` a second time, from the recipe in its metadata.
+) -> Report | AdapterReport:
+    """Make an output a second time, from the recipe in its metadata.
 
     The inputs are found by their hashes: beside the output, in the current folder and in `search`.
 
@@ -199,7 +200,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         progress: As for `merge`.
 
     Returns:
-        A `Report`, as `merge`.
+        A `Report`, as `merge`; an `AdapterReport` for an output of a command that writes adapters.
 
     Raises:
         InputError: The output has no recipe, or an input is not found.
@@ -210,13 +211,20 @@ def replay(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.replay("merged.safetensors", "again.safetensors", search=["models", "loras"]).written
         2132696762
     """
+    from .adapter_options import WRITERS
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand
+    from .proof.read_recipe import made_by
     from .proof.replay import plan_again
 
     with interruptible(), watched(progress) as watcher:
         folders = [expand(folder) for folder in search]
+        if made_by(expand(made)) in WRITERS:
+            from .adapters_out.again import replay as replay_adapter
+
+            given = {"device": device, "overwrite": overwrite}
+            return replay_adapter(expand(made), output, folders, progress=watcher, **given)
         return run(admit(plan_again(expand(made), output, folders, device=device, overwrite=overwrite)), watcher)
 
 
@@ -260,8 +268,9 @@ def verify(  # noqa: PLR0913  # the options of the command
         metadata: See `merge`.
 
     Returns:
-        A table of facts: `proven`, `tensors`, `worst_ulp`, `retained`, `warnings` …; its `to_json()` has the format
-        that `lora-merge schema proof` describes.
+        A table of facts: `proven`, `tensors`, `worst_ulp`, `retained`, `warnings` …, of a written adapter `layers`,
+        `recomputed`, `worst_residual` …; its `to_json()` of a merge has the
+        format that `lora-merge schema proof` describes.
 
     Raises:
         VerificationFailed: It is not that merge; the message says where it differs.
@@ -272,75 +281,19 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
+    from .adapter_options import WRITERS
     from .paths import expand
+    from .proof.read_recipe import made_by
     from .proof.replay import prove
     from .viewing.facts import Facts
-    from .viewing.text import proof_lines
+    from .viewing.text import proof_lines, proof_of_adapter
 
     stated = make_job(output, adapters, output).adapters if adapters else ()
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
+        if base is None and not stated and made_by(expand(output)) in WRITERS:
+            from .adapters_out.again import prove as prove_adapter
+
+            return Facts(prove_adapter(expand(output), folders, watcher), proof_of_adapter)
         found = prove(expand(output), base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(found, proof_lines)
-
-
-def inspect(
-    path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool = False
-) -> Facts:
-    """Tell what a file or folder is, or how an adapter fits a base.
-
-    Parameters:
-        path: A checkpoint or an adapter.
-        adapter: An adapter for the base at `path`, as for `merge`.
-        weights: Whether numbers are read too: for norms, stable ranks and energies of an adapter, or with a base for
-            the size of the change and how much of it the base's dtype keeps.
-        hashes: Whether large files are hashed too; adapters up to 256 MiB are always.
-
-    Returns:
-        A table of facts, which shows itself as the text of `lora-merge inspect`; its `to_json()` has the format that
-        `lora-merge schema inspect` describes.
-
-    Raises:
-        InputError: A file is missing, damaged or of a kind that is not supported.
-
-    Examples:
-        >>> facts = lora_merge.inspect("style.safetensors")
-        >>> facts["algorithms"], facts["ranks"]
-        ({'lora': 264}, [32])
-    """
-    from .paths import expand
-    from .viewing.facts import Facts
-    from .viewing.inspect import inspect as look
-    from .viewing.text import lines
-
-    ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-    return Facts(look(expand(path), ref, weights=weights, hashes=hashes), lines)
-
-
-def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
-    """Tell where two models differ and by how much, or how alike the changes of two adapters are.
-
-    Parameters:
-        a: A model or an adapter.
-        b: Another one of the same kind.
-        base: For two adapters that spell names in different words, or whose formulas read the weights: a base of both.
-
-    Returns:
-        A table of facts, which shows itself as text. For models: counts of equal and different tensors, ‖B−A‖ in all,
-        by block and by tensor. For adapters: norms, cosine and overlap of spaces, in all, by block and by module. Its
-        `to_json()` has the format that `lora-merge schema compare` describes.
-
-    Raises:
-        UsageError: One is an adapter and the other is not.
-        InputError: A file is missing or damaged.
-
-    Examples:
-        >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
-        264
-    """
-    from .paths import expand
-    from .viewing.compare import compare as look
-    from .viewing.compare import compare_lines
-    from .viewing.facts import Facts
-
-    return Facts(look(expand(a), expand(b), None if base is None else expand(base)), compare_lines)

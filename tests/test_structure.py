@@ -36,7 +36,7 @@ ROOMS = (
 )  # fmt: skip
 """From the lowest to the highest. A room imports only rooms before it, and the shared vocabulary."""
 
-FACE = ("lora_merge", "lora_merge.__main__", "lora_merge.api")
+FACE = ("lora_merge", "lora_merge.__main__", "lora_merge.api", "lora_merge.looking")
 """Modules that show the rooms to the outside. They may import every room; no room imports them."""
 
 LIBRARIES = {

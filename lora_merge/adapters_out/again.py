@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,8 @@ from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
 from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
+from .average.task import MOVING, Averaging, make_average
+from .average.task import OWN as OF_AVERAGE
 from .convert import OWN as OF_CONVERT
 from .convert import make_conversion
 from .convert import run as run_conversion
@@ -40,8 +43,16 @@ def _plain(command: str) -> Command:
     return Command(lambda refs, *rest: make_adapter_job(command, refs, *rest), run, frozenset(OWN))
 
 
+def _average(refs: Sequence[Adapter], output: Any, base: Any, options: Mapping[str, Any]) -> Averaging:
+    """Return the task of `average`, whose weights are the strengths of a recipe where no option gives them."""
+    given = {"weights": [a.strength for a in refs], **options}
+    given |= {"weights": None} if any(name in options for name in MOVING) else {}
+    return make_average([replace(a, strength=1.0) for a in refs], output, base, given)
+
+
 COMMANDS: Final[Mapping[str, Command]] = {
-    **{name: _plain(name) for name in ("combine", "resize", "average")},
+    **{name: _plain(name) for name in ("combine", "resize")},
+    "average": Command(_average, lambda task, progress: task.run(progress), frozenset((*OWN, *OF_AVERAGE))),
     "convert": Command(lambda refs, *rest: make_conversion(refs[0], *rest), run_conversion, frozenset(OF_CONVERT)),
     "extract": Command(lambda refs, output, base, options: make_extraction(base, refs[0].path, output, options),
                        run_extraction, frozenset((*OWN, *OF_EXTRACT)), "tuned"),
@@ -49,12 +60,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
 SHARED: Final = frozenset(("dtype", "unmatched", "setting"))
 """The options of `merge` that a recipe states. Its other entries are ignored: anybody may have written the file, so it
 does not decide where something is written or how much memory is used."""
-
-
-def is_ours(made: Path) -> bool:
-    """Return whether a file says that one of these commands made it."""
-    found = parsed(open_checkpoint(made).metadata.get(KEY, ""))
-    return found is not None and found.get("command") in tuple(COMMANDS)  # a list of a stranger has no hash
 
 
 def task_of(
@@ -100,7 +105,7 @@ def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -
         if any(sha256(a) != sha256(b) for a, b in zip(_files(again), _files(made), strict=True)):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"ok": True, "same_bytes": True, **dict(report.verified or {})}
+    return {"output": str(made), "proven": True, "ok": True, "same_bytes": True, **dict(report.verified or {})}
 
 
 def _files(made: Path) -> list[Path]:

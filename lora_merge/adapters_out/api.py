@@ -185,7 +185,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
 def average(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
-    sigma_rel: float | None = None, rank: str | int = SAME, progress: bool | Progress = False,
+    sigma_rel: float | None = None, space: str = "delta", rank: str | int = SAME, progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
@@ -198,6 +198,8 @@ def average(  # noqa: PLR0913  # each is an option of the command
         ema: β of an exponential moving average.
         ema_to: β of its last step; in between it is linear.
         sigma_rel: The width of a post-hoc EMA, at most 0.288.
+        space: "delta" averages changes; "factors" the tensors of the files, as a training's own EMA does, which needs
+            equal names and shapes.
         rank: A number or a rule, as for `combine`.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
@@ -210,10 +212,8 @@ def average(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
     """
-    from .average.weights import average_weights
-    from .run import run
+    from .average.task import make_average
 
+    own = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
     with interruptible(), watched(progress) as watcher:
-        found = average_weights(len(adapters), weights=weights, ema=ema, ema_to=ema_to, sigma_rel=sigma_rel)
-        given = list(zip(adapters, found, strict=True))
-        return run(make_adapter_job("average", given, output, base, {"rank": rank, **options}), watcher)
+        return make_average(adapters, output, base, {**own, **options}).run(watcher)

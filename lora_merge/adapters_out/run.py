@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 from pathlib import Path
@@ -64,6 +64,7 @@ class Outcome:
     entries: Sequence[Entry]
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
+    kept: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
 
     @cached_property
     def told(self) -> dict[str, dict[str, Any]]:
@@ -76,6 +77,7 @@ class Outcome:
         residual = sqrt(lost / squares) if squares else 0.0
         known = Known(self.job, self.inputs, self.told, self.entries, self.model)
         entries = known.entries(lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest))
+        entries |= self.kept
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,

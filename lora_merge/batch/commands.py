@@ -7,7 +7,7 @@ A job of such a command is kept as a Request, plain data that goes to worker pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -105,16 +105,10 @@ def _extraction(request: Request, options: Mapping[str, Any]) -> Task:
 
 
 def _average(request: Request, options: Mapping[str, Any]) -> Task:
-    from ..adapters_out.average.weights import average_weights
-    from ..adapters_out.rank_rules import SAME
+    from ..adapters_out.average.task import make_average
 
-    if any(a.strength != 1 for a in request.adapters):
-        raise UsageError("snapshots have no strengths", "strength", "give weights: one number for each snapshot")
-    own = {name: options.get(name) for name in ("weights", "ema", "ema_to", "sigma_rel")}
-    weights = average_weights(len(request.adapters), **own)
-    adapters = [replace(a, strength=w) for a, w in zip(request.adapters, weights, strict=True)]
-    left = {name: value for name, value in options.items() if name not in own}
-    return _adapter_task(request, adapters, {"rank": SAME, **left})
+    made = make_average(request.adapters, request.output, request.base, options)
+    return Task(made.job, made.plan, made.run)
 
 
 COMMANDS: Final[Mapping[str, Callable[[Request, Mapping[str, Any]], Task]]] = MappingProxyType(

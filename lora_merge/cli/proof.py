@@ -66,10 +66,12 @@ def verify(
     folders = [expand(p) for p in search or []]
     if base is None and not pairs and _is_adapter(expand(output)):
         from ..adapters_out.again import prove as prove_adapter
+        from ..viewing.text import proof_of_adapter
 
         with watching(quiet=as_json) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched)
-        echo(json.dumps(proof) if as_json else f"verified {proof['layers']} layers: its inputs give the same bytes")
+        for row in [json.dumps(proof, ensure_ascii=False)] if as_json else proof_of_adapter(proof):
+            echo(row)
         return
     with watching(quiet=as_json, weights=PROOF) as display:
         proof = prove(
@@ -130,15 +132,10 @@ def _named(output: str, made: str) -> str:
 
 def _is_adapter(made: Path) -> bool:
     """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
-    from ..files.checkpoint import open_checkpoint
-    from ..planning.recipe import KEY, parsed
+    from ..adapter_options import WRITERS
+    from ..proof.read_recipe import made_by
 
-    found = parsed(open_checkpoint(made).metadata.get(KEY, ""))
-    if found is None or "command" not in found:
-        return False
-    from ..adapters_out.again import is_ours
-
-    return is_ours(made)
+    return made_by(made) in WRITERS
 
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="as_json")

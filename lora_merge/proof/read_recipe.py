@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..algorithms import COUNT
 from ..disk.temporary import NAME_LIMIT
 from ..errors import InputError, UsageError
-from ..files.checkpoint import Index
+from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..options import OPTIONS, shown
 from ..planning.recipe import KEY, parsed
@@ -53,6 +53,12 @@ class Recipe:
         """Return the job that the recipe describes, for inputs at `paths`; UsageError for values that are invalid."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
+
+
+def made_by(made: Path) -> str:
+    """Return the command that a file or folder says it was made by; "" for one that says nothing."""
+    found = (parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}).get("command", "")
+    return found if isinstance(found, str) else ""
 
 
 def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:

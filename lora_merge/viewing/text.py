@@ -132,6 +132,12 @@ def proof_lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield line("warning", warning)
 
 
+def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the proof of a written adapter found."""
+    yield line("proven", str(found["output"]))
+    yield line("recomputed", f"{found['recomputed']} of {found['layers']} layers; its inputs give the same bytes")
+
+
 def _share(n: Mapping[str, Any]) -> str:
     return f"{n['delta'] / n['weight']:.2%}" if n["weight"] else "all"
 

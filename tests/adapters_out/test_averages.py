@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -85,3 +86,96 @@ def test_a_bias_is_a_vector_in_whatever_shape_its_change_is_stored(shape: tuple[
         assert isinstance(done.exception, MergeError)
         assert done.exception.exit_code == 4
         assert not output.exists()
+
+
+def snapshots(folder: Path, dtype: torch.dtype = torch.float32, count: int = 3) -> list[Path]:
+    """Write snapshots of one training: close to each other, with equal α."""
+    base = sd1(torch.float32)
+    first = kohya(base, te=False)
+    noise = torch.Generator().manual_seed(7)
+    paths = [folder / f"{n}.safetensors" for n in range(count)]
+    for path in paths:
+        save_file({name: v if name.endswith("alpha") else (v + 0.01 * torch.randn(v.shape, generator=noise)).to(dtype)
+                   for name, v in first.items()}, path)  # fmt: skip
+    return paths
+
+
+def recursion(paths: list[Path], betas: list[float]) -> dict[str, torch.Tensor]:
+    """Return what musubi-tuner's lora_post_hoc_ema.py makes: θ̄ ← θ̄β + θ(1 − β) in fp32, every tensor but α."""
+    mean = {name: v.float() for name, v in load_file(paths[0]).items()}
+    for beta, path in zip(betas, paths[1:], strict=True):
+        for name, v in load_file(path).items():
+            if not name.endswith(".alpha"):
+                mean[name] = mean[name] * beta + v.float() * (1 - beta)
+    return mean
+
+
+@pytest.mark.parametrize(("options", "betas"), [
+    (["--ema", "0.9"], [0.9, 0.9]),
+    (["--ema", "0.9", "--ema-to", "0.5"], [0.9, 0.5]),
+    (["--sigma-rel", "0.2", "--setting", "musubi_t=true"], [0.0, 0.5**2.3079]),
+])  # fmt: skip
+def test_averaged_factors_are_those_of_musubi_bit_for_bit(
+    options: list[str], betas: list[float], tmp_path: Path
+) -> None:
+    """γ for σ = 0.2: the root of γ³ + 7γ² + (16 − 25)γ + (12 − 25), from numpy, as musubi finds it."""
+    if "--sigma-rel" in options:
+        power = float(np.roots([1, 7, 16 - 25, 12 - 25]).real.max()) + 1
+        betas = [(1 - 1 / t) ** power for t in (1, 2)]
+    paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
+    given = [*map(str, paths), "-o", str(output), "--space", "factors", "-q", *options]
+    assert CliRunner().invoke(app, ["average", *given]).exit_code == 0
+    made = load_file(output)
+    for name, value in recursion(paths, betas).items():
+        assert torch.equal(made[name], value), name
+    proof = lora_merge.verify(output)
+    assert proof["proven"] and proof["same_bytes"] and "the same bytes" in proof.text
+    again = tmp_path / "again.safetensors"
+    assert lora_merge.replay(output, again).written == output.stat().st_size == again.stat().st_size
+
+
+def test_averaged_factors_tell_how_far_they_are_from_averaged_changes(tmp_path: Path) -> None:
+    """In bf16, and through a formula of more than two factors: Δ of the file against Σ wᵢΔWᵢ, by merging."""
+    base, paths, output = sd1(torch.float32), snapshots(tmp_path, torch.bfloat16), tmp_path / "mean.safetensors"
+    report = lora_merge.average(paths, output, weights=[0.5, 0.25, 0.25], space="factors")
+    made = lora_merge.merge_state_dict(base, [output])
+    wanted = lora_merge.merge_state_dict(base, list(zip(paths, (0.5, 0.25, 0.25), strict=True)))
+    off = sum(float((made[n] - wanted[n]).square().sum()) for n in base)
+    size = sum(float((wanted[n] - base[n]).square().sum()) for n in base)
+    assert report.residual == pytest.approx((off / size) ** 0.5, rel=1e-2)
+    assert report.residual > 1e-3
+    assert report.verified and report.verified["recomputed"] == report.verified["layers"]
+
+
+@pytest.mark.parametrize("wrong", ["shape", "alpha", "name", "rank", "space", "strength"])
+def test_snapshots_that_are_not_alike_have_no_averaged_factors(wrong: str, tmp_path: Path) -> None:
+    first, second = snapshots(tmp_path, count=2)
+    held = load_file(second)
+    name = next(n for n in held if n.endswith("alpha" if wrong == "alpha" else "lora_down.weight"))
+    if wrong == "shape":
+        other = name.replace("lora_down", "lora_up")
+        held |= {name: held[name][:2].clone(), other: held[other][:, :2].clone()}
+    if wrong == "alpha":
+        held[name] = held[name] * 2
+    if wrong == "name":
+        held = {n: v for n, v in held.items() if not n.startswith(name.partition(".")[0])}
+    save_file(held, second)
+    options: dict[str, Any] = {"rank": {"rank": 4}, "space": {"space": "tensors"}}.get(wrong, {})
+    given: Any = (second, 0.5) if wrong == "strength" else second
+    with pytest.raises(MergeError) as raised:
+        lora_merge.average([first, given], tmp_path / "mean.safetensors", **{"space": "factors", **options})
+    assert raised.value.exit_code == (4 if wrong in ("shape", "alpha", "name") else 2)
+    assert not (tmp_path / "mean.safetensors").exists()
+
+
+def test_each_snapshot_is_needed_to_name_once(tmp_path: Path) -> None:
+    """A pattern stands for its files, in the order of their names; weights are those of the files."""
+    paths, output = snapshots(tmp_path), tmp_path / "out" / "mean.safetensors"
+    output.parent.mkdir()
+    found = CliRunner().invoke(
+        app, ["average", str(tmp_path / "*.safetensors"), "-o", str(output), "--weights", "1,0,0"]
+    )
+    assert found.exit_code == 0, found.exception
+    base = sd1(torch.float32)
+    one, other = (lora_merge.merge_state_dict(base, [p]) for p in (paths[0], output))
+    assert all(torch.allclose(one[n], other[n], atol=1e-6) for n in base)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from ...errors import UsageError
 from ...options import is_finite, shown
@@ -19,16 +19,17 @@ STEPS: Final = 200  # of bisection: more than the bits of a float
 
 
 def average_weights(
-    count: int, *, weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
-    sigma_rel: float | None = None,
+    count: int, *, weights: Sequence[float] | None = None, ema: float | None = None, sigma_rel: float | None = None,
+    **others: Any,
 ) -> list[float]:  # fmt: skip
-    """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none."""
+    """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
+    as `shares` takes them."""
     given = [
         name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
     ]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both give the weights", f"--{given[1]}", "use one of them")
-    if ema_to is not None and ema is None:
+    if others.get("ema_to") is not None and ema is None:
         raise UsageError("ema-to needs a beginning", "--ema-to", "give --ema too")
     if weights is not None:
         if len(weights) != count or not all(is_finite(w) for w in weights):
@@ -38,15 +39,28 @@ def average_weights(
                 "give one number for each",
             )
         return [float(w) for w in weights]
+    betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
+    return [1 / count] * count if betas is None else _moving(betas)
+
+
+def shares(
+    count: int, *, ema: float | None = None, ema_to: float | None = None, sigma_rel: float | None = None,
+    musubi_t: bool = False,
+) -> list[float] | None:  # fmt: skip
+    """Return the share βᵢ that each step of a moving average keeps, one fewer than snapshots; None for no such average.
+    UsageError for values that give none.
+
+    `musubi_t`: count the steps of a post-hoc EMA as musubi-tuner does, which gives the oldest snapshot the weight 0.
+    """
     if ema is not None:
         last = ema if ema_to is None else ema_to
         if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
             raise UsageError(f"ema {shown(ema)} to {shown(last)}", "--ema", "use numbers from 0 to less than 1")
-        return _moving([ema + (last - ema) * i / max(count - 2, 1) for i in range(count - 1)])
-    if sigma_rel is not None:
-        power = _power(sigma_rel) + 1
-        return _moving([(1 - 1 / t) ** power for t in range(2, count + 1)])  # from t = 2, so that the oldest counts
-    return [1 / count] * count
+        return [ema + (last - ema) * (i / max(count - 2, 1)) for i in range(count - 1)]
+    if sigma_rel is None:
+        return None
+    power, first = _power(sigma_rel) + 1, 1 if musubi_t else 2  # from t = 2, so that the oldest counts
+    return [(1 - 1 / t) ** power for t in range(first, first + count - 1)]
 
 
 def _moving(betas: Sequence[float]) -> list[float]:

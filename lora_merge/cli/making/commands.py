@@ -111,7 +111,7 @@ def convert(
     show("convert", task, printed)
 
 
-@_takes("base", "ema", "ema_to", "sigma_rel", *ADAPTERS[1:])
+@_takes("base", "ema", "ema_to", "sigma_rel", "space", *ADAPTERS[1:])
 def average(
     snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT...", help="Files, the oldest first.")],
     weights: Annotated[str | None, typer.Option(metavar="W,W…", help="One number for each. Default: equal.")] = None,
@@ -122,15 +122,19 @@ def average(
 
     With equal weights, with given ones, or as an exponential moving average.
     """
-    from ...adapters_out.average.weights import average_weights
-    from ...adapters_out.rank_rules import SAME
-    from ..values import as_number
+    output, base, printed = _taken(options)
 
-    given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
-    numbers = read({name: options.pop(name) for name in ("ema", "ema_to", "sigma_rel")}, 0, OWN)
-    found = average_weights(len(snapshots), weights=given, **numbers)
-    named = [f"{path}:{weight!r}" for path, weight in zip(snapshots, found, strict=True)]
-    _carry_out("average", named, {"rank": rank or SAME, **options})
+    def task() -> Task:
+        from ...adapters_out.average.task import make_average
+        from ...batch.commands import Task
+        from ..values import as_number
+
+        given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
+        named, found = _given([named_adapter(a) for a in expanded(snapshots)], {"rank": rank, **options})
+        made = make_average(named, with_ending(output, file=True), base, {"weights": given, **found})
+        return Task(made.job, made.plan, made.run)
+
+    show("average", task, printed)
 
 
 @_takes(*RANKS, "algorithm", "others", "include", "exclude", "factor", "format", "alpha")

@@ -40,6 +40,8 @@ OWN: Final = MappingProxyType({
         _row("ema", "number", "BETA", "Exponential moving average."),
         _row("ema_to", "number", "BETA", "Its last step; linear in between."),
         _row("sigma_rel", "number", "X", "Width of a post-hoc EMA, up to 0.288."),
+        _row("space", "text", "WHAT", "delta: average changes; factors: average tensors. Default: delta.",
+             words=("delta", "factors")),
         _row("dry_run", "switch", None, "Plan only, from headers; write nothing.", group="Report"),
         _row("json", "switch", None, "Report as one JSON object on stdout.", group="Report"),
         _row("report", "path", "PATH", "Also write the JSON report to this file.", group="Report"),

@@ -1,0 +1,189 @@
+"""Averages the tensors of snapshots, as a training's own moving average does, and tells how far that is from the
+average of their changes.
+
+A product of averaged factors is not the average of the products: for close snapshots the two are near each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...adapters.file import SCALES
+from ...adapters.peft.rules import METADATA
+from ...disk.destination import check_output
+from ...disk.files import StoredTensor
+from ...disk.reader import Reader
+from ...dtypes import spoken
+from ...engine.patch_tensors import PatchTensors
+from ...engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
+from ...engine.tensors import Fetch, TensorCache
+from ...engine.torch_state import undisturbed
+from ...errors import FitError, VerificationFailed
+from ...files.checkpoint import Index, open_checkpoint
+from ...progress import Counting, Progress, unwatched
+from ...proof.reference.floats import decode, step
+from ..changes import Change, Evaluator
+from ..conversion.kept import waiting
+from ..job import AdapterJob
+from ..layers import Layer, Wanted, combine
+from ..proof import BUDGET, REDO
+from ..report import AdapterReport
+from ..run import Facts, Outcome, Run, coverage, heap_of, model_of, output_dtype
+from ..sources import Sources, Target, open_sources
+from ..truncation.storing import squares_of
+from ..written import Entry
+
+NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
+
+
+@dataclass(frozen=True)
+class Averages:
+    """The average of each tensor that the snapshots have."""
+
+    snapshots: tuple[Index, ...]
+    weights: tuple[float, ...]
+    betas: Sequence[float] | None
+    fetch: Fetch
+    dtype: torch.dtype
+
+    def of(self, info: StoredTensor) -> Tensor:
+        """Return the average of a tensor of the first snapshot, in the dtype of the output."""
+        found = [self.fetch(index.tensors[info.name]) for index in self.snapshots]
+        if not found[0].is_floating_point() or _is_scale(info.name):
+            if any(not torch.equal(t.double(), found[0].double()) for t in found):
+                raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
+            return found[0]
+        made: Tensor = averaged(found, self.weights, self.betas).to(self.dtype)
+        return made
+
+
+def _is_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in SCALES
+
+
+def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[float] | None) -> Any:
+    """Return Σ wᵢθᵢ in fp64; a moving average θ̄ ← βθ̄ + (1 − β)θ step by step in fp32, as training keeps it.
+
+    `values`: tensors of torch or arrays of numpy, in both of which a float takes the dtype of what it multiplies.
+    """
+    wide, single = (torch.float64, torch.float32) if isinstance(values[0], Tensor) else (np.float64, np.float32)
+
+    def cast(value: Any, dtype: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) else value.astype(dtype)
+
+    if betas is None:
+        return sum(w * cast(v, wide) for w, v in zip(weights, values, strict=True))
+    found = cast(values[0], single)
+    for beta, value in zip(betas, values[1:], strict=True):
+        found = found * beta + cast(value, single) * (1 - beta)
+    return found
+
+
+@undisturbed()
+def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unwatched) -> AdapterReport:
+    """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
+    this = Run(job, progress)
+    sources = open_sources(job)
+    files = [p for i in sources.indexes for p in i.files]
+    check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
+    snapshots = tuple(a.index for a in sources.adapters)
+    _expect_alike(snapshots)
+    dtype = output_dtype(job, sources.adapters)
+    with ExitStack() as stack:
+        reader = this.reading(stack, sources.indexes)
+        cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
+        weights = tuple(a.strength for a in job.adapters)
+        means = Averages(snapshots, weights, betas, cache.fetch, dtype)
+        layers = dict(_layers(sources, job, means, cache, this.counted))
+        heap, entries = heap_of(job, stack), list[Entry]()
+        for name, info in snapshots[0].tensors.items():
+            entries += waiting({name: means.of(info)}, heap).values()
+            cache.forget()
+        made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
+        facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), (*dict.fromkeys(sources.notes),))
+        return made.finish(reader, facts, lambda part: prove(means, reader, part, this.counted), this)
+
+
+def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
+    """Return the entry of diffusers that states α, which the tensors do not."""
+    found = snapshots[0].metadata.get(METADATA)
+    return {} if found is None else {METADATA: found}
+
+
+def _expect_alike(snapshots: Sequence[Index]) -> None:
+    """Raise FitError unless all snapshots have the same tensors."""
+    first = {name: info.shape for name, info in snapshots[0].tensors.items()}
+    for index in snapshots[1:]:
+        other = {name: info.shape for name, info in index.tensors.items()}
+        if first != other:
+            name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
+            what = "two snapshots have a tensor in different shapes" if name in first.keys() & other.keys() else (
+                "a snapshot lacks a tensor that another one has")  # fmt: skip
+            raise FitError(what, f"{index.path}: {name}", NOT_ONE)
+        if index.metadata.get(METADATA) != snapshots[0].metadata.get(METADATA):
+            raise FitError("two snapshots have different configurations in their headers", str(index.path), NOT_ONE)
+
+
+def _layers(
+    sources: Sources, job: AdapterJob, means: Averages, cache: TensorCache, begin: Counting
+) -> Iterator[tuple[str, Layer]]:
+    """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum."""
+    stored = Evaluator(sources, cache, HOST)
+    own = Evaluator(sources, cache, HOST)
+    own.tensors = PatchTensors(means.of, sources.weights)
+    told = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
+    for target in sources.targets:
+        wanted = combine(job, target, changes := stored.changes(target), [""] * len(changes))
+        alone = replace(target, uses=tuple(u for u in target.uses if not u.patch.adapter), values=target.values[:1])
+        (made,) = [replace(c, strength=1.0) for c in own.changes(alone)]
+        lost = _apart(wanted, made)
+        kind = target.uses[0].patch.algorithm if target.uses else "replacement"
+        yield target.label, Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost)
+        stored.forget()
+        own.forget()
+        told(means.dtype.itemsize * _count(target))
+
+
+def _count(target: Target) -> int:
+    out, cols = target.matrix
+    return out * cols
+
+
+def _apart(wanted: Wanted, made: Change) -> float:
+    """Return ‖Δ − Δ̂‖²."""
+    if wanted.whole is None and made.left is not None and made.right is not None:
+        left, right = wanted.factors
+        return squares_of(torch.cat((left, -made.left), 1), torch.cat((right, made.right), 0))
+    return float((wanted.dense() - made.dense()).square().sum())
+
+
+def prove(means: Averages, reader: Reader, path: Path, begin: Counting) -> dict[str, Any]:
+    """Compute tensors of the output once more with numpy; VerificationFailed where one is not the nearest number of its
+    dtype."""
+    made = open_checkpoint(path)
+    names = [n for n, i in made.tensors.items() if TORCH_DTYPES[i.dtype].is_floating_point and not _is_scale(n)]
+    numbers = sum(made.tensors[n].nbytes // 2 for n in names)
+    chosen = names[:: max(1, -(-numbers // BUDGET))]
+    told: Callable[[int], object] = begin("prove", sum(made.tensors[n].nbytes for n in chosen))
+
+    def read(info: StoredTensor, source: Reader) -> Any:
+        return decode(bytes(source.read(info, 0, info.nbytes)), info.dtype)
+
+    with Reader([made]) as own:
+        for name in chosen:
+            info = made.tensors[name]
+            wanted = averaged([read(i.tensors[name], reader) for i in means.snapshots], means.weights, means.betas)
+            wanted, held = wanted.astype(np.float64), read(info, own).astype(np.float64)
+            if bool((np.abs(held - wanted) > step(wanted, info.dtype)).any()):
+                raise VerificationFailed("a written tensor is not the average", f"{path}: {name}", REDO)
+            told(info.nbytes)
+    layers: Mapping[str, object] = dict.fromkeys(chosen)
+    return {"ok": True, "layers": len(names), "recomputed": len(layers), "worst_residual": 0.0, "worst_layer": ""}
