@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec
 import torch
 
 from ...dtypes import TABLE
+from .base import InvalidPart, OutOfRange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +50,8 @@ def _fp8_values(dtype: str) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(FP8[dtype]).float()
 
 
-def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
-    """Return the numbers of bytes times a scale, in fp32.
+def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = None) -> Tensor:
+    """Return the numbers of bytes times a scale, in fp32. `last`: the largest byte without its sign, where it is known.
 
     A table takes a fifth of the time of torch's cast. On a CPU, fp16 takes half of that again: it has the same fields,
     only wider, but in e4m3 other bits for NaN.
@@ -58,7 +59,7 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
     raw = codes.reshape(-1).view(torch.int8)
     if raw.device.type == "cpu" and dtype == "F8_E5M2":
         return _times(raw.to(torch.int16).mul_(256).view(torch.float16).float(), scale)
-    if raw.device.type == "cpu" and raw.numel() and _last_byte(raw) < 0x7F:
+    if raw.device.type == "cpu" and raw.numel() and (_last_byte(raw) if last is None else last) < 0x7F:
         signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
         wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
         return wide.mul_(256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
@@ -84,10 +85,10 @@ def _last_byte(raw: Tensor) -> int:
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
-    """Return the nearest fp8 numbers as bytes, ties to even; None if a finite number rounds to one beyond the range."""
+    """Return the nearest fp8 numbers as bytes, ties to even; None if a number rounds to one beyond the range."""
     codes = single(values).to(FP8[dtype]).view(torch.uint8)
     # The bytes are looked at first, at a quarter of the cost: versions of torch differ in what they write beyond.
-    return None if _last_byte(codes) >= LAST[dtype] and largest(values) > TABLE[dtype].room else codes
+    return None if _last_byte(codes) >= LAST[dtype] and float(values.abs().max()) > TABLE[dtype].room else codes
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
@@ -134,8 +135,13 @@ def single(values: Tensor) -> Tensor:
 
 
 def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
-    """Return the numbers of codes of one byte times a scale, in fp32."""
-    return _times(codes.view(torch.int8).float(), scale) if dtype == "I8" else from_fp8(codes, dtype, scale)
+    """Return the numbers of codes of one byte times a scale, in fp32; InvalidPart for codes that are not numbers."""
+    if dtype == "I8":
+        return _times(codes.view(torch.int8).float(), scale)
+    last = _last_byte(codes)
+    if last > LAST[dtype]:
+        raise InvalidPart("a code stands for no finite number")
+    return from_fp8(codes, dtype, scale, last)
 
 
 def to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor | None:
@@ -151,6 +157,21 @@ def cut_to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor:
     if dtype != "I8":
         return cut_to_fp8(levels, dtype)
     return levels.round().clamp_(lowest, 127).to(torch.int8).view(torch.uint8)
+
+
+def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
+    """Return scales, in fp32, that `dtype` holds and at which `steps` codes reach as far as the largest numbers.
+
+    They are the nearest ones, or the next above where even `room` codes would not reach: bf16 moves a scale by up to a
+    512th, and the smallest numbers of fp16 lie far apart. Raises OutOfRange where no scale is large enough.
+    """
+    kind = FLOAT_DTYPES[dtype]
+    near = (largest / steps).to(kind)
+    beyond = (near.view(torch.int32 if kind.itemsize == 4 else torch.int16) + 1).view(kind)
+    made = torch.where(near.float() < largest / room, beyond, near).float()
+    if not bool(made.isfinite().all()):
+        raise OutOfRange
+    return made
 
 
 @a_table

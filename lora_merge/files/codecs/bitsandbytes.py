@@ -78,8 +78,10 @@ class Bnb4(Encoding):
         return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
 
     def _scale(self, parts: Parts) -> Tensor:
-        """Return the scale of each block; InvalidPart if one is negative or not finite."""
+        """Return the scale of each block; InvalidPart if one is negative or not finite, or a number of the map."""
         scale = parts[ABSMAX]
+        if not all(bool(parts[role].isfinite().all()) for role in (MAP, NESTED_MAP) if role in parts):
+            raise InvalidPart("a number of a map is not finite")
         if self.nested:
             spread = parts[NESTED].repeat_interleave(self.nested)[: len(scale)]
             scale = parts[NESTED_MAP][scale.int()] * spread + self.offset

@@ -20,6 +20,7 @@ from .base import InvalidPart, OutOfRange
 from .draws import to_integers, to_table
 from .ggml_layouts import LAYOUTS, Layout, half, put_half
 
+NO_POWER: Final = 255  # the byte that stands for no power of two. OCP Microscaling Formats 1.0, 5.4.1
 F16_LARGEST: Final = 65504.0
 SLACK: Final = 0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
 
@@ -113,6 +114,8 @@ class Kind(NamedTuple):
         """Return the scales; InvalidPart for those that are not finite numbers."""
         layout = self.layout
         if layout.d is None:
+            if bool((blocks[:, 0] == NO_POWER).any()):
+                raise InvalidPart("a scale is not a number")
             return Fields(_power_of_two(blocks[:, :1].int() - 128))
         d = half(blocks, layout.d)
         m = None if layout.m is None else half(blocks, layout.m)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
 from .fp4 import Fp4Tensors, fp4
 from .packed_ints import WORD
 from .scaled import COARSE, E8M0, SCALE, Stored, scaled
@@ -94,7 +94,9 @@ class Affine(Encoding):
         made = self._rounded(torch.where(zero != 0, edge, 0.0), up=~below), self._rounded(step)
         short = (other - made[0]) / made[1] > self._most + 0.25
         step = torch.where(short, self._rounded((other - made[0]) / self._most, up=below), made[1])
-        over &= step.isfinite() & made[0].isfinite() & (step != 0)
+        if not bool((step.isfinite() & made[0].isfinite() | ~over).all()):
+            raise OutOfRange
+        over &= step != 0
         return torch.where(over, step, scale), torch.where(over, made[0], bias)
 
     def _rounded(self, numbers: Tensor, up: Tensor | None = None) -> Tensor:

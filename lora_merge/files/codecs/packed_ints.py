@@ -19,7 +19,7 @@ from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
 from .base import CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
-from .scaled import COARSE, SCALE, ZERO
+from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,26 +161,23 @@ class Packed(Encoding):
         """Return scales and zero points: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
+        from . import arithmetic
+
         half, least = 2 ** (self.bits - 1), self._least
         over = (high > (half - 0.5 - zero) * old) | (low < (least - 0.5 - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)
             over |= (high - low < COARSE[False] * (2 * half - 1) * old) & (high > low)
-            new = ((high - low) / (2 * half - 1)).to(old.dtype)
+            new = arithmetic.covering(high - low, 2 * half - 1, 2 * half - 1, self.scales)  # z may take half a step
         else:
-            over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (torch.maximum(high, -low) > 0)
-            new = torch.maximum(high / (half - 1), low / least).to(old.dtype)
-        new = self._rounded(new)
-        over &= (new > 0) & (new < inf)
+            reach = torch.maximum(high, low * ((half - 1) / least))
+            over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (reach > 0)
+            new = arithmetic.covering(reach, half - 1, half - 1 + NEARLY_HALF, self.scales)
+        over &= new > 0
         scale = torch.where(over, new, old)
         if not self.zeros:
             return scale, zero
         return scale, torch.where(over, (-half - (low.to(scale.dtype) / scale).round()).clamp(-half, half - 1), zero)
-
-    def _rounded(self, scale: Tensor) -> Tensor:
-        from . import arithmetic
-
-        return scale.to(arithmetic.FLOAT_DTYPES[self.scales]).float()
 
 
 class PackedInts(NamedTuple):

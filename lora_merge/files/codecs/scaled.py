@@ -29,6 +29,7 @@ SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
+NEARLY_HALF: Final = 0.4  # of a step that a number may lie beyond the last code
 COARSE: Final = {True: 2.0**-6, False: 0.8}
 """Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
 anywhere in the range; a whole number is not."""
@@ -178,6 +179,8 @@ class Scaled(Encoding):
         """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
+        from . import arithmetic
+
         floats = self.dtype != "I8"
         largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or 127.0
         top = TABLE[self.dtype].room if floats else 127.5
@@ -185,30 +188,27 @@ class Scaled(Encoding):
         if not floats:
             over &= (high > old * (self.factor * 127.5)) | (-low > old * (self.factor * (0.5 - self.lowest)))
         coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
-        wanted = (largest if floats else torch.maximum(high, -low * (127.0 / -self.lowest))) / (limit * self.factor)
-        new = self._rounded(wanted)
-        over |= self.fresh
-        return torch.where((over | coarse) & (new > 0) & (new < inf), new, old)
+        reach = largest if floats else torch.maximum(high, -low * (127.0 / -self.lowest))
+        if self.kind == E8M0 or self.powers:
+            new = arithmetic.power_above(reach / (limit * self.factor))
+        else:
+            room = top if floats else limit + NEARLY_HALF
+            new = arithmetic.covering(reach, limit * self.factor, room * self.factor, self.kind)
+        return torch.where((over | coarse | self.fresh) & (new > 0), new, old)
 
     def _fitted_with_zero(self, low: Tensor, high: Tensor, old: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and zero points: the old ones where they cover the numbers."""
         import torch
 
+        from . import arithmetic
+
         low, high = low.clamp(max=0), high.clamp(min=0)
         over = (high > (127.5 - zero) * old) | (low < (-128.5 - zero) * old)
         over |= (high - low < COARSE[False] * 255 * old) & (high > low)
-        new = self._rounded((high - low) / 255)
-        over &= (new > 0) & (new < inf)
+        new = arithmetic.covering(high - low, 255, 255, self.kind)  # the rounded zero point may take half a step
+        over &= new > 0
         scale = torch.where(over, new, old)
         return scale, torch.where(over, (-128 - (low / scale).round()).clamp(-128, 127), zero)
-
-    def _rounded(self, scale: Tensor) -> Tensor:
-        """Return scales as the file can hold them, in fp32."""
-        from . import arithmetic
-
-        if self.kind == E8M0 or self.powers:
-            return arithmetic.power_above(scale)
-        return scale.to(arithmetic.FLOAT_DTYPES[self.kind]).float()
 
     def _stored(self, scale: Tensor, old: Tensor, count: int) -> Tensor:
         """Return scales as they are stored; padding between them stays."""

@@ -132,11 +132,13 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
     """Return numbers of a table of 16, with scales of blocks of the flat weight, which may be codes themselves."""
     table = decode(raw["map"], "F32")
     scale = decode(raw["absmax"], "U8" if encoding.nested else "F32")
+    maps = table
     if encoding.nested:
         outer = decode(raw["nested"], "F32")[np.arange(len(scale)) // encoding.nested]
-        scale = decode(raw["nested_map"], "F32")[scale] * outer + encoding.offset
-    if not np.isfinite(scale).all() or (not encoding.nested and (scale < 0).any()):
-        raise BadPart("a scale is negative or not a finite number")
+        maps = np.concatenate([table, decode(raw["nested_map"], "F32")])
+        scale = maps[len(table) :][scale] * outer + encoding.offset
+    if not (np.isfinite(scale).all() and np.isfinite(maps).all()) or (not encoding.nested and (scale < 0).any()):
+        raise BadPart("a scale or a number of a map is negative or not a finite number")
     levels = table[nibbles(raw["codes"], high_first=True)[:count]]
     return levels, Grid(Table(table), np.copysign(nonzero(np.abs(scale)), scale)[np.arange(count) // encoding.size])
 

@@ -65,6 +65,8 @@ def _d_and_m(raw: Array) -> tuple[Array, Array]:
 
 
 def _power(raw: Array) -> tuple[Array, Array]:
+    if (raw[:, 0] == 255).any():
+        raise BadPart("a scale is not a number")
     d = np.ldexp(1.0, raw[:, :1].astype(np.int64) - 127)
     return d, np.zeros_like(d)
 

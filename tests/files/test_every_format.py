@@ -1,0 +1,129 @@
+"""Laws of every way to store a weight. The rows are those of the tables of formats: a new one is tested by being there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lora_merge
+from lora_merge.errors import InputError
+from lora_merge.files.codecs import CODECS
+from lora_merge.files.codecs.base import CODES, InvalidPart, OutOfRange
+from lora_merge.files.codecs.ggml_blocks import KINDS
+from lora_merge.files.gguf.types import READ
+from lora_merge.proof.decoders import DECODERS, BadPart
+
+from ..support import load, save
+from .every_format import EXAMPLES, ROWS, Weight, weights
+from .quantised_forms import FORMS
+from .test_quantised_bases import NAMES, SIZES, adapter, base, same
+
+
+def numbers(count: int) -> Iterator[tuple[str, Tensor]]:
+    """Numbers of every size: none, usual, tiny, huge, of both signs and of one, blocks of each beside each other."""
+    usual = torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02
+    beside = usual.clone()
+    beside[: count // 3], beside[count // 3 : count // 2], beside[-16:] = 0, beside[count // 3 : count // 2] * 5e4, 1e-6
+    yield "zeros", torch.zeros(count)
+    yield "usual", usual
+    yield "tiny", usual * 1e-3
+    yield "next to nothing", usual * 1e-30
+    yield "large", usual * 3e6
+    yield "huge", usual * 1e32
+    yield "the largest", torch.where(usual > 0, 3.4e38, -3.4e38)
+    yield "of one sign", usual.abs() + 0.01
+    yield "of the other", -usual.abs() * 3
+    yield "beside each other", beside
+
+
+def test_every_codec_has_an_example_and_a_second_decoder() -> None:
+    claiming = {codec for name in EXAMPLES for codec in CODECS if [*codec(EXAMPLES[name]((32, 64)).checkpoint())]}
+    assert claiming == set(CODECS)
+    assert {w.encoding.name for name in ROWS for w in weights(name)} == set(DECODERS)
+    assert KINDS.keys() == READ
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
+    for found in weights(name):
+        if found.encoding.decode_only:
+            continue
+        for what, values in numbers(found.total):
+            for wide in (values, values.double()):
+                try:
+                    made = found.encoded(wide)
+                except OutOfRange:
+                    assert what in {"large", "huge", "the largest", "beside each other"}
+                    continue
+                got, grid = made.proven()
+                want = values.double().numpy()
+                want = want if grid.turn is None else grid.turn(want)
+                off = np.abs(got - want) / np.maximum(grid.step(want), 1e-300)
+                assert off.max() <= 0.5 + 1e-4, f"{what}: {off.max()} steps"
+
+
+NAN = {
+    "F32": b"\0\0\xc0\x7f", "F16": b"\0\x7e", "BF16": b"\xc0\x7f",
+    "F8_E4M3": b"\x7f", "F8_E5M2": b"\x7d", "F8_E8M0": b"\xff",
+}  # fmt: skip
+"""Dtype → the bytes of a number that is none."""
+
+
+def not_numbers(found: Weight) -> Iterator[tuple[str, str, bytes]]:
+    """(part, what, its bytes) with one entry that is not a number, for each part that can hold one."""
+    for role, part in {CODES: None, **found.packing.parts}.items():
+        kind = getattr(found.encoding, "dtype", "") if part is None else part.info.dtype
+        raw = bytearray(found.raw[role])
+        for dtype, nan in {**NAN, **({"U8": b"\xff"} if powers(found, role) else {})}.items():
+            if kind == dtype:
+                spoilt = raw.copy()
+                at = len(raw) // 2 // len(nan) * len(nan) * (role == CODES)
+                spoilt[at : at + len(nan)] = nan
+                yield role, f"{dtype} {nan.hex()}", bytes(spoilt)
+
+
+def powers(found: Weight, role: str) -> bool:
+    """Whether the bytes of a part are powers of two."""
+    return role == "scale" and getattr(found.encoding, "kind", "") == "E8M0"
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("new ")])
+def test_what_is_not_a_number_is_refused(name: str) -> None:
+    """In codes, scales, zero points, tables; the decoders of the proof refuse it too, but for codes."""
+    found = weights(name)[0]
+    assert found.decoded().isfinite().all()
+    for role, what, raw in not_numbers(found):
+        bad = found._replace(raw={**found.raw, role: raw})
+        with pytest.raises(InvalidPart):
+            bad.decoded()
+            pytest.fail(f"{role}: {what}")
+        if role != CODES:
+            with pytest.raises(BadPart):
+                bad.proven()
+                pytest.fail(f"{role}: {what}, by the proof")
+
+
+@pytest.mark.parametrize("name", ["ModelOpt fp8", "block fp8", "ComfyUI mxfp8", "ComfyUI nvfp4"])
+def test_what_is_not_a_number_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: Path) -> None:
+    source, tensors = base(FORMS[name], tmp_path / "base")
+    file = source / "model.safetensors" if source.is_dir() else source
+    lora, last = save(adapter(), tmp_path / "lora.safetensors"), "weight_scale" if name == "ComfyUI nvfp4" else "weight"
+    for number, layer in enumerate(NAMES):
+        spoilt = {key: tensor.clone() for key, tensor in tensors.items()}
+        spoilt[f"{layer}.{last}"].view(-1).view(torch.uint8)[5] = 0x7F
+        save(spoilt, file)
+        out = tmp_path / (f"out{number}" if source.is_dir() else f"out{number}.safetensors")
+        for dtype in ("bf16", "keep"):
+            if SIZES[number] or dtype == "bf16":
+                with pytest.raises(InputError, match="cannot be decoded") as caught:
+                    lora_merge.merge(source, lora, out, dtype=dtype)
+                assert layer in caught.value.where and not out.exists()
+            else:
+                lora_merge.merge(source, lora, out)
+                made = load(out / "model.safetensors" if source.is_dir() else out)
+                assert all(same(made[key], spoilt[key]) for key in spoilt if key.startswith(layer))
