@@ -5,15 +5,15 @@ The names below are loaded on first use, so that `import lora_merge` and `--help
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os  # nothing more: `__main__` sets the handlers of signals only after this module
 
 from .version import __version__
 
-if not (Path(__file__).parent / "algorithms").is_dir():
+TYPE_CHECKING = False  # type checkers take a variable of this name as true
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "algorithms")):  # noqa: PTH112, PTH118, PTH120
     # A checkout without symbolic links, as on Windows, has a text file instead of the link: search the parent folder.
-    __path__.append(str(Path(__file__).parent.parent))
+    __path__.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
 
 if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
@@ -101,8 +101,10 @@ __all__ = [
 
 if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a `__getattr__`
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name in _HOMES:
+            from importlib import import_module
+
             return getattr(import_module(f".{_HOMES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

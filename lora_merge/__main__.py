@@ -1,11 +1,10 @@
 """The entry point of `lora-merge` and of `python -m lora_merge`."""
 
-import atexit
 import os
+import signal
 import sys
-from types import FrameType
 
-from .process import ignore_signals, on_stop
+STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 READ_ONLY = frozenset({"inspect", "verify", "doctor"})
 """Commands whose only result is what they print: they fail if that cannot be written. Other commands have made their
@@ -17,9 +16,14 @@ def start() -> None:
 
     A normal exit would free the objects of torch one by one, which takes a third of a second.
     """
-    on_stop(_quit)  # until `main` sets a handler that cleans up
+    for number in STOPS:  # before anything is imported, and until `main` sets a handler that cleans up
+        if signal.getsignal(number) != signal.SIG_IGN or number != getattr(signal, "SIGHUP", None):  # as under nohup
+            signal.signal(number, _quit)
+    import atexit
+
     from .cli.main import main
     from .cli.streams import SafeStream, open_descriptors
+    from .process import ignore_signals
 
     open_descriptors()
     sys.stdout = out = SafeStream(sys.stdout)
@@ -43,7 +47,7 @@ def start() -> None:
     os._exit(code)
 
 
-def _quit(number: int, _frame: FrameType | None) -> None:
+def _quit(number: int, _frame: object) -> None:
     os._exit(128 + number)  # there is nothing to clean up yet
 
 

@@ -172,8 +172,14 @@ def interrupted_at_import(
     return done.returncode, done.stderr
 
 
+def test_signals_are_handled_before_anything_is_imported() -> None:
+    code = "import re, sys; before = {*sys.modules}; import lora_merge.__main__; print(*{*sys.modules} - before)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {*found.split()} <= {"lora_merge", "lora_merge.version", "lora_merge.__main__", "signal", "_signal"}
+
+
 @pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize("module", ["typer.", "torch."])
+@pytest.mark.parametrize("module", ["lora_merge.cli", "typer.", "torch."])
 def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
     scene.reset()
     code, told = interrupted_at_import("lora_merge", scene.argv(), module, number, scene)
