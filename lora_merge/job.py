@@ -36,23 +36,12 @@ from .options import (
 )
 from .paths import absolute, expand, is_file, is_folder
 
-PARTS: Final = (
-    *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
-    *("vae", "model", "other"),
-)
-"""Components of models that `--strength-for` accepts by name."""
-
-SAME_PART: Final = {
-    "clip": "te", "text_encoder": "te1", "text_encoder_2": "te2", "text_encoder_3": "te3", "dit": "transformer",
-}  # fmt: skip
-"""Name of a component in other programs → its name here."""
-
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
 """Names of blocks: `IN04`, a range `IN04-IN08`, a stack `IN`, several with +. Matching compares them with the base."""
 
-BLOCK_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*)\.(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
-"""Path of a layer in the base, or of a range of layers: `double_blocks.0-9`."""
+PART: Final = re.compile(r"[A-Za-z_][\w.]*(?:-[0-9]{1,6})?", re.ASCII)
+"""A component (`te`), or the path of a stack or of layers (`mid_block`, `double_blocks.0-9`). Matching looks it up."""
 
 MOST_ADAPTERS: Final = 1000
 """Limit of one merge; each adapter is matched with the whole base."""
@@ -232,21 +221,16 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
     if part == BLOCK_WEIGHTS:
         listed = value if isinstance(value, str) else ",".join(map(str, a_list(value, part, "a list of numbers")))
         return f"{BLOCK_LIST}{listed}", 1.0
-    part = SAME_PART.get(part, part)
     if part.startswith(REGEX):
         try:
             steps.pattern(part.removeprefix(REGEX))
         except Refused as e:
             where = f"--strength-for {part[:80]}"
             raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
-    elif (
-        part not in PARTS
-        and not any(p.fullmatch(part) for p in (BLOCKS, BLOCK_PATH))
-        and not part.startswith(BLOCK_LIST)
-    ):
-        fix = f"use one of {', '.join(PARTS)}, a block such as IN04 or double_blocks.0-9, or re:REGEX; "
+    elif not any(p.fullmatch(part) for p in (BLOCKS, PART)) and not part.startswith(BLOCK_LIST):
+        fix = "use a component such as unet or te, a block such as IN04 or double_blocks.0-9, or re:REGEX; "
         fix += "lora-merge parts BASE lists those of a base"
-        raise UsageError(f"no part is called {part!r}", "--strength-for", fix)
+        raise UsageError(f"no part is called {part[:80]!r}", "--strength-for", fix)
     return part, factor(value, f"--strength-for {part}")
 
 

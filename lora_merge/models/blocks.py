@@ -191,6 +191,11 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
 _LAYERS: Final = ("resnets", "attentions", "motion_modules")
 
 
+def words(names: Names) -> dict[str, str]:
+    """Return key → name in diffusers' words, of the tensors of the denoiser."""
+    return _words(names.parts[0]) if names.parts else {}
+
+
 def _words(part: Component) -> dict[str, str]:
     """Return key → name of every tensor, in diffusers' words where the model has them: a list of numbers then means the
     same blocks in every layout."""

@@ -128,7 +128,7 @@ class Names:
         """
         pattern = self._numbers.sub("#", name), parameter
         if pattern not in self._by_pattern:
-            readings = [(body, [p for p in self._hinted(hint) if p.knows(body, parameter)])
+            readings = [(body, [p for p in self.hinted(hint) if p.knows(body, parameter)])
                         for hint, body in self._readings(name)]  # fmt: skip
             self._by_pattern[pattern] = [(len(name) - len(body), parts) for body, parts in readings if parts]
         return self._by_pattern[pattern]
@@ -209,7 +209,7 @@ class Names:
             if hint in DENOISERS and hint != "transformer_2":
                 return main
             if hint != "any":
-                return next((p.label for p in self._hinted(hint)), hint)
+                return next((p.label for p in self.hinted(hint)), hint)
         return main
 
     def weights(self, part: Component | None = None) -> dict[str, Shape]:
@@ -226,7 +226,8 @@ class Names:
                 if body.startswith(prefix):
                     yield own, body[len(prefix) :]
 
-    def _hinted(self, hint: str) -> list[Component]:
+    def hinted(self, hint: str) -> list[Component]:
+        """Return the networks that a name is for, by what its prefix says (the second column of PREFIXES)."""
         if hint[0] == "@":
             return [p for p in self.parts if p.prefix == hint[1:]]
         if hint == "any":

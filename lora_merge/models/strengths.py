@@ -3,19 +3,80 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
-from ..job import BLOCK_PATH, PARTS, Adapter
+from ..job import BLOCKS, Adapter
 from ..limits import STEPS_A_NAME, Refused, Steps
 from ..options import BLOCK_LIST, REGEX
 from ..text import listed
-from .blocks import Blocks, blocks
+from .blocks import Blocks, blocks, words
+from .components import ENCODER_IDS, UNSURE
 from .names import Names
+from .prefixes import PREFIXES
 
 NEAR: Final = 300  # most tensor names compared with an unknown part, and most characters; a comparison takes 0.3 ms
+
+DENOISER: Final = ("unet", "transformer")
+"""Both name the denoiser, whichever it is."""
+
+CALLED: Final[Mapping[str, str]] = MappingProxyType({
+    **{prefix.strip("._"): hint for prefix, hint in PREFIXES if hint[:2] in ("te", "de", "va")},
+    **dict.fromkeys(("denoiser", "dit", "model"), "denoiser"), **dict.fromkeys(("clip", "text_model"), "te"),
+    "text_encoder_1": "te1", "autoencoder": "vae",
+})  # fmt: skip
+"""Name of a network in adapters' names and in other programs → what it means (see PREFIXES)."""
+
+_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*?)(?:[._](?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?)?")
+"""Path of a stack, of a layer in it, or of a range of layers: `mid_block`, `down_blocks_1`, `double_blocks.0-9`."""
+
+
+def on_base(adapter: Adapter, names: Names) -> Adapter:
+    """Return an adapter whose parts have the labels of the base's networks: `clip_g` is te2 in Stable Diffusion XL."""
+    parts = [(own, factor) for part, factor in adapter.parts for own in labels(part, names)]
+    return replace(adapter, parts=tuple(parts))
+
+
+def labels(part: str, names: Names) -> list[str]:
+    """Return the labels of the networks of a base that a part of a model names; the part itself for any other."""
+    if part.startswith((REGEX, BLOCK_LIST)):
+        return [part]
+    found = _called(part.lower(), names)
+    if not found or (part != part.lower() and blocks(names).chosen(part)):  # Flux.1 has blocks CLIP and T5
+        return [part]
+    return found
+
+
+def _called(word: str, names: Names) -> list[str]:
+    """Return the labels of the networks that are called so; [] for none."""
+    if word in ("te", *DENOISER) or any(p.label == word for p in names.parts):
+        return [word]
+    hint = CALLED.get(word, word if _ENCODER.fullmatch(word) else "")
+    if hint == "te":
+        return ["te"]
+    if hint:
+        return [p.label for p in names.hinted(hint)]
+    kind, kinds = ENCODER_IDS.get(word, word), names.known.text_encoders if names.known else {}
+    return [p.label for p in names.parts if p.kind == kind or (p.kind in UNSURE and kinds.get(p.label) == kind)]
+
+
+def networks(part: str, names: Names) -> list[str]:
+    """Return the labels of all networks that a part names; the part itself if it names none."""
+    found = [p.label for p in names.parts for own in labels(part, names) if _names(own, p.label)]
+    return list(dict.fromkeys(found)) or [part]
+
+
+def _names(part: str, component: str) -> bool:
+    """Return whether the label of a part covers a component: `te` all text encoders, `unet` every denoiser."""
+    same = part in DENOISER and component in DENOISER
+    return part == component or same or (part == "te" and component.startswith("te"))
+
+
+_ENCODER: Final = re.compile("te[1-9]")
 
 
 class Strengths:
@@ -24,10 +85,12 @@ class Strengths:
     def __init__(self, adapter: Adapter, names: Names, steps: Steps) -> None:
         """Prepare the parts of one adapter. `steps`: how long all regular expressions of the job may search."""
         self.path, self.strength = adapter.path, adapter.strength
-        self._parts, self._steps = adapter.parts, steps
-        named = [part for part, _ in self._parts if _is_block(part)]
+        self._parts, self._steps, self._names = adapter.parts, steps, names
+        known = {"te", *DENOISER, *(p.label for p in names.parts)}
+        named = [part for part, _ in self._parts if part not in known and _is_block(part)]
         self._blocks: Blocks | None = blocks(names) if named else None
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
+        self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
 
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
@@ -44,28 +107,40 @@ class Strengths:
 
     def check(self, components: Mapping[str, str]) -> None:
         """Raise UsageError for a part that covers no tensor of the base. `components`: key → component."""
-        self._steps.left += STEPS_A_NAME * len(components)
         for part, _ in self._parts:
-            if part in self._weights or any(self._covers(part, key, of) for key, of in components.items()):
+            if part in self._weights or self._covers_any(part, components):
                 continue
-            likely = [*components][:NEAR]
-            written = part.removeprefix(REGEX)
-            near = get_close_matches(written[:NEAR], likely, 2, 0.0) if written != part else []
-            known = listed(near or sorted(set(components.values())), 6)
-            raise UsageError("the base has no such part", f"--strength-for {part}",
-                             f"correct it; {'similar names are' if near else 'the base has'} {known}; "
-                             "lora-merge parts BASE lists its parts and blocks")  # fmt: skip
+            if self._words is None and _PATH.fullmatch(part):
+                self._words = words(self._names)
+                if self._covers_any(part, components):
+                    continue
+            raise self._unknown(part, [*components], set(components.values()))
+
+    def _covers_any(self, part: str, components: Mapping[str, str]) -> bool:
+        self._steps.left += STEPS_A_NAME * len(components)
+        return any(self._covers(part, key, of) for key, of in components.items())
+
+    def _unknown(self, part: str, keys: Sequence[str], known: Collection[str]) -> UsageError:
+        """Return the error for a part that the base does not have."""
+        order = blocks(self._names).order
+        every = {name.lower(): name for name in (*sorted(known), *order)}
+        near = [every[name] for name in get_close_matches(part[:NEAR].lower(), every, 2, 0.75)]
+        fix = f"did you mean {' or '.join(near)}? " if near else ""
+        if part.startswith(REGEX):
+            similar = get_close_matches(part.removeprefix(REGEX)[:NEAR], keys[:NEAR], 2, 0.0)
+            fix = f"names of tensors are such as {', '.join(similar)}; "
+        fix += f"this base has {listed(sorted(known), 6)}, and the blocks {listed(order, 12)}"
+        where = f"--strength-for {part[:80]}"
+        return UsageError("the base has no such part or block", where, f"{fix}; lora-merge parts BASE lists all")
 
     def _weighted(self, part: str, base: Blocks) -> Mapping[str, float]:
         """Return block → factor for a part that names blocks; UsageError if the base lacks such a block."""
         where = f"--strength-for {part[:80]}"
         if part.startswith(BLOCK_LIST):
             return base.weights(part.removeprefix(BLOCK_LIST), where)
-        chosen = base.chosen(part)
-        if not chosen:
-            fix = f"this base has {listed(base.order, 12)}; `lora-merge parts BASE` lists all"
-            raise UsageError("the base has no such block", where, fix)
-        return dict.fromkeys(chosen, 1.0)
+        if chosen := base.chosen(part):
+            return dict.fromkeys(chosen, 1.0)
+        raise self._unknown(part, [], {p.label for p in self._names.parts})
 
     def _covers(self, part: str, key: str, component: str) -> bool:
         """Return whether a part that names no blocks covers a tensor of the base.
@@ -74,13 +149,11 @@ class Strengths:
         """
         if part.startswith(REGEX):
             return self._matches(part.removeprefix(REGEX), key)
-        if path := BLOCK_PATH.fullmatch(part):
-            found = re.search(rf"(?:^|\.){re.escape(path['path'])}\.([0-9]{{1,9}})\.", key)
-            return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])
-        if part == "te":
-            return component.startswith("te")
-        denoiser = {"unet", "transformer"}
-        return part == component or (part in denoiser and component in denoiser)
+        if _names(part, component):
+            return True
+        if path := _PATH.fullmatch(part):
+            return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))
+        return False
 
     def _matches(self, expression: str, key: str) -> bool:
         try:
@@ -91,4 +164,12 @@ class Strengths:
 
 
 def _is_block(part: str) -> bool:
-    return part not in PARTS and not part.startswith(REGEX) and not BLOCK_PATH.fullmatch(part)
+    return part.startswith(BLOCK_LIST) or BLOCKS.fullmatch(part) is not None
+
+
+def _lies_in(path: re.Match[str], name: str) -> bool:
+    """Return whether a tensor of this name lies in a stack, or in one of its layers."""
+    if path["first"] is None:
+        return re.search(rf"(?:^|\.){re.escape(path['path'])}\.", name) is not None
+    found = re.search(rf"(?:^|\.){re.escape(path['path'])}\.([0-9]{{1,9}})\.", name)
+    return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])

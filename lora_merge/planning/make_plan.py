@@ -39,7 +39,7 @@ from ..matching.resizing import clashes, replace_in_turn, values_as_changes
 from ..matching.tied_heads import check_alone
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
-from ..models.strengths import Strengths
+from ..models.strengths import Strengths, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..text import listed
@@ -94,6 +94,9 @@ def open_inputs(job: Job, opened: CheckpointCache, *, merged: bool = True) -> In
 def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
     """Match every adapter with the base; FitError if one does not fit. `every_setting`: whether a setting of the user
     that no formula uses is a mistake."""
+    job = inputs.job
+    own = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
+    inputs = replace(inputs, job=own)
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())

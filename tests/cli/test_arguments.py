@@ -101,7 +101,7 @@ def test_one_strength_per_adapter(files: Path) -> None:
 def test_parts_are_those_that_a_base_may_have(files: Path) -> None:
     """What one message offers, another does not refuse."""
     base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "new.safetensors"
-    with pytest.raises(UsageError, match="the base has model"):
+    with pytest.raises(UsageError, match="this base has model"):
         lora_merge.plan(base, adapter, out, strength_for={"te": 0.5})
     plan = lora_merge.plan(base, adapter, out, strength_for={"model": 0.5})
     assert [u.strength for f in plan.files for t in f.targets for u in t.uses] == [0.5]

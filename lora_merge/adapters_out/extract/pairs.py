@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from ...algorithms import flat
 from ...errors import FitError, UsageError
 from ...files.checkpoint import Index
-from ...job import SAME_PART
 from ...limits import Pattern, Refused, Steps
 from ...models.names import AVERAGES, Names
+from ...models.strengths import networks
 from ...models.tied_weights import tied
 from ...models.weights import RowSlice, WeightView
 from ...options import REGEX
@@ -59,6 +59,11 @@ class Chosen:
         self.include = [_part(p, "--include") for p in include]
         self.exclude = [_part(p, "--exclude") for p in exclude]
 
+    def on_base(self, names: Names) -> None:
+        """Put the labels of the base's networks in place of the words for them: te1 and te2 for `te`."""
+        for chosen in (self.include, self.exclude):
+            chosen[:] = [own for p in chosen for own in (networks(p, names) if isinstance(p, str) else [p])]
+
     def takes(self, place: Place, *, usual: bool = True) -> bool:
         """Return whether a parameter is compared. `usual`: the answer where `--include` is not given."""
         if any(_covers(p, place) for p in self.exclude):
@@ -77,7 +82,7 @@ class Chosen:
 
 def _part(text: str, flag: str) -> str | Pattern:
     if not text.startswith(REGEX):
-        return SAME_PART.get(text, text)
+        return text
     try:
         return Steps().pattern(text.removeprefix(REGEX))
     except Refused as e:
@@ -99,6 +104,7 @@ def paired(
     the tuned checkpoint has in a note instead.
     """
     here = [*places(base[1], to)]
+    chosen.on_base(base[1])
     chosen.check(here)
     there = {_key(p): p for p in places(tuned[1], to)}
     twins = _twins(base) | _twins(tuned)

@@ -1,0 +1,60 @@
+"""Parts of --strength-for: what people call a network or a stack, and what it is in a base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_merge.errors import UsageError
+from lora_merge.job import Adapter
+from lora_merge.limits import Steps
+from lora_merge.models.names import Names
+from lora_merge.models.strengths import Strengths, networks, on_base
+
+from .test_blocks import names_of
+
+BASES = {name: names_of(f"single-file/{name}") for name in ("sd1", "sdxl", "sd3", "flux1-dev-all-in-one")}
+
+
+@pytest.mark.parametrize(("base", "word", "found"), [
+    *(("sd1", word, ["te"]) for word in ("te", "TE", "te1", "text_encoder", "text_encoder_1", "clip", "clip_l", "lora_te", "lora_te1", "text_model")),
+    *(("sd1", word, ["unet"]) for word in ("unet", "UNET", "transformer", "model", "denoiser", "dit", "diffusion_model", "model.diffusion_model", "lora_unet")),
+    *(("sd1", word, ["vae"]) for word in ("vae", "first_stage_model", "lora_vae", "autoencoder")),
+    *(("sdxl", word, ["te1"]) for word in ("te1", "text_encoder", "clip_l", "lora_te1")),
+    *(("sdxl", word, ["te2"]) for word in ("te2", "text_encoder_2", "clip_g", "lora_te2", "CLIP_G")),
+    *(("sdxl", word, ["te1", "te2"]) for word in ("te", "clip", "lora_te")),
+    ("sd3", "t5xxl", ["te3"]), ("sd3", "text_encoder_3", ["te3"]), ("sd3", "unet", ["transformer"]),
+    ("flux1-dev-all-in-one", "t5", ["te2"]), ("flux1-dev-all-in-one", "t5xxl", ["te2"]), ("flux1-dev-all-in-one", "dit", ["transformer"]),
+    *(("sd1", word, [word]) for word in ("text_encoder_2", "t5", "clip_g", "foo", "prior", "IN04", "re:te", "mid_block")),
+    ("flux1-dev-all-in-one", "T5", ["T5"]), ("flux1-dev-all-in-one", "CLIP", ["CLIP"]),  # blocks
+])  # fmt: skip
+def test_a_network_has_the_names_that_people_have_for_it(base: str, word: str, found: list[str]) -> None:
+    assert networks(word, BASES[base]) == found
+
+
+def covered(names: Names, part: str) -> set[str]:
+    """The tensors whose strength a part changes."""
+    one = Strengths(on_base(Adapter(Path("a"), 1.0, ((part, 0.5),)), names), names, Steps())
+    components = {key: names.component(key) for key in names.shapes}
+    one.check(components)
+    return {key for key, of in components.items() if one.factor(key, of) == 0.5}
+
+
+@pytest.mark.parametrize(("word", "blocks"), [
+    ("mid_block", "M00"), ("middle_block", "M00"), ("down_blocks.1", "IN04-IN06"), ("down_blocks_1", "IN04-IN06"),
+    ("input_blocks.4-5", "IN04-IN05"), ("input_blocks_4", "IN04"), ("up_blocks.0", "OUT00-OUT02"),
+])  # fmt: skip
+def test_a_stack_has_its_name_in_either_layout(word: str, blocks: str) -> None:
+    """Also that of diffusers, in which `inspect` and adapters name the blocks."""
+    assert covered(BASES["sd1"], word) == covered(BASES["sd1"], blocks) != set()
+
+
+@pytest.mark.parametrize(("word", "near"), [
+    ("IN44", "did you mean IN04"), ("unte", "did you mean unet"), ("down_blocks.9", "this base has te, unet, vae, and the blocks BASE, IN00"),
+    ("te2", "this base has te"), ("re:double_blocks", "the blocks BASE, IN00"),
+])  # fmt: skip
+def test_a_part_that_the_base_lacks_is_refused_with_those_that_it_has(word: str, near: str) -> None:
+    with pytest.raises(UsageError) as e:
+        covered(BASES["sd1"], word)
+    assert near in e.value.fix and "lora-merge parts BASE" in e.value.fix
