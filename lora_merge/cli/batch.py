@@ -20,7 +20,7 @@ from .batch_text import Telling, announced, broken, conclude, facts, failure, in
 from .habits import ENDINGS
 from .parameters import HTML
 from .stages import Jobs, paused, watching
-from .text import echo, leave_lost_folder
+from .text import echo, leave_lost_folder, put
 from .values import whole_number
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def batch(
     if schema:
         from ..viewing.schemas import JOBS, schema_of
 
-        echo(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
+        put(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
         return
     if init:
         _write_first(jobs or "jobs.yaml")
@@ -134,7 +134,7 @@ def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet
                 told.append(one.to_json())
             with paused(display):
                 if as_json:
-                    echo(one.to_json())
+                    put(one.to_json())
                 else:
                     telling.ended(one)
         with paused(display):
@@ -162,7 +162,7 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
         if told is not None:
             told.append(line)
         if as_json:
-            echo(line)
+            put(line)
         elif not quiet or s.error is not None:
             first = named.setdefault(str(s.error), s.entry.number)
             again = s.error is not None and first != s.entry.number

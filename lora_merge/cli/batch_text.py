@@ -101,9 +101,9 @@ def planned(s: PlannedJob, total: int) -> str:
 
 
 def _adapters(s: PlannedJob) -> Iterator[str]:
-    """Yield "0.5 × ink.safetensors"; with factors for parts, "ink.safetensors (0.5× unet (48))"."""
+    """Yield "ink.safetensors (0.5× unet (48))"; "0.5 × ink.safetensors" where it is not known what it changes."""
     for adapter, strengths in zip_longest(s.entry.job.adapters, s.strengths):
-        if adapter.parts and strengths:
+        if strengths:
             yield f"{adapter.path.name} ({applied(strengths)})"
         else:
             yield f"{adapter.strength:g} × {adapter.path.name}"

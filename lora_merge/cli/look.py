@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -189,8 +190,8 @@ def show_error(words: str) -> None:
         known = head.strip() if colon and head in ("  where", "  fix") else ""
         style = {"where": "dim", "fix": "green"}.get(known, "")
         start = f"  {known}:" if known else ""
-        for row in _broken(tail.strip(), there.width - INDENT) if known else (line,):
-            there.print(Text.assemble((start.ljust(INDENT) if known else "", f"bold {style}"), row), soft_wrap=True)
+        for row in _broken((tail if known else line).strip(), there.width - INDENT):
+            there.print(Text.assemble((start.ljust(INDENT), f"bold {style}"), row), soft_wrap=True)
             start = ""
     sys.stderr.flush()
 
@@ -200,7 +201,17 @@ INDENT: Final = 9
 
 
 def _broken(words: str, width: int) -> Sequence[str]:
-    """Return lines of at most so many letters; one line where a word is longer, such as a path that is to be copied."""
-    if any(len(word) > width for word in words.split()):
-        return (words,)
-    return textwrap.wrap(words, width, break_on_hyphens=False) or ("",)
+    """Return lines of at most so many letters; a longer word, such as a path that is to be copied, stays whole."""
+    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False) or ("",)
+
+
+def broken(line: str, width: int) -> str:
+    """Return a line of text in rows that fit; those below the first begin where the text of the first does."""
+    if len(line) <= width:
+        return line
+    found = re.match(r"( *)([a-z]+ {2,})?", line)  # a label such as "needs    "
+    start, label = found.groups("") if found else ("", "")
+    return "\n".join(textwrap.wrap(
+        line, width, subsequent_indent=start + (" " * len(label) or "  "), break_long_words=False,
+        break_on_hyphens=False, replace_whitespace=False,
+    ))  # fmt: skip

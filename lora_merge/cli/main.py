@@ -30,7 +30,7 @@ from .making import commands
 from .merge_look import conclude, describe
 from .parameters import HTML, PLOT, read, take_text, with_options
 from .stages import paused, watching
-from .text import carry_out, dry, echo, leave_lost_folder, needs, remarks, silent
+from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool,
     if told is not None:
         told.replace(found)
     if as_json:
-        echo(found)
+        put(found)
 
 
 @app.command()
@@ -271,7 +271,7 @@ def main() -> None:
             raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False) or 0)
     except REFUSED as e:
         if not sys.argv[1:]:  # nothing is asked for
-            echo(Lines.of(str(e).splitlines()))
+            put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
         _fail(wrong := refused(e), str(wrong))
     except _Stopped as stop:
@@ -300,5 +300,5 @@ def _fail(error: BaseException, text: str) -> None:
     if "--json" in sys.argv and not isinstance(error, BatchFailed):
         with suppress(OSError, ValueError):  # a closed stdout
             found = {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
-            echo(json.dumps(found, ensure_ascii=False))
+            put(json.dumps(found, ensure_ascii=False))
     raise SystemExit(told["exit_code"])

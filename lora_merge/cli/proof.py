@@ -19,7 +19,7 @@ from .making.look import tell
 from .merge_look import conclude, describe, show_proof
 from .parameters import read, with_options
 from .stages import PROOF, paused, watching
-from .text import carry_out, echo, leave_lost_folder, silent
+from .text import carry_out, echo, leave_lost_folder, put, silent
 from .values import named_adapter, named_parts, with_strengths
 
 UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "device", "overwrite", "max_memory",
@@ -70,7 +70,9 @@ def verify(
 
         with watching(quiet=as_json) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched)
-        for row in [json.dumps(proof, ensure_ascii=False)] if as_json else proof_of_adapter(proof):
+        if as_json:
+            put(json.dumps(proof, ensure_ascii=False))
+        for row in () if as_json else proof_of_adapter(proof):
             echo(row)
         return
     with watching(quiet=as_json, weights=PROOF) as display:
@@ -78,7 +80,7 @@ def verify(
             expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
         )
     if as_json:
-        echo(json.dumps(proof, ensure_ascii=False))
+        put(json.dumps(proof, ensure_ascii=False))
     else:
         show_proof(proof)
 
@@ -111,7 +113,7 @@ def replay(
         with watching(quiet=quiet) as display:
             told = replay_adapter(expand(made), _named(output, made), folders, progress=display or unwatched, **given)
         if as_json:
-            echo(told.to_json())
+            put(told.to_json())
         else:
             tell(told, "made again", quiet=quiet, verbose=False)
         return

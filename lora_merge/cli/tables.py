@@ -17,7 +17,7 @@ from ..text import Lines
 from .habits import completed
 from .helping import examples
 from .look import show, styled, table
-from .text import echo
+from .text import put
 
 JSON: Final = typer.Option("--json", help="The same as one JSON object.")
 
@@ -44,7 +44,7 @@ def parts(
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     found = parts_of(path)
     if as_json:
-        echo(json.dumps(found, ensure_ascii=False))
+        put(json.dumps(found, ensure_ascii=False))
     elif styled(sys.stdout):
         columns = ("block", "tensors", "first of them")
         rows = [(name, facts["tensors"], facts["first"] or "") for name, facts in found["blocks"].items()]
@@ -60,7 +60,7 @@ def parts(
         lists = [(count, " ".join(order)) for count, order in found["lists"].items()]
         show(table(("numbers", "order"), lists, title="--strength-for lbw=NUMBER,NUMBER,…", right=[0]))
     else:
-        echo(Lines.of(text_of_parts(found)))
+        put(Lines.of(text_of_parts(found)))
 
 
 def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
@@ -77,11 +77,11 @@ def _print(name: str, columns: tuple[str, ...], rows: list[dict[str, Any]], *, a
     """Print rows as JSON, as a table on a terminal, or as lines with a tab between two cells."""
     cells = [[", ".join(value) if isinstance(value, list) else value for value in row.values()] for row in rows]
     if as_json:
-        echo(json.dumps({name: rows}, ensure_ascii=False))
+        put(json.dumps({name: rows}, ensure_ascii=False))
     elif styled(sys.stdout):
         show(table(columns, cells))
     else:
-        echo(Lines.of("\t".join(row) for row in cells))
+        put(Lines.of("\t".join(row) for row in cells))
 
 
 def known_algorithms() -> Iterator[dict[str, Any]]:

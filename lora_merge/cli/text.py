@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
-from ..text import by_pattern, by_reason, codes_line, counted, listed, plural, shown, size, stored
+from ..text import Lines, by_pattern, by_reason, codes_line, counted, listed, plural, shown, size, stored
+from .look import broken, columns
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -20,9 +21,19 @@ if TYPE_CHECKING:
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
 
+MOST_STRENGTHS: Final = 4
+"""Strengths of one part that are named one by one; of more, the least and the largest."""
+
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line. Typer would go around a stream that is ASCII, and write ? for other letters."""
+    """Print a text for people; on a terminal its lines are broken between words."""
+    stream = sys.stderr if err else sys.stdout
+    put(Lines("\n".join(broken(row, columns(stream)) for row in shown(text).split("\n"))) if stream.isatty() else text,
+        err=err)  # fmt: skip
+
+
+def put(text: str, *, err: bool = False) -> None:
+    """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{shown(text)}\n")
     stream.flush()
@@ -64,10 +75,11 @@ def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
     """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}."""
     found = []
     for part, counts in strengths.items():
-        used = {strength: count for strength, count in counts.items() if strength}
-        if used:
-            least, most = f"{min(used):g}", f"{max(used):g}"
-            found.append(f"{least if least == most else f'{least} to {most}'}× {part} ({sum(used.values())})")
+        used = sorted((strength for strength in counts if strength), reverse=True)
+        if len(used) > MOST_STRENGTHS:
+            found.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(counts[s] for s in used)})")
+        else:
+            found += [f"{strength:g}× {part} ({counts[strength]})" for strength in used]
         if left := counts.get(0.0):
             found.append(f"{part} 0: {left} left out")
     return ", ".join(found)
@@ -105,7 +117,7 @@ def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
 def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
     """Print the report, or a few lines without the notes that were `said` before; what matters if nothing is said."""
     if as_json:
-        echo(done.to_json())
+        put(done.to_json())
         return
     for remark in remarks(done.coverage, done.notes) if say is silent else ():
         echo(remark, err=True)

@@ -17,7 +17,7 @@ from .helping import examples, offered
 from .parameters import HTML, PLOT
 from .stages import watching
 from .tables import parts
-from .text import echo
+from .text import echo, put
 from .values import named_adapter
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def inspect(
         found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
-        echo(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
+        put(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
     for n, facts in enumerate(found if not as_json else ()):
         if n:
             echo("")
@@ -126,7 +126,7 @@ def compare(
         found = look(first, second, expand(completed(base)) if base else None)
     pictures.write(lambda: dict(found))
     if as_json:
-        echo(json.dumps(found, ensure_ascii=False))
+        put(json.dumps(found, ensure_ascii=False))
     else:
         show_comparison(found)
 
@@ -153,4 +153,4 @@ def schema(
     if what not in KINDS:
         raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
     found: dict[str, Any] = schema_of(what)
-    echo(Lines.of(json.dumps(found, ensure_ascii=False, indent=2).splitlines()))
+    put(Lines.of(json.dumps(found, ensure_ascii=False, indent=2).splitlines()))

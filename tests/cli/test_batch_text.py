@@ -59,9 +59,10 @@ def test_a_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
     code, out, _ = run("jobs.yaml", "--dry-run")
     assert code == 0
     first, second, third, count, *_ = out.splitlines()
-    assert first.endswith("base.safetensors + 1 × lora.safetensors")
+    assert first.endswith("base.safetensors + lora.safetensors (1× te (8), 1× unet (24))")
     assert second.endswith("base.safetensors + lora.safetensors (0.5× unet (24), te 0: 8 left out)")
-    assert third.endswith("base.safetensors + 0.25 × lora.safetensors + 1 × ink.safetensors")
+    lora, ink = (f"{name}.safetensors ({s}× te (8), {s}× unet (24))" for name, s in (("lora", 0.25), ("ink", 1)))
+    assert third.endswith(f"base.safetensors + {lora} + {ink}")
     assert count.startswith("3 jobs: ")
     told = [json.loads(line) for line in run("jobs.yaml", "--dry-run", "--json")[1].splitlines()]
     assert told[1]["adapters"][0]["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}

@@ -79,6 +79,31 @@ def test_an_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> No
     assert "lora-merge help merge" in " ".join(" ".join(found.screen).split())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["batch", "jobs.json", "--dry-run"],
+        ["batch", "wrong.json"],
+        ["batch", "jobs.json", "--redo"],
+        [*MERGE, "--dry-run"],
+    ],
+)
+def test_no_line_is_broken_within_a_word(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    job = {"base": "base.safetensors", "adapters": ["style.safetensors:0.5"], "output": "a folder/o.safetensors"}
+    Path("jobs.json").write_text(json.dumps({"version": 1, "jobs": [job]}))
+    Path("wrong.json").write_text(json.dumps({"version": 1, "jobs": [{**job, "adapter": 1, "ouput": "2"}]}))
+    found = played_here(words, monkeypatch, columns=50)
+    lines = re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", found.text).replace("\r", "\n").split("\n")
+    assert max(map(len, lines)) > 40
+    assert [line for line in lines if len(line) > 50 and len(line.split()) > 1] == []
+
+
+def test_data_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = played_here([*MERGE, "--json", "--dry-run"], monkeypatch, columns=50)
+    (line,) = [row for row in found.text.splitlines() if '"dry_run"' in row]
+    assert json.loads(line[line.index("{") :])["dry_run"]
+
+
 def test_names_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("style.safetensors").rename("\x1b[31mred.safetensors")
     found = played_here(

@@ -555,7 +555,7 @@ def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) ->
         torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
 
 
-@pytest.mark.parametrize("part", ["te3", "te1", "re:attn7"])
+@pytest.mark.parametrize("part", ["te3", "te2", "re:attn7"])
 def test_a_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")
     assert code == 2 and part in err and ("attn" if part.startswith("re:") else "te, unet, vae") in err

@@ -15,7 +15,7 @@ from ..habits import completed, expanded, with_ending
 from ..helping import examples, offered
 from ..parameters import Command, read, with_options
 from ..stages import watching
-from ..text import echo, leave_lost_folder
+from ..text import leave_lost_folder, put
 from ..values import named_adapter, named_parts, with_strengths
 from .look import tell
 from .options import OWN
@@ -217,6 +217,6 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
             told.replace(done.to_json())
     pictures.write(lambda: asdict(done))
     if printed["json"]:
-        echo(done.to_json())
+        put(done.to_json())
         return
     tell(done, DONE[command], quiet=printed["quiet"], verbose=printed["verbose"])

@@ -10,7 +10,7 @@ from ...text import Lines
 from ...viewing.compare import compare_lines
 from ...viewing.text import lines, match_lines
 from ..look import colored, console, grid, has, show, styled, text
-from ..text import echo
+from ..text import put
 
 NAME: Final = 13  # columns of a name in plain lines
 NAMES: Final = ("strength", "effective", "patterns", "changes", "change", "before that")
@@ -23,7 +23,7 @@ def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
     """Say what a file is; `again`: only how its adapter fits, as the base was described before."""
     match = facts.get("match")
     if not styled(sys.stdout):
-        echo(Lines.of(match_lines(facts["match"]) if again and match else lines(facts)))
+        put(Lines.of(match_lines(facts["match"]) if again and match else lines(facts)))
         return
     told = dict(facts)
     if facts.get("weights"):
@@ -38,7 +38,7 @@ def show_comparison(found: Mapping[str, Any]) -> None:
     if styled(sys.stdout):
         _show(compare_lines({**found, "blocks": {}}), found)
     else:
-        echo(Lines.of(compare_lines(found)))
+        put(Lines.of(compare_lines(found)))
 
 
 def _row(line: str, width: int) -> str:
