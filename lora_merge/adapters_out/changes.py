@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
+from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..engine.blocks import BlockPart
-from ..engine.fold import change
+from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
@@ -85,28 +86,45 @@ class Evaluator:
         """Return the change by one patch, in the rows of the target."""
         patch, piece = use.patch, use.piece
         rows, cols = patch.view.matrix
-        weight = self.sources.weights.get(piece.key, Weight(target.shape, _nowhere(target)))
+        cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
+        row = ALGORITHMS[patch.algorithm]
+        low = row.low_rank if patch.magnitude is None else None
+        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
+            if is_plain(patch) and row is LORA:
+                left, right = self._pair(patch)
+            else:
+                stack, base = self._staged(target, use)
+                left, right = (t[0] for t in low.factors(base, stack.tensors))
+            left, right = _short(left, right)
+            left = left[cut]
+            if piece.transposed:
+                left, right = right.mT, left.mT
+            return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
+        stack, base = self._staged(target, use)
+        whole = change(stack, base)[0][cut]
+        whole = whole.mT if piece.transposed else whole
+        return Change(patch.adapter, use.strength, whole=_placed(whole.reshape(-1, width), piece.start, out))
+
+    def _staged(self, target: Target, use: PatchPart) -> tuple[StackedPatch, Tensor]:
+        """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,
+        else zeros."""
+        patch, (rows, cols) = use.patch, use.patch.view.matrix
+        weight = self.sources.weights.get(use.piece.key, Weight(target.shape, _nowhere(target)))
         alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
         part = BlockPart(use, 0, rows, (0, rows), None, alone)
         stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
         stack = replace(stack, rows=slice(0, rows), transposed=False)
         if patch.reads_base:
-            base = gathered(patch.view, self._whole, self.at).unsqueeze(0)
-        else:
-            base = torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
-        row = ALGORITHMS[patch.algorithm]
-        cut = slice(use.start, use.start + piece.rows)
-        out, width = target.matrix
-        low = row.low_rank if patch.magnitude is None else None
-        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
-            left, right = _short(*(t[0] for t in low.factors(base, stack.tensors)))
-            left = left[cut]
-            if piece.transposed:
-                left, right = right.mT, left.mT
-            return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
-        whole = change(stack, base)[0][cut]
-        whole = whole.mT if piece.transposed else whole
-        return Change(patch.adapter, use.strength, whole=_placed(whole.reshape(-1, width), piece.start, out))
+            return stack, gathered(patch.view, self._whole, self.at).unsqueeze(0)
+        return stack, torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
+
+    def _pair(self, patch: Patch) -> tuple[Tensor, Tensor]:
+        """Return both factors of a plain LoRA, the most frequent patch by far, without the ways of the others."""
+        up, down = (
+            stage([self.tensors.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], self.at)[0]
+            for slot in ("up", "down")
+        )
+        return up.mul_(patch.numbers.get("scale", 1.0)), down
 
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
         """Return the change of a weight that an adapter replaces: X − W."""

@@ -5,12 +5,12 @@ The reference formulas of proof/reference compute the inputs' changes, so nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isnan, nan, sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -25,15 +25,19 @@ from ..methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combined import together
+from ..proof.combined import costs_all, together
 from ..proof.recompute import Made, Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from .job import AdapterJob
+from .side_by_side import PerThread, side_by_side
 from .sources import Sources, Target
 
 BUDGET: Final = 2**25
 """Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
+
+BLOCK: Final = 2**18
+"""Numbers of ΔW that are formed at once: they stay in the caches."""
 
 TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
@@ -87,18 +91,22 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
     found, chosen = {}, _chosen(sources, claims.layers)
     told = begin("prove", 8 * sum(map(_count, chosen)))
     with ThreadPoolExecutor(1) as pool, Reader([made]) as own:
-        again = Recomputation(facts, reader, pool, full=True)
-        for target in chosen:
-            right = _right(job, target, again)
+        again = PerThread(lambda: Recomputation(facts, reader, pool, full=True))
+
+        def work(target: Target) -> tuple[float, float] | None:
+            held = _held(modules.get((target.name, target.parameter)), own, flat(target.shape))
+            return _squares(job, target, again.get(), held)
+
+        compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
+        for target, squares in zip(chosen, compared, strict=True):
             told(8 * _count(target))
-            if right is None:
+            if squares is None:
                 continue
             name = target.label
-            held = _held(modules.get((target.name, target.parameter)), own, right.shape)
-            if held is None:
+            if isnan(squares[1]):
                 raise VerificationFailed("a layer is not in the file", f"{path}: {name}", REDO)
-            size = sqrt(float(np.sum(right * right)))
-            residual = sqrt(float(np.sum((right - held) ** 2))) / size if size else 0.0
+            size, off = map(sqrt, squares)
+            residual = off / size if size else 0.0
             stated = float(claims.layers[name]["residual"])
             if abs(residual - stated) > TOLERANCE * max(residual, stated) + FLOOR:
                 where = f"{path}: {name}: residual {residual:.6g}, stated {stated:.6g}"
@@ -118,28 +126,53 @@ def _chosen(sources: Sources, told: Mapping[str, Any]) -> list[Target]:
     return written[::step]
 
 
+def _nbytes(target: Target) -> int:
+    """Return about how many bytes the comparison of a layer takes at most."""
+    return 8 * 4 * _count(target)
+
+
 def _count(target: Target) -> int:
     out, cols = flat(target.shape)
     return out * cols
 
 
-def _right(job: AdapterJob, target: Target, again: Recomputation) -> Array | None:
-    """Return Σ cᵢτᵢ [out, cols] in float64; None where a formula has no second one."""
+def _squares(job: AdapterJob, target: Target, again: Recomputation, held: Held | None) -> tuple[float, float] | None:
+    """Return ‖Δ‖² and ‖Δ − Δ̂‖², both in float64; None where a formula has no second one.
+
+    Rows are taken a few at a time, where the formulas allow that: whole matrices would be new memory from the system
+    each time, which takes longer than the arithmetic.
+    """
     rows, cols = flat(target.shape)
     if any(u.patch.algorithm not in REFERENCE for u in target.uses):
         return None
     key = target.uses[0].piece.key
     shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
-    made = Made(shaped, key)
-    total, strengths = np.zeros((rows, cols)), {u.patch.adapter: u.strength for u in target.uses}
-    for part in together(target.uses):
-        total += again.whole(part, np.arange(rows * cols // part.cols), made).reshape(rows, cols)
-    scale = job.numbers.scale
-    return total * scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
+    strengths = {u.patch.adapter: u.strength for u in target.uses}
+    scale = job.numbers.scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
+    width = together(target.uses)[0].cols  # stacked experts have rows of their own
+    step = rows if width != cols or any(map(costs_all, target.uses)) else max(1, BLOCK // max(cols, 1))
+    squares = off = 0.0
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        right, made = np.zeros((part.stop - first, cols)), Made(shaped, key)
+        for one in together(target.uses):
+            right += again.whole(one, np.arange(first * cols // one.cols, part.stop * cols // one.cols), made).reshape(
+                right.shape
+            )
+        right *= scale
+        squares += float(np.vdot(right, right))
+        if held is not None:
+            right -= held(part)
+            off += float(np.vdot(right, right))
+    return squares, off if held is not None else nan
 
 
-def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Array | None:
-    """Return the Δ that the file's tensors mean."""
+Held: TypeAlias = Callable[[slice], Array]
+"""Function of a range of rows that returns the Δ that a file's tensors mean there."""
+
+
+def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Held | None:
+    """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None
 
@@ -147,8 +180,10 @@ def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Array | None:
         return decode(bytes(reader.read(info, 0, info.nbytes)), info.dtype).reshape(info.shape or (1,))
 
     if "diff" in module.slots:
-        return read(module.slots["diff"]).reshape(shape)
+        whole = read(module.slots["diff"]).reshape(shape)
+        return lambda rows: whole[rows]
     up, down = read(module.slots["up"]), read(module.slots["down"])
     rank = down.shape[0]
     alpha = float(read(module.shared["alpha"])[0]) if "alpha" in module.shared else float(rank)
-    return np.asarray(alpha / rank * up.reshape(shape[0], rank) @ down.reshape(rank, shape[1]))
+    left, right = alpha / rank * up.reshape(shape[0], rank), down.reshape(rank, shape[1])
+    return lambda rows: np.asarray(left[rows] @ right)

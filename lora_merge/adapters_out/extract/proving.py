@@ -3,11 +3,11 @@ tuned − base in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from ...models.weights import WeightView
 from ...progress import Counting
 from ..changes import Evaluator
 from ..conversion.kept import Kept
+from ..proof import BLOCK, FLOOR, TOLERANCE
+from ..side_by_side import PerThread, side_by_side
 from ..sources import Target, open_sources
 from .making import Side
 from .pairs import Pairs
@@ -28,12 +30,6 @@ from .task import Extraction
 
 BUDGET: Final = 2**27
 """Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
-
-TOLERANCE: Final = 0.01
-"""The share by which a residual may differ from the reported one."""
-
-FLOOR: Final = 1e-6
-"""A residual below this is rounding in either computation."""
 
 REPORT: Final = "report it with the two checkpoints"
 
@@ -55,26 +51,64 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
     chosen = made[:: max(1, -(-sum(prod(m.place.view.matrix) for m in made) // BUDGET))]
     worst, name, told = 0.0, "", begin("prove", sum(own[id(m.place)].nbytes for m in chosen))
     with Reader(again.indexes) as reader:
-        cache = TensorCache(reader, frozenset(f for a in again.adapters for f in a.index.files))
-        after = Evaluator(again, cache, place("cpu", "F64"))
-        for one in chosen:
+        files = frozenset(f for a in again.adapters for f in a.index.files)
+        after = PerThread(lambda: Evaluator(again, TensorCache(reader, files), place("cpu", "F64")))
+
+        def work(one: Kept) -> float:
             pair = own[id(one.place)]
-            wanted = tuned.rows(pair.tuned).double() - base.rows(pair.place.view).double()
-            held = _held(pair.place.view, targets, after)
-            off = float((wanted - held).norm()) / float(wanted.norm())
-            stated = sqrt(one.layer.lost / one.layer.squares)
+            evaluator = after.get()
+            off = _off(base.rows(pair.place.view), tuned.rows(pair.tuned), _held(pair.place.view, targets, evaluator))
+            evaluator.forget()
+            return off
+
+        compared = side_by_side(chosen, work, _nbytes, task.job.inputs.max_memory // 2)
+        for one, off in zip(chosen, compared, strict=True):
+            pair, stated = own[id(one.place)], sqrt(one.layer.lost / one.layer.squares)
             if not abs(off - stated) <= TOLERANCE * max(off, stated) + FLOOR:
                 where = f"{pair.name}: residual {off:.6g}, stated {stated:.6g}"
                 raise VerificationFailed("the written layer is not what the report says", where, REPORT)
             worst, name = max((worst, name), (off, pair.name))
             told(pair.nbytes)
-            after.forget()
     return {"ok": True, "layers": len(made), "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
 
 
-def _held(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Tensor:
+def _nbytes(one: Kept) -> int:
+    """Return about how many bytes a comparison takes at most: both weights as stored, and the file's change."""
+    return prod(one.place.view.matrix) * 16
+
+
+Held: TypeAlias = Callable[[slice], Tensor]
+"""Function of a range of rows that returns what the file adds to them."""
+
+
+def _off(old: Tensor, new: Tensor, held: Held) -> float:
+    """Return ‖Δ − Δ̂‖ / ‖Δ‖ in float64. Rows are taken a few at a time: whole matrices would be new memory from the
+    system each time, which takes longer than the arithmetic."""
+    step = max(1, BLOCK // max(old.shape[1], 1))
+    size = off = 0.0
+    for first in range(0, len(old), step):
+        rows = slice(first, first + step)
+        wanted = new[rows].double() - old[rows].double()
+        size += float(wanted.square().sum())
+        off += float(wanted.sub_(held(rows)).square().sum())
+    return sqrt(off) / sqrt(size)
+
+
+def _held(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Held:
     """Return what the file adds to the rows of a view."""
+    if len(view.row_slices) == 1 and view.row_slices[0].key in targets and not view.row_slices[0].transposed:
+        target, changes = targets[view.row_slices[0].key], after.changes(targets[view.row_slices[0].key])
+        (one, *others), piece = changes, view.row_slices[0]
+        if not others and one.left is not None and one.right is not None and target.matrix == (piece.rows, piece.cols):
+            left, right = one.strength * one.left, one.right
+            return lambda rows: left[rows] @ right
+    whole = _whole(view, targets, after)
+    return lambda rows: whole[rows]
+
+
+def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Tensor:
+    """Return what the file adds to all rows of a view."""
     found = []
     for piece in view.row_slices:
         target = targets.get(piece.key)
