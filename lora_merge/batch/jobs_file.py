@@ -31,7 +31,7 @@ from .commands import MERGE, UNMERGE, Request
 from .paths import Search
 from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile, advice, nearest, problems
 from .short import read_jobs
-from .templates import NoSuchName, render, render_output
+from .templates import NoSuchName, distinct, render, render_output
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -53,6 +53,7 @@ class BatchJob:
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
     back: bool = False  # whether it takes adapters out of a merged checkpoint, at the strengths that `job` has then
+    template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
     request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
 
     @property
@@ -120,7 +121,8 @@ class _Loader:
                 if job is not None and len(self.mistakes) == before:
                     made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
                     back = (entry.command or defaults.command) == UNMERGE
-                    found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request))
+                    found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request,
+                                          template=distinct(values)))  # fmt: skip
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):

@@ -87,9 +87,10 @@ class _Outputs:
             if around is not None:
                 clashes.append(f"{e.where} writes inside the output of {around.where}: {e.job.output}")
         if clashes:
-            raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes),
-                             "give every job an output of its own; in a matrix, its names stand for the values: "
-                             "output: out/{lora.stem}-{strength}.safetensors")  # fmt: skip
+            template = next((e.template for e in self._by_path.values() if e.template), "")
+            fix = "give every job an output of its own"
+            fix += f", with the names of its matrix in it: output: out/{template}.safetensors" if template else ""
+            raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes), fix)
 
     def maker(self, path: Path) -> BatchJob | None:
         """Return the job whose output an input is, or is inside of."""

@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
+from ..files.lookalikes import ENDINGS
 from .schema import LONGEST_PATH, nearest
 
 FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+def distinct(values: Mapping[str, str]) -> str:
+    """Return a name with all names of a matrix: {lora.stem}-{strength}, as a path cannot stand in a name."""
+    paths = {name for name, value in values.items() if PurePath(value).suffix in ENDINGS or "/" in value}
+    return "-".join(f"{{{name}.stem}}" if name in paths else f"{{{name}}}" for name in values)
+
+
 PARTS: Final = ("stem", "name", "parent")
 """The parts of a path that `{name.PART}` may name."""
 

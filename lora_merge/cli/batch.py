@@ -54,7 +54,6 @@ def batch(
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="No progress, no lines for jobs that went well.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,  # main() reads it
 ) -> None:
     """Run all merges of a jobs file.
 

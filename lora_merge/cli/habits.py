@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -38,8 +38,10 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
         **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale", "--lora_scale"), _STRENGTH),
         **dict.fromkeys(("--save_to", "--save-to", "--out", "--out-path", "--output-path", "--output_dir"), _OUTPUT),
-        **dict.fromkeys(("--precision", "--save_precision", "--save-precision", "--half", "--type"), _DTYPE),
-        **dict.fromkeys(("--fp16", "--bf16", "--fp32", "--float16", "--bfloat16"), _DTYPE),
+        **dict.fromkeys(("--precision", "--save_precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
+        **dict.fromkeys(("--bf16", "--bfloat16"), "use --dtype bf16"),
+        **dict.fromkeys(("--fp32", "--float32"), "use --dtype fp32"),
         **dict.fromkeys(("--cuda", "--gpu"), "use --device cuda"),
         **dict.fromkeys(("--cpu",), "use --device cpu"),
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
@@ -71,13 +73,56 @@ _HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|b
 _ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
 
-def check_options(args: Sequence[str], known: Set[str]) -> None:
-    """Raise UsageError for an option that only other programs have. `known`: the options of the command."""
+_FLAG: Final = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
+
+_ROLES: Final = {_BASE: "base", _ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
+"""Advice on an option with values → what its values are."""
+
+
+def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) -> None:
+    """Raise UsageError for an option that only other programs have. `parameters`: those of the command."""
+    known = {name: getattr(parameter, "is_flag", False) for parameter in parameters for name in parameter.opts}
     names = dict.fromkeys(arg.partition("=")[0] for arg in args)
-    found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known]
+    found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
     if found:
-        fix = "; ".join(dict.fromkeys(FOREIGN[name] for name in found))
+        right = translated(args, known) if command == "merge" else ""
+        told = [FOREIGN[name] for name in found if known.keys() >= {*_FLAG.findall(FOREIGN[name])}]
+        fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
         raise UsageError(f"there is no option {' nor '.join(found)} here", " ".join(args)[:200], fix)
+
+
+def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
+    """Return a merge in the words of another program as it is typed here; "" where that is not certain.
+
+    `known`: option of `merge` → whether it stands without a value.
+    """
+    given: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
+    rest, role = list[str](), "plain"
+    words = [part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))]
+    for word in words:
+        meant = FOREIGN.get(word, "") if word not in known else ""
+        if word in known:
+            rest, role = [*rest, word], "plain" if known[word] else "value"
+        elif meant in _ROLES:
+            role = _ROLES[meant]
+        elif meant.startswith("use -") and "," not in meant:
+            rest, role = [*rest, *meant.split()[1:]], "plain"
+        elif word.startswith("-"):
+            return ""
+        elif role == "value":
+            rest, role = [*rest, word], "plain"
+        else:
+            given[role].append(word)
+            role = role if role in ("adapters", "strengths") else "plain"
+    base, *plain = [*given["base"], *given["plain"]] or [""]
+    adapters, strengths = [*given["adapters"], *plain], [right_form(text) for text in given["strengths"]]
+    if not base or not adapters or (strengths and len(strengths) != len(adapters)) or not all(strengths):
+        return ""
+    if strengths:
+        adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
+    for flag, values in (("-o", given["output"]), ("--dtype", given["dtype"])):
+        rest += [flag, values[-1]] if values else []
+    return shlex.join(["lora-merge", base, *adapters, *rest])
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
@@ -107,16 +152,23 @@ def check_command(word: str, commands: Collection[str]) -> None:
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of another machine, and not the path of a file here."""
+    return _ADDRESS.match(text) is not None and not exists(text)
+
+
 ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 """Endings that are tried where a name has none."""
 
 
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
-    if _ADDRESS.match(path) and not exists(path):
-        fix = "download it first, with a browser; from the Hub: hf download OWNER/NAME"
+    if is_address(path):
+        fix = "download it first; from the Hub: hf download OWNER/NAME"
         if path.lower().startswith("http"):
             fix = f"download it first: curl -L -O -J {shlex.quote(path[:200])}; from the Hub: hf download OWNER/NAME"
+        elif found := re.fullmatch(r"civitai:/*(?:models/)?([0-9]+).*", path, re.IGNORECASE):
+            fix = f"download it first: curl -L -O -J https://civitai.com/api/download/models/{found[1]}"
         elif found := re.fullmatch(r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", path, re.IGNORECASE):
             fix = f"download it first: hf download {found[1]}"
         raise UsageError("an address, and not a file", path[:200], fix)
@@ -162,7 +214,7 @@ def check_adapter(text: str) -> None:
     if exists(text):
         return
     if value := right_form(text):
-        fix = f"write it behind its file: ADAPTER:{value}; or each with its own -s: -s {value}"
+        fix = f"write it behind its file: ADAPTER:{value}; or all of them in one option: -s {value},0.5"
         raise UsageError("a number where an adapter belongs", text, fix)
     for pattern in _SPELLINGS:
         if match := pattern.fullmatch(text):

@@ -15,27 +15,39 @@ import typer
 
 from ..errors import UsageError
 from .habits import FOREIGN
-from .look import COLORS, FLAG
+from .look import DEBUG, EVERYWHERE, FLAG
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
 """Headings of options, in the order of the help; other options stand before them, below "Options"."""
 
 BY_NAME: Final = {
     "output": "Output",
-    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "debug", "dry_run", "schema"), "Report"),
+    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"),
 }
 """Parameter that many commands have → its heading."""
 
 LONGEST: Final = 40  # letters of choices that stand behind the name of an option
 
-COLOR_ROW: Final = (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded.")
-
 
 def with_groups(command: Any) -> Any:
-    """Have a command list its options by groups; returns the command. `format_options` is click's place for that."""
+    """Have a command say how it is used, and list its options by groups; returns the command.
+
+    `format_options` and `collect_usage_pieces` are click's places for that.
+    """
     if command is not None:
         command.format_options = partial(_grouped, command)
+        command.collect_usage_pieces = partial(_usage, command)
     return command
+
+
+def _usage(command: Any, ctx: Any) -> list[str]:
+    """Return the words behind the name of a command, the options last: "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
+    words = []
+    for given in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
+        word = str(given.metavar or given.name.upper())
+        word += "..." if given.nargs == -1 and "..." not in word else ""
+        words.append(word if given.required else f"[{word}]")
+    return [*words, "[OPTIONS]"]
 
 
 def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
@@ -49,7 +61,7 @@ def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
         else:
             name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
             groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
-    groups["Report"].append(COLOR_ROW)
+    groups["Report"] += EVERYWHERE
     groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
     groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
     for name, rows in groups.items():
@@ -125,7 +137,7 @@ def refused(error: Exception) -> UsageError:
 def _meant(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     known = [one for parameter in getattr(getattr(context, "command", None), "params", ()) for one in parameter.opts]
-    known += ["--help", FLAG]
+    known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
         return ""
     near = get_close_matches(name, known, 1, 0.7) or [one for one in known if one.startswith(name)][:3]

@@ -22,20 +22,27 @@ Color: TypeAlias = Literal["auto", "always", "never"]
 
 COLORS: Final = get_args(Color)
 FLAG: Final = "--color"
+DEBUG: Final = "--debug"
+
+EVERYWHERE: Final = (
+    (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded."),
+    (DEBUG, "Tracebacks."),
+)
+"""The options of every command, as its help lists them. They stand anywhere on the command line."""
 
 WIDEST: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
 
 
 def taken(args: Sequence[str]) -> list[str]:
-    """Return the arguments without `--color`, which every command has; UsageError for a value that it does not have."""
+    """Return the arguments without the options of every command; UsageError for a value that `--color` lacks."""
     rest, at = list[str](), 0
     while at < len(args):
         name, equals, value = args[at].partition("=")
         if args[at] == "--":
             return [*rest, *args[at:]]
         if name != FLAG:
-            rest.append(args[at])
+            rest += [args[at]] if args[at] != DEBUG else []
         elif not equals:
             at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
         if name == FLAG and value not in COLORS:
@@ -55,6 +62,11 @@ def chosen() -> str:
         if word == FLAG and at + 1 < len(sys.argv):
             return sys.argv[at + 1]
     return "auto"
+
+
+def debugging() -> bool:
+    """Return whether tracebacks are wanted."""
+    return DEBUG in (sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv)
 
 
 def styled(stream: Any) -> bool:

@@ -25,10 +25,10 @@ from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_once, check_options, completed, expanded, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
-from .look import show_error, styled, taken
+from .look import debugging, show_error, styled, taken
 from .making import commands
 from .merge_look import conclude, describe
-from .parameters import HTML, PLOT, read, take_text, with_options
+from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
@@ -45,7 +45,7 @@ ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completio
 
 HELP = ("-h", "--help")
 
-FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--debug", "--overwrite", "--dry-run")
+FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
 """Options without a value, after which a command may stand by mistake."""
 
 
@@ -67,7 +67,7 @@ class Commands(TyperGroup):
             args = ["merge", *args]
         if args and args[0] in self.commands and not ctx.resilient_parsing:
             command = self.commands[args[0]]
-            check_options(args[1:], {name for parameter in command.params for name in parameter.opts})
+            check_options(args[0], args[1:], command.params)
             check_once(args[1:], command.params)
         take_text(self, ctx)
         return super().parse_args(ctx, args)
@@ -140,9 +140,8 @@ def merge(
     report: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file.")] = None,
     html: HTML = None,
     plot: PLOT = None,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    quiet: QUIET = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
     **options: Any,
 ) -> None:
     """Merge adapters into a base model and write the result."""
@@ -288,7 +287,7 @@ def main() -> None:
 
 def _fail(error: BaseException, text: str) -> None:
     """End the program: the failure on stderr, with --json also on stdout. A batch has reported each of its jobs."""
-    if "--debug" in sys.argv:
+    if debugging():
         import traceback
 
         traceback.print_exc()

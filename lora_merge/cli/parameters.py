@@ -18,6 +18,9 @@ Command = TypeVar("Command", bound=Callable[..., None])
 HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
 PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]
 
+QUIET = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")]
+SILENT = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing: the exit code tells.")]
+
 DEVICES: Final = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")
 """Devices that the shell offers."""
 

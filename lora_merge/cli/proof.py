@@ -17,7 +17,7 @@ from .helping import examples
 from .look import styled
 from .making.look import tell
 from .merge_look import conclude, describe, show_proof
-from .parameters import read, with_options
+from .parameters import QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, put, silent
 from .values import named_adapter, named_parts, with_strengths
@@ -51,6 +51,7 @@ def verify(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    quiet: SILENT = False,
     **options: Any,
 ) -> None:
     """Prove that a file is the merge that its recipe says.
@@ -68,20 +69,20 @@ def verify(
         from ..adapters_out.again import prove as prove_adapter
         from ..viewing.text import proof_of_adapter
 
-        with watching(quiet=as_json) as display:
+        with watching(quiet=as_json or quiet) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched)
         if as_json:
             put(json.dumps(proof, ensure_ascii=False))
-        for row in () if as_json else proof_of_adapter(proof):
+        for row in () if as_json or quiet else proof_of_adapter(proof):
             echo(row)
         return
-    with watching(quiet=as_json, weights=PROOF) as display:
+    with watching(quiet=as_json or quiet, weights=PROOF) as display:
         proof = prove(
             expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
         )
     if as_json:
         put(json.dumps(proof, ensure_ascii=False))
-    else:
+    elif not quiet:
         show_proof(proof)
 
 
@@ -93,7 +94,7 @@ def replay(
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    quiet: QUIET = False,
     **options: Any,
 ) -> None:
     """Make a merged checkpoint again from its recipe.
@@ -154,7 +155,7 @@ def unmerge(
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    quiet: QUIET = False,
     **options: Any,
 ) -> None:
     """Take adapters out of a merged checkpoint again.
@@ -185,6 +186,7 @@ def unmerge(
 def doctor(
     folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+    quiet: SILENT = False,
 ) -> None:
     """Say whether this machine can merge.
 
@@ -197,9 +199,11 @@ def doctor(
     from .doctor import examine, lines, show_findings
 
     found = examine(where)
-    if not as_json and styled(sys.stdout):
+    if as_json:
+        put(json.dumps(found, ensure_ascii=False))
+    elif not quiet and styled(sys.stdout):
         show_findings(found)
-    else:
-        for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
+    elif not quiet:
+        for line in lines(found):
             echo(line)
     raise typer.Exit(1 if found["problems"] else 0)

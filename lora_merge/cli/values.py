@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, completed, right_form
+from .habits import check_adapter, completed, is_address, right_form
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -27,14 +27,14 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
     from ..job import Adapter  # it brings all formulas
 
-    if exists(text):
-        return text
+    if exists(text) or is_address(text):
+        return completed(text)
     path, strength = split_strength(text)
     if strength is not None:
         return completed(path), strength
     for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])
-        if strength is not None or exists(path):
+        if strength is not None or exists(completed(path)):
             own = tuple(_parts(text[comma + 1 :]))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
     found = text if right_form(text) else completed(text)
@@ -79,6 +79,7 @@ def named_parts(
 
 def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
     """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
+    texts = [word for text in texts for word in text.replace(", ", " ").split() or [text]]
     found = [_strength(one) for text in texts for one in text.split(",")]
     if found and len(found) != adapters:
         if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8

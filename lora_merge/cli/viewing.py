@@ -14,7 +14,7 @@ from ..paths import exists, expand
 from ..text import Lines
 from .habits import completed, expanded
 from .helping import examples, offered
-from .parameters import HTML, PLOT
+from .parameters import HTML, PLOT, SILENT
 from .stages import watching
 from .tables import parts
 from .text import echo, put
@@ -48,6 +48,7 @@ def inspect(
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    quiet: SILENT = False,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
     if blocks:
@@ -61,12 +62,12 @@ def inspect(
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    with watching(quiet=as_json, doing="numbers are read" if weights else ""):
+    with watching(quiet=as_json or quiet, doing="numbers are read" if weights else ""):
         found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
         put(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
-    for n, facts in enumerate(found if not as_json else ()):
+    for n, facts in enumerate(() if as_json or quiet else found):
         if n:
             echo("")
         show_file(facts, again=bool(n))
@@ -110,6 +111,7 @@ def compare(
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    quiet: SILENT = False,
 ) -> None:
     """Say where two models differ, or how alike adapters are.
 
@@ -122,12 +124,12 @@ def compare(
     first, second = expand(completed(a)), expand(completed(b))
     pictures = Pictures(html, plot)
     pictures.protect([first, second])
-    with watching(quiet=as_json, doing="both are read"):
+    with watching(quiet=as_json or quiet, doing="both are read"):
         found = look(first, second, expand(completed(base)) if base else None)
     pictures.write(lambda: dict(found))
     if as_json:
         put(json.dumps(found, ensure_ascii=False))
-    else:
+    elif not quiet:
         show_comparison(found)
 
 

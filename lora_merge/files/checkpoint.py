@@ -5,6 +5,7 @@ Only headers are read, so plans and `inspect` need no torch, except for pickled 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -37,6 +38,9 @@ TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of files of torch.save: a zip archive, or before torch 1.6 a bare pickle."""
+
+PICKLED_AS_TEXT: Final = re.compile(rb"\(?[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n|\([dl]p\d")
+"""The beginning of a pickle of Python's oldest protocol, which torch.save never writes: it names a function first."""
 
 
 @dataclass(frozen=True)
@@ -329,12 +333,12 @@ def _of_first(metadata: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def read_header(path: Path) -> Header:
     """Return the header of a .safetensors or GGUF file or a pickle; the first bytes decide, not the name."""
     with open_regular(path) as f:
-        start = f.read(9)
+        start = f.read(64)
     # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length tells them apart.
-    if start.startswith(PICKLED) and start[4:] != b"\0\0\0\0{":
+    if (start.startswith(PICKLED) and start[4:9] != b"\0\0\0\0{") or PICKLED_AS_TEXT.match(start):
         from .pickles import read_pickled  # imports torch
 
         return read_pickled(path)
-    if start.startswith(MAGIC) and start[4:] != b"\0\0\0\0{":
+    if start.startswith(MAGIC) and start[4:9] != b"\0\0\0\0{":
         return parse_gguf(path)
     return parse_file(path)

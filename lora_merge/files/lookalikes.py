@@ -124,7 +124,8 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
     if not start.strip(TEXT):
         why = f"it is text, {quoted(start.decode('ascii'))}"
-    return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
+    kind = path.suffix if path.suffix in ENDINGS else ".safetensors"
+    return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")
 
 
 ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")

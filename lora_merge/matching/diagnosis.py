@@ -192,16 +192,20 @@ def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) 
             "trained apart from it; save the base untied first"
         )
     known = title if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
-    return f"the base is {known} and {NO_NAMES}{_known_prefix(unmatched[0])}; {OWN_BASE}"
+    if near := _known_prefix(unmatched[0]):
+        wrong = unmatched[0][: len(near) + 1]
+        remark = f"known are names such as {near}…, these begin with {wrong}…"
+        return f"the base is {known} and {NO_NAMES} ({remark}); export it again with names that begin with {near}"
+    return f"the base is {known} and {NO_NAMES}; {OWN_BASE}"
 
 
 def _known_prefix(name: str) -> str:
-    """Return the remark on a name that begins almost as those of adapters do, as `lora_unett_` does."""
+    """Return the beginning that a name almost has, as `lora_unett_` almost is `lora_unet_`; "" for none."""
     known = [prefix for prefix, _ in PREFIXES if len(prefix) >= SHORTEST and prefix[-1] == "_" and prefix[-2] != "_"]
     if any(name.startswith(prefix) for prefix in known):
         return ""
     ratio, near = max((SequenceMatcher(None, p, name[: len(p)]).ratio(), p) for p in known)
-    return f" (known are names such as {near}…, these begin with {name[: len(near) + 1]}…)" if ratio >= ALIKE else ""
+    return near if ratio >= ALIKE else ""
 
 
 def grouped(down: Shape, weight: Shape) -> str:
@@ -231,17 +235,18 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
         why, fix = _parted(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
-        others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
+        others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
         raise type(worst)(why or worst.what, f"{path}: {listed(same, FEW)}", (fix or worst.fix) + others)
     left = counted(by_pattern(result.unmatched), FEW)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)
     why, fix = _parted(reason)
+    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {names.architecture}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",
-            f"{path}: {left}; the base is {names.architecture}",
+            where,
             fix,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
@@ -253,7 +258,7 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(
             f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}",
-            f"{path}: {left}; the base is {names.architecture}",
+            where,
             f"{fix}; or leave them out with --unmatched skip",
         )
 

@@ -40,6 +40,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "twice.yaml").write_text("version: 1\njobs:\n- base: base.safetensors\n  adapters: ['{l}']\n  output: o.safetensors\n"
                                        "  matrix: {l: [lora.safetensors, ink.safetensors]}\n")  # fmt: skip
     hollow(header("native/vae-sd"), folder / "vae.safetensors")
+    (folder / "oldest.ckpt").write_bytes(b"cposix\nsystem\np0\n(Vid\np1\ntp2\nRp3\n.")
+    (folder / "words.ckpt").write_bytes(b"Not Found")
     (folder / "evil.ckpt").write_bytes(
         b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
     )
@@ -77,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
 
 @pytest.mark.parametrize(("words", "code", "what", "fix"), [
     ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base (0 of 32): the adapter is for an image or video model", "use the base"),
-    ("base.safetensors renamed.safetensors", 4, "24 of 32 adapter modules have no place in the base: the base is Stable Diffusion 1 and has no tensors of these names (known are names such as lora_unet_…, these begin with lora_unett", "use the base"),
+    ("base.safetensors renamed.safetensors", 4, "24 of 32 adapter modules have no place in the base: the base is Stable Diffusion 1 and has no tensors of these names (known are names such as lora_unet_…, these begin with lora_unett", "export it again with names that begin with lora_unet_; or leave"),
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
     ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
     ("https://example.org/a.safetensors lora.safetensors", 2, "an address", "curl -L -O"),
@@ -104,15 +106,18 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
-    ("batch twice.yaml", 2, "outputs in the place of another job's", "out/{lora.stem}"),
+    ("batch twice.yaml", 2, "outputs in the place of another job's", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
     ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name the base"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
+    ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
+    ("base.safetensors words.ckpt", 3, "not a valid .ckpt file", "download"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
-    ("base.safetensors loras", 3, "several checkpoints", "FOLDER/*.safetensors"),
+    ("base.safetensors loras", 3, "several checkpoints", "loras/*.safetensors"),
     ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
-    ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
+    ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
+    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
 ])  # fmt: skip
 def test_what_is_wrong_and_what_to_do(run: Run, words: str, code: int, what: str, fix: str) -> None:
     found, text = run(*words.split())

@@ -86,13 +86,45 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
     assert named <= OWN
 
 
+@pytest.mark.parametrize(("words", "right"), [
+    ("--model base.safetensors --loras lora.safetensors loras/ink.safetensors --ratios 0.8 0,5 --save_to o --precision fp16",
+     "base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.5 -o o.safetensors --dtype fp16"),
+    ("--sd_model=base.safetensors lora.safetensors --ratio=80% --half -f --seed 3",
+     "base.safetensors lora.safetensors:0.8 --dtype fp16 --overwrite --seed 3"),
+    ("base.safetensors --lora lora.safetensors --out o --verify -n", "base.safetensors lora.safetensors -o o.safetensors --verify --dry-run"),
+])  # fmt: skip
+def test_a_command_of_another_program_is_answered_with_ours(run: Run, words: str, right: str) -> None:
+    """It can be typed as it stands, and does what was meant."""
+    code, _, err = run(*words.split())
+    assert code == 2
+    (told,) = re.findall("fix:   write lora-merge (.*)", err)
+    typed = told.split()
+    assert sorted(typed) == sorted(right.replace("-o o.safetensors", "-o o").split())
+    assert run(*typed)[0] == 0
+
+
+@pytest.mark.parametrize("words", [
+    "base.safetensors lora.safetensors loras/ink.safetensors --ratio 0.8",  # one strength for two
+    "base.safetensors lora.safetensors --weight x", "lora.safetensors --base", "base.safetensors lora.safetensors --only unet --out o",
+    "base.safetensors lora.safetensors --fp16 --nonsense",
+])  # fmt: skip
+def test_no_command_is_made_up(run: Run, words: str) -> None:
+    code, _, err = run(*words.split())
+    assert code == 2
+    assert "fix:" in err and "write lora-merge" not in err
+
+
+def test_advice_names_options_that_the_command_has(run: Run) -> None:
+    assert "see lora-merge help inspect" in run("inspect", "lora.safetensors", "--force")[2]
+
+
 @pytest.mark.parametrize(("text", "right"), [
     ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
     ("lora.safetensors:", "lora.safetensors:0.8"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
     ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "hf download"),
-    ("hf://owner/name", "hf download"), ("civitai:1234", "hf download"),
+    ("hf://owner/name", "hf download"), ("civitai:1234", "civitai.com/api/download/models/1234"),
 ])  # fmt: skip
 def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
     code, _, err = run("base.safetensors", text, "-o", "out.safetensors")

@@ -14,6 +14,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import main as program
 from lora_merge.cli.helping import BY_NAME, GROUPS
 from lora_merge.cli.look import FLAG
+from lora_merge.errors import UsageError
 from lora_merge.models.architectures import shipped
 from lora_merge.options import OPTIONS
 
@@ -57,10 +58,32 @@ def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> Non
 def test_every_command_has_help_in_whole_words(run: Run, command: str) -> None:
     code, text, _ = run("help", command)
     assert code == 0
-    assert "<str>" not in text and FLAG in text
+    assert "<str>" not in text and "{" not in text and FLAG in text and "--debug" in text
+    assert re.match(rf"Usage: lora-merge {command} .*\[OPTIONS\]$", text.splitlines()[0])
     assert max(map(len, text.splitlines())) <= 80
     (line,) = re.findall(rf"^  {command} +(.+)$", run("--help")[1], re.MULTILINE)
     assert line.endswith("."), "the line in the list of commands is a whole sentence"
+
+
+@pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if not command.hidden])
+def test_tracebacks_are_shown_where_they_are_asked_for(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise UsageError("what", "where", "fix")
+
+    monkeypatch.setattr(program._program().commands[command], "invoke", broken)  # type: ignore[attr-defined]
+    needed = ["x" for p in COMMANDS[command].params if p.param_type_name == "argument" and p.required]
+    options = [
+        w for p in COMMANDS[command].params if p.param_type_name == "option" and p.required for w in (p.opts[0], "x")
+    ]
+    for words in ([command, *needed, *options, "--debug"], ["--debug", command, *needed, *options]):
+        code, _, err = run(*words)
+        assert (code, "Traceback" in err) == (2, True), err
+
+
+def test_commands_that_only_look_can_be_silent(run: Run) -> None:
+    save(sd1(), Path("base.safetensors"))
+    for words in (["inspect", "base.safetensors"], ["compare", "base.safetensors", "base.safetensors"]):
+        assert run(*words, "-q") == (0, "", "")
 
 
 @pytest.mark.parametrize("words", [("help", "frobnicate"), ("frobnicate", "x")])

@@ -27,7 +27,7 @@ SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "max_memory", "verify
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
-PRINTED: Final = ("dry_run", "json", "report", "html", "plot", "quiet", "verbose", "debug")
+PRINTED: Final = ("dry_run", "json", "report", "html", "plot", "quiet", "verbose")
 
 DONE: Final = {"combine": "combined", "resize": "resized", "convert": "converted", "average": "averaged",
                "extract": "extracted"}  # fmt: skip

@@ -49,7 +49,6 @@ OWN: Final = MappingProxyType({
         _row("plot", "path", "FILE", "Also draw it, as .png, .svg or .pdf.", group="Report"),
         _row("quiet", "switch", None, "No progress, no report; notes go to stderr.", "-q", "Report"),
         _row("verbose", "switch", None, "Name every layer.", "-v", "Report"),
-        _row("debug", "switch", None, "Tracebacks.", group="Report"),
     )
 })  # fmt: skip
 """Name → option that `merge` does not have, or has with another help."""
