@@ -20,6 +20,15 @@ SCALES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "NVFP4": (),
+    "Q8_1": (0,),
 }
 """Type that the library does not write → the places of its f16 scales."""
 
@@ -36,6 +45,10 @@ def encoded(values: Array, kind: str) -> Array:
     blocks = raw.reshape(-1, quants.GGML_QUANT_SIZES[number][1])
     for at in SCALES[kind]:
         blocks[:, at : at + 2] = np.full((len(blocks), 1), 2e-4, np.float16).view(np.uint8)
+    if kind == "NVFP4":
+        blocks[:, :4] %= 32  # scales up to 2⁻⁴
+    if kind == "IQ1_M":  # the f16 scale 2e-4 = 0x0A8E, four bits in each of four words
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0xE0, 0x80, 0xA0, 0x00], np.uint8)
     return raw
 
 

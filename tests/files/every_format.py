@@ -24,7 +24,7 @@ from lora_merge.files.codecs.base import CODES, Checkpoint, Encoding, Packing
 from lora_merge.files.codecs.ggml import fresh, ggml
 from lora_merge.files.codecs.ggml_blocks import KINDS
 from lora_merge.files.codecs.making import FILES, FOLDERS
-from lora_merge.files.gguf.types import TYPES
+from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
 
@@ -210,7 +210,7 @@ def _made(make: Callable[[StoredTensor], Any]) -> Weight:
 
 
 NEW: dict[str, Callable[[], Weight]] = {
-    **{f"GGUF {kind}": partial(_blocks, kind) for kind in KINDS},
+    **{f"GGUF {kind}": partial(_blocks, kind) for kind in KINDS.keys() | READ_ONLY},
     **{f"new GGUF {kind}": partial(_blocks, kind, zeros=True) for kind in KINDS},
     **{f"new {name}, a file": partial(_made, form.make) for name, form in FILES.items()},
     **{f"new {name}, a folder": partial(_made, form.make) for name, form in FOLDERS.items()},

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 import lora_merge
@@ -19,7 +18,7 @@ from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.gguf import container
-from lora_merge.files.gguf.types import READ
+from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 
@@ -87,7 +86,8 @@ def test_a_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: 
         exact = old[f"{name}.weight"][0] + change(name)
         error = np.abs(new[f"{name}.weight"][0] - exact)
         rms = np.sqrt(np.mean(exact**2))
-        coarse = {"Q2_K": 0.4, "Q3_K": 0.2, "Q8_0": 0.01, "Q6_K": 0.04, "F16": 1e-3, "BF16": 1e-2, "F32": 1e-6}
+        coarse = {"Q2_K": 0.4, "Q3_K": 0.2, "Q8_0": 0.01, "Q6_K": 0.04, "F16": 1e-3, "BF16": 1e-2, "F32": 1e-6,
+                  "TQ1_0": 0.8, "TQ2_0": 0.8}  # fmt: skip
         assert np.sqrt(np.mean(error**2)) < coarse.get(kind, 0.15) * rms
 
 
@@ -173,24 +173,53 @@ def test_original_shapes_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_other_types_stay_unless_an_adapter_changes_them(tmp_path: Path, adapter: Path) -> None:
-    """IQ1 to IQ3 need an importance matrix; nothing of them is decoded."""
-    tensors = flux("Q8_0")
-    raw = np.random.default_rng(0).integers(0, 99, (96, 66), dtype=np.uint8)
-    for name in ("double_blocks.0.txt_attn.qkv.weight", "double_blocks.1.img_attn.qkv.weight"):
-        writer = by_library.GGUFWriter(tmp_path / f"{name}.gguf", "flux")
-        for other, (values, kind) in tensors.items():
-            odd = other == name
-            writer.add_tensor(other, raw if odd else by_library.encoded(values, kind),
-                              raw_dtype=GGMLQuantizationType["IQ2_XXS" if odd else kind])  # fmt: skip
-        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-            step()
-        writer.close()
-    lora_merge.merge(tmp_path / "double_blocks.0.txt_attn.qkv.weight.gguf", adapter, tmp_path / "out.gguf")
-    with pytest.raises(InputError, match="IQ2_XXS"):
-        lora_merge.merge(tmp_path / "double_blocks.1.img_attn.qkv.weight.gguf", adapter, tmp_path / "no.gguf")
-    with pytest.raises(InputError, match="IQ2_XXS"):
-        lora_merge.merge(tmp_path / "double_blocks.0.txt_attn.qkv.weight.gguf", adapter, tmp_path / "no.safetensors",
-                         dtype="bf16")  # fmt: skip
+    """llama.cpp keeps Q8_1 in memory only; nothing of it is decoded."""
+    for touched, name in enumerate(("double_blocks.0.txt_attn.qkv.weight", "double_blocks.1.img_attn.qkv.weight")):
+        tensors = {**flux("Q8_0"), name: (np.zeros((96, 256)), "Q8_1")}
+        base = by_library.write(tmp_path / f"{touched}.gguf", "flux", tensors)
+        for dtype, out in (("keep", tmp_path / "out.gguf"), ("bf16", tmp_path / "no.safetensors")):
+            if not touched and dtype == "keep":
+                lora_merge.merge(base, adapter, out)
+                assert by_library.encoded(np.zeros((96, 256)), "Q8_1").tobytes() in out.read_bytes()
+                continue
+            with pytest.raises(InputError, match=r"Q8_1"):
+                lora_merge.merge(base, adapter, out, dtype=dtype, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.gguf", "1.gguf", "out.gguf", adapter.name}
+
+
+@pytest.mark.parametrize("kind", sorted(READ_ONLY))
+def test_points_of_grids_are_read_and_never_written(tmp_path: Path, adapter: Path, kind: str) -> None:
+    base = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind))
+    with pytest.raises(InputError, match="importance matrix") as caught:
+        lora_merge.merge(base, adapter, tmp_path / "kept.gguf")
+    assert "--dtype bf16" in caught.value.fix
+    old = by_library.read(base)
+    lora_merge.merge(base, adapter, tmp_path / "out.safetensors", dtype="fp32")
+    made = load(tmp_path / "out.safetensors")
+    for name, (values, _) in old.items():
+        stem = name.removesuffix(".weight")
+        np.testing.assert_allclose(made[name].numpy(), values + (change(stem) if stem in TOUCHED else 0), atol=1e-6)
+    assert lora_merge.verify(tmp_path / "out.safetensors", full=True)["full"]
+    other = f"{LAYERS[1]}.weight"  # not changed by the adapter
+    part = by_library.write(tmp_path / "part.gguf", "flux", {**flux("Q8_0"), other: flux(kind)[other]})
+    lora_merge.merge(part, adapter, tmp_path / "part-out.gguf")
+    found, before = by_library.read(tmp_path / "part-out.gguf"), by_library.read(part)
+    np.testing.assert_array_equal(found[other][0], before[other][0])
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+@pytest.mark.parametrize("name", [LAYERS[0], LAYERS[1]])
+def test_a_scale_beside_blocks_is_part_of_the_weight(tmp_path: Path, adapter: Path, name: str, dtype: str) -> None:
+    """llama.cpp multiplies by it; a weight that an adapter changes would be another one without it."""
+    tensors = {**flux("NVFP4"), f"{name}.scale": (np.full(1, 0.5), "F32")}
+    base = by_library.write(tmp_path / "flux.gguf", "flux", tensors)
+    out = tmp_path / ("out.gguf" if dtype == "keep" else "out.safetensors")
+    if name not in TOUCHED and dtype == "keep":
+        lora_merge.merge(base, adapter, out)
+        return
+    with pytest.raises(InputError, match="a scale for the whole weight"):
+        lora_merge.merge(base, adapter, out, dtype=dtype)
+    assert not out.exists()
 
 
 def test_numbers_that_no_scale_covers_are_refused(tmp_path: Path, adapter: Path) -> None:

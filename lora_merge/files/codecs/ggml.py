@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import TABLE
-from ..gguf.types import TYPES
+from ..gguf.types import READ_ONLY, TYPES
 from .base import CODES, DRAW, Encoding, OutOfRange, Parts
 
 if TYPE_CHECKING:
@@ -98,6 +98,20 @@ class Ggml(Encoding):
         return encode(self.kind, values, codes, uniform)
 
 
+@dataclass(frozen=True, eq=False)
+class Grid(Ggml):
+    """Points of a grid; read, never written."""
+
+    name: ClassVar[str] = "ggml_grids"
+    afresh: ClassVar[bool] = False
+    decode_only: ClassVar[str] = "its points were chosen with an importance matrix"
+
+    def _decoded(self, codes: Tensor) -> Tensor:
+        from .ggml_grids import decode
+
+        return decode(self.kind, codes, self.unit[1])
+
+
 def ggml(kind: str) -> Ggml:
     """Return the encoding of a type."""
     return _made(kind, 0, 0, 0.0)
@@ -122,4 +136,5 @@ def shifted(kind: str, offset: float) -> Ggml:
 def _made(kind: str, head: int, cols: int, offset: float, *, fresh: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
     unit = TYPES[kind].unit
-    return Ggml(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)
+    made = Grid if kind in READ_ONLY else Ggml
+    return made(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)

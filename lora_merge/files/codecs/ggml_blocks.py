@@ -15,12 +15,17 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import a_table
+from .arithmetic import a_table, cut_to_fp8, from_fp8
 from .base import InvalidPart, OutOfRange
 from .draws import to_integers, to_table
 from .ggml_layouts import LAYOUTS, Layout, half, put_half
 
-NO_POWER: Final = 255  # the byte that stands for no power of two. OCP Microscaling Formats 1.0, 5.4.1
+E4M3: Final = "F8_E4M3"
+NO_NUMBER: Final = {"E8M0": 0xFF, E4M3: 0x7F}
+"""Form of scales of one byte → the first byte that stands for none; of e4m3, NaN and negative ones. OCP Microscaling
+Formats 1.0, 5.4.1."""
+
+FP8_LARGEST: Final = 448.0
 F16_LARGEST: Final = 65504.0
 SLACK: Final = 0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
 
@@ -108,15 +113,18 @@ class Kind(NamedTuple):
     layout: Layout
     levels: Levels
     most: int = 0
-    powers: bool = False  # whether scales are powers of two, in one byte
+    one_byte: str = ""  # how scales of one byte are stored: as powers of two (E8M0), or as fp8 (F8_E4M3)
 
     def fields(self, blocks: Tensor) -> Fields:
         """Return the scales; InvalidPart for those that are not finite numbers."""
         layout = self.layout
         if layout.d is None:
-            if bool((blocks[:, 0] == NO_POWER).any()):
+            raw = blocks[:, : layout.subs]
+            if bool((raw >= NO_NUMBER[self.one_byte]).any()):
                 raise InvalidPart("a scale is not a number")
-            return Fields(_power_of_two(blocks[:, :1].int() - 128))
+            if self.one_byte == E4M3:
+                return Fields(from_fp8(raw, E4M3, 0.5).view(raw.shape))
+            return Fields(_power_of_two(raw.int() - 128))
         d = half(blocks, layout.d)
         m = None if layout.m is None else half(blocks, layout.m)
         for found in (d, m):
@@ -129,7 +137,9 @@ class Kind(NamedTuple):
     def put_fields(self, fields: Fields, rows: Tensor, blocks: Tensor) -> None:
         """Write the scales of some blocks."""
         layout, found = self.layout, blocks[rows]
-        if layout.d is None:
+        if self.one_byte == E4M3:
+            found[:, : layout.subs] = cut_to_fp8(2 * fields.d, E4M3)
+        elif layout.d is None:
             found[:, :1] = (torch.frexp(fields.d).exponent + 127).to(torch.uint8)
         else:
             put_half(found, layout.d, fields.d)
@@ -144,7 +154,7 @@ class Kind(NamedTuple):
 
 
 def _kind(name: str, levels: Levels, most: int = 0) -> Kind:
-    return Kind(LAYOUTS[name], levels, most, name == "MXFP4")
+    return Kind(LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
 
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
@@ -161,6 +171,9 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
     "IQ4_NL": _kind("IQ4_NL", Levels(0, -127, 113, IQ4)),
     "IQ4_XS": _kind("IQ4_XS", Levels(0, -127, 113, IQ4), 31),
     "MXFP4": _kind("MXFP4", Levels(0, -12, 12, FP4)),
+    "NVFP4": _kind("NVFP4", Levels(0, -12, 12, FP4)),
+    "TQ1_0": _kind("TQ1_0", Levels(-1, -1, 1)),
+    "TQ2_0": _kind("TQ2_0", Levels(-1, -1, 1)),
 })  # fmt: skip
 """Type → how its numbers are made."""
 
@@ -215,7 +228,9 @@ def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, low: Tensor, hi
 
 def _refitted(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
     """Return scales that cover the numbers from low to high; those that are covered keep theirs where they can."""
-    if kind.powers:
+    if kind.one_byte == E4M3:
+        return _fp8(kind.levels, old, low, high, covered)
+    if kind.one_byte:
         return _power(kind.levels, low, high)
     if kind.layout.m is None:
         return _symmetric(kind, old, low, high, covered)
@@ -278,6 +293,18 @@ def _power(levels: Levels, low: Tensor, high: Tensor) -> Fields:
     if int(exponent.max()) > 126:
         raise OutOfRange
     return Fields(_power_of_two(torch.where(largest == 0, -128, exponent.clamp(min=-128))))
+
+
+def _fp8(levels: Levels, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+    """Return scales of sub-blocks, halves of fp8 numbers, that cover the numbers; those that do already stay."""
+    largest = torch.maximum(-low, high)
+    needed = 2 * largest / levels.high
+    if float(needed.max()) > FP8_LARGEST:
+        raise OutOfRange
+    codes = cut_to_fp8(needed, E4M3).view(needed.shape)
+    reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + SLACK * levels.gaps[1] / 2)
+    codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 numbers
+    return Fields(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

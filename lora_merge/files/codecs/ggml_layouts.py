@@ -60,6 +60,32 @@ class Bits:
         into.copy_(raw.reshape(len(raw), -1))
 
 
+@dataclass(frozen=True)
+class Digits:
+    """Codes 0, 1, 2 in ranges of bytes of so many rows of `width` bytes: a byte holds five digits of base 3, as the
+    fraction digits / 3⁵ of 256, rounded up; the last range of TQ1_0 leaves the fifth digit out."""
+
+    ranges: tuple[tuple[int, int, int], ...]  # (first byte, width, digits)
+    bits: int = 2
+
+    def unpack(self, blocks: Tensor) -> Tensor:
+        """Return the codes, flat."""
+        found = []
+        for start, width, digits in self.ranges:
+            raw = blocks[:, None, start : start + width].int() * 3 ** torch.arange(digits)[None, :, None]
+            found.append(((raw & 255) * 3 >> 8).to(torch.uint8).flatten(1))
+        return torch.cat(found, 1)
+
+    def pack(self, codes: Tensor, blocks: Tensor) -> None:
+        """Write codes into the blocks."""
+        at = 0
+        for start, width, digits in self.ranges:
+            rows = codes[:, at : at + width * digits].reshape(-1, digits, width).int()
+            whole = (rows * 3 ** torch.arange(4, 4 - digits, -1)[None, :, None]).sum(1)
+            blocks[:, start : start + width] = ((whole * 256 + 242) // 243).to(torch.uint8)
+            at += width * digits
+
+
 @cache
 def _shifts(bits: int) -> tuple[int, ...]:
     return tuple(range(0, 8, bits))
@@ -141,7 +167,7 @@ class Layout:
 
     size: int  # bytes of a block
     subs: int  # sub-blocks
-    low: Bits  # the low bits of the codes
+    low: Bits | Digits  # the low bits of the codes
     high: Bits | None = None  # their high bits
     d: int | None = 0  # the first byte of the scale of the block, f16
     m: int | None = None  # that of its minimum, or of the scale of the minima, f16
@@ -190,5 +216,8 @@ LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType({
     "IQ4_NL": Layout(18, 1, Bits(2, 1, 16, 4)),
     "IQ4_XS": Layout(136, 8, Bits(8, 8, 16, 4), scales=Scales(2, 8, _iq4_scales, _from_iq4_scales)),
     "MXFP4": Layout(17, 1, Bits(1, 1, 16, 4), d=None),
+    "NVFP4": Layout(36, 4, Bits(4, 4, 8, 4), d=None),
+    "TQ1_0": Layout(54, 1, Digits(((0, 32, 5), (32, 16, 5), (48, 4, 4))), d=52),
+    "TQ2_0": Layout(66, 1, Bits(0, 2, 32, 2), d=64),
 })  # fmt: skip
 """Type → the layout of its blocks."""

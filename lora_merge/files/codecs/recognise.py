@@ -16,7 +16,7 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, spoken
 from ...errors import FitError, InputError
-from ..gguf.types import UNREAD
+from ..gguf.types import BLOCKS, UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
 from .told import section
@@ -173,6 +173,8 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
     if "scale" not in last:
         return None
     weight = tensors.get(f"{path}.weight")
+    if last == "scale" and weight is not None and weight.dtype in BLOCKS:
+        return path, f"{spoken(weight.dtype)} with a scale for the whole weight, it has {name}"
     if last not in BESIDE_WEIGHTS:
         unknown = weight is not None and weight.dtype in FP8 and not OF_OTHERS.search(last)
         return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None

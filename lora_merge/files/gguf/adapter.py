@@ -21,7 +21,7 @@ from ...text import quoted
 from ..codecs.base import CODES
 from ..codecs.ggml import ggml, permuted
 from .names import FAMILIES, ROTATED, Family, renamed
-from .types import READ
+from .types import READ, READ_ONLY
 
 TYPE: Final = "general.type"
 ALPHA: Final = "adapter.lora.alpha"
@@ -60,7 +60,7 @@ def _named(info: StoredTensor, family: Family) -> Iterator[StoredTensor]:
     name = f"{renamed(stem, family).removesuffix('.weight')}.{SLOTS[last]}"
     if last == "lora_b" and family.permuted and (found := ROTATED.fullmatch(stem)):
         yield _decoded(replace(info, name=name, stored=info.name), rotated=found[1])
-    elif info.dtype in READ:
+    elif info.dtype in READ | READ_ONLY:
         yield _decoded(replace(info, name=name, stored=info.name))
     else:
         yield replace(info, name=name, stored=info.name)

@@ -64,7 +64,7 @@ FAMILIES: Final = MappingProxyType({
 })  # fmt: skip
 """`general.architecture` → what is known of it."""
 
-_BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
 FOREIGN: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
 """Names of llama.cpp, in any architecture."""
 
@@ -79,7 +79,7 @@ def renamed(name: str, family: Family) -> str:
         known = family.names.get(part) or LAYER.get(part)
         return f"model.layers.{number}.{known}.{last}" if known else name
     stem, _, last = name.rpartition(".")
-    return f"{ALL[stem]}.{last}" if stem in ALL and last in ("weight", "bias") else name
+    return f"{ALL[stem]}.{last}" if stem in ALL and last in ("weight", "bias", "scale") else name
 
 
 def configured(arch: str, values: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:

@@ -45,8 +45,16 @@ BY_NUMBER: Final = MappingProxyType({kind.number: name for name, kind in TYPES.i
 
 READ: Final = frozenset((
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+    "NVFP4", "TQ1_0", "TQ2_0",
 ))  # fmt: skip
 """Quantised types that are decoded, and encoded again."""
 
-UNREAD: Final = frozenset(name for name, kind in TYPES.items() if kind.unit[0] > 1) - READ
+READ_ONLY: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"))
+"""Quantised types that are decoded, never encoded."""
+
+BLOCKS: Final = frozenset(name for name, kind in TYPES.items() if kind.unit[0] > 1)
+"""All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` beside the weight, which
+no codec reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
+
+UNREAD: Final = BLOCKS - READ - READ_ONLY
 """Quantised types that are copied only."""

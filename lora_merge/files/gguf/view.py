@@ -14,7 +14,7 @@ from ...text import quoted
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh, ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
-from .types import READ, TYPES, UNREAD
+from .types import READ, READ_ONLY, TYPES, UNREAD
 
 ARCHITECTURE: Final = "general.architecture"
 ORIGINAL: Final = "comfy.gguf.orig_shape."
@@ -67,8 +67,8 @@ def _claimed(
     """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain numbers."""
     name = renamed(info.name, family) if family else info.name
     shape = _shape(info, values)
-    packing = Packing(ggml(info.dtype), info) if info.dtype in (*READ, *UNREAD) else None
-    readable = info.dtype in READ or info.dtype in PLAIN
+    packing = Packing(ggml(info.dtype), info) if info.dtype in READ | READ_ONLY | UNREAD else None
+    readable = info.dtype in READ | READ_ONLY | PLAIN
     if family and family.permuted and readable and (found := ROTATED.fullmatch(info.name)):
         heads = config.get("num_attention_heads" if found[1] == "q" else "num_key_value_heads", 0)
         rows, cols = shape[0] if shape else 0, prod(shape[1:])

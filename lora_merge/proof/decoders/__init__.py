@@ -10,6 +10,7 @@ from ..grids import Grid
 from ..reference.floats import Array
 from .codes import BadPart, bnb4, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
+from .grids import points
 from .streams import streams
 
 DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
@@ -19,6 +20,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "packed_ints": packed_ints,
     "scaled": scaled,
     "ggml": blocks,
+    "ggml_grids": points,
     "halves": halves,
     "mlx": streams,
 })  # fmt: skip

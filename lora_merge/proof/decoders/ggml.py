@@ -12,6 +12,7 @@ import numpy as np
 from ..grids import Floats, Grid, Table
 from ..reference.floats import Array, decode
 from .codes import BadPart
+from .grids import ordered
 
 NOTHING: Final = 1e-300
 """The scale that is used in place of 0: then only zero lies within half a step of a level."""
@@ -31,6 +32,7 @@ class Form(NamedTuple):
     code: Callable[[int], tuple[Field, ...]]  # the lowest bits first
     levels: tuple[float, ...]  # by code
     scales: Callable[[Array], tuple[Array, Array]]  # blocks → (scale, shift), [blocks, parts]
+    codes: Callable[[Array], Array] | None = None  # blocks → all codes, where they are no fields of bits
 
 
 def _half(raw: Array, at: int) -> Array:
@@ -69,6 +71,28 @@ def _power(raw: Array) -> tuple[Array, Array]:
         raise BadPart("a scale is not a number")
     d = np.ldexp(1.0, raw[:, :1].astype(np.int64) - 127)
     return d, np.zeros_like(d)
+
+
+def _fp8(raw: Array) -> tuple[Array, Array]:
+    if (raw[:, :4] > 0x7E).any():
+        raise BadPart("a scale is not a number")
+    d = decode(np.ascontiguousarray(raw[:, :4]).tobytes(), "F8_E4M3").reshape(-1, 4)
+    return d, np.zeros_like(d)
+
+
+def _last(at: int) -> Callable[[Array], tuple[Array, Array]]:
+    return lambda raw: (_half(raw, at), np.zeros((len(raw), 1)))
+
+
+def _trits(raw: Array) -> Array:
+    """Return the digits of base 3 in bytes: digit n of a byte is the whole part of its 3ⁿ-fold as a fraction of 256."""
+    places = [(32, 0)] * 5, [(16, 32)] * 5, [(4, 48)] * 4
+    found = [
+        raw[:, at : at + wide].astype(np.int64) * 3**n % 256 * 3 // 256
+        for p in places
+        for n, (wide, at) in enumerate(p)
+    ]
+    return np.concatenate(found, axis=1)
 
 
 def _six_bits(raw: Array) -> tuple[Array, Array]:
@@ -132,6 +156,10 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType({
     "IQ4_XS": Form(256, 136, lambda i: ((8 + 16 * (i // 32) + i % 16, 4 * (i % 32 // 16), 4),), LEVELS_OF_FOUR_BITS,
                    _iq4),
     "MXFP4": Form(32, 17, _nibble(1), (*E2M1, *(-n for n in E2M1)), _power),
+    "NVFP4": Form(64, 36, lambda i: ((4 + 8 * (i // 16) + i % 8, 4 * (i % 16 // 8), 4),), (*E2M1, *(-n for n in E2M1)),
+                  _fp8),
+    "TQ1_0": Form(256, 54, lambda _: (), _count(-1, 3), _last(52), _trits),
+    "TQ2_0": Form(256, 66, lambda i: ((32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(-1, 4), _last(64)),
 })  # fmt: skip
 
 
@@ -150,19 +178,12 @@ def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
     kind = encoding.kind
     if kind not in FORMS:
         levels = decode(raw["codes"], kind)
-        return _ordered(levels, encoding), Grid(Floats(kind), 1.0, -encoding.offset)
+        return ordered(levels, encoding), Grid(Floats(kind), 1.0, -encoding.offset)
     form = FORMS[kind]
     data = np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size)
-    levels = np.array(form.levels)[_joined_bits(data, _codes(kind))].ravel()
+    codes = form.codes(data) if form.codes else _joined_bits(data, _codes(kind))
+    levels = np.array(form.levels)[codes].ravel()
     scale, shift = (np.repeat(part, form.elements // part.shape[1], axis=1).ravel() for part in form.scales(data))
     scale = np.where(scale == 0, NOTHING, scale)
-    grid = Grid(_table(kind), _ordered(scale, encoding), _ordered(shift, encoding) - encoding.offset)
-    return _ordered(levels, encoding), grid
-
-
-def _ordered(values: Array, encoding: Any) -> Array:
-    """Return numbers as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
-    if not encoding.head:
-        return values
-    heads = values.reshape(-1, encoding.head, encoding.cols)
-    return np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).ravel()
+    grid = Grid(_table(kind), ordered(scale, encoding), ordered(shift, encoding) - encoding.offset)
+    return ordered(levels, encoding), grid
