@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 import lora_merge
+from lora_merge.dtypes import GGUF_TYPES
 from lora_merge.errors import InputError
+from lora_merge.files import codecs
 from lora_merge.files.codecs import CODECS
 from lora_merge.files.codecs.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.codecs.ggml_blocks import KINDS
-from lora_merge.files.gguf.types import READ
+from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart
 
 from ..support import load, save
@@ -127,3 +131,28 @@ def test_what_is_not_a_number_is_copied_where_no_adapter_changes_the_weight(name
                 lora_merge.merge(source, lora, out)
                 made = load(out / "model.safetensors" if source.is_dir() else out)
                 assert all(same(made[key], spoilt[key]) for key in spoilt if key.startswith(layer))
+
+
+PAGE = (Path(codecs.__file__).parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_tells_of_every_format_what_the_code_does() -> None:
+    """Which codec reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")
+    ]
+    told = [row for row in cells if len(row) == 4 and row[2] in {"yes", "no"}]
+    found = set()
+    for name, example in EXAMPLES.items():
+        (codec,) = (c for c in CODECS if [*c(example((32, 64)).checkpoint())])
+        kept = not weights(name)[0].encoding.decode_only
+        found.add((f"{codec.__module__.rpartition('.')[2]}.{codec.__name__}", "yes" if kept else "no"))
+    assert {(row[1].strip("`"), row[2]) for row in told if "GGUF" not in row[0]} == found
+    types = {row[2]: {*row[0].removeprefix("GGUF: ").split(", ")} for row in told if "GGUF" in row[0]}
+    assert types == {"yes": READ, "no": READ_ONLY}
+    made = [
+        re.findall(r"`([a-z0-9_]+)`", row[0])
+        for row in cells
+        if len(row) == 4 and row[0].startswith("`") and " of " in row[0]
+    ]
+    assert [sorted(names) for names in made[-3:]] == [sorted(FILES), sorted(FOLDERS), sorted(GGUF_TYPES)]
