@@ -32,7 +32,8 @@ class Failed(RuntimeError):
 
 def run(command: Sequence[str], *, threads: int | None = None, known: Path | None = None) -> Run:
     """Run a command to its end; Failed unless it succeeds. `known`: the folder of what earlier runs have hashed."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]  # peers may lie elsewhere
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed programs are compiled, this folder's at the first run
     if known is not None:
         environment["XDG_CACHE_HOME"] = str(known)
