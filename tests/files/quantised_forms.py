@@ -478,6 +478,71 @@ def sdnq(kind: str) -> Form:
     return Form(make, read, lambda t, _: spread(t["scale"].squeeze(2)).abs() / 2, config, scale="scale")
 
 
+def grouped(bits: int) -> Form:
+    """ComfyUI's asym_w4a8_int8, of 4 bits with a table of levels, and of 6 without one."""
+    layout, options = "AsymW4A8Int8Layout", {"group_size": 16, "convrot_groupsize": 64}
+
+    def make(w: Tensor) -> Tensors:
+        import comfy_kitchen.tensor as kitchen
+
+        codes, params = getattr(kitchen, layout).quantize(w, bits=bits, scale_search=False, **options)
+        found = {"weight": codes, "weight_s_rel": params.scale, "weight_s_channel": params.s_channel}
+        return found if params.codebook is None else {**found, "weight_codebook": params.codebook}
+
+    def read(t: Tensors) -> Tensor:
+        import comfy_kitchen.tensor as kitchen
+
+        kind = getattr(kitchen, layout)
+        settings = {"codebook": t.get("weight_codebook"), "orig_dtype": torch.float32, "orig_shape": SHAPE, **options}
+        return kind.dequantize(
+            t["weight"], kind.Params(scale=t["weight_s_rel"], s_channel=t["weight_s_channel"], **settings)
+        )
+
+    return Form(
+        make, read, _int, note={"format": "asym_w4a8_int8", **options}, scale="weight_s_rel", decode_only=True
+    )  # fmt: skip
+
+
+def _columns(w: Tensor) -> Tensors:
+    """ComfyUI's awq_w4a16, by its formula: its library only reads it."""
+    groups = w.view(SHAPE[0], -1, 64)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-30)
+    codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8).view(SHAPE[0], -1, 2)
+    sides = [t.squeeze(2).t().contiguous().bfloat16() for t in (scale, low + 8 * scale)]
+    return {
+        "weight": (codes[:, :, 0] | codes[:, :, 1] << 4).view(torch.int8),
+        "weight_scale": sides[0],
+        "weight_zeros": sides[1],
+    }
+
+
+def _read_columns(t: Tensors) -> Tensor:
+    import comfy_kitchen.tensor as kitchen
+
+    kind = kitchen.TensorCoreAWQW4A16Layout
+    settings = {"zeros": t["weight_zeros"].float(), "orig_dtype": torch.float32, "orig_shape": SHAPE, "group_size": 64}
+    return kind.dequantize(t["weight"], kind.Params(scale=t["weight_scale"].float(), **settings))
+
+
+def aqlm(books: int, dtype: torch.dtype) -> Form:
+    """AQLM with codebooks of 256 entries, by its formula."""
+
+    def make(w: Tensor) -> Tensors:
+        random = torch.Generator().manual_seed(0)
+        codes = torch.randint(0, 256, (SHAPE[0], SHAPE[1] // 8, books), generator=random)
+        book = torch.randn(books, 256, 1, 8, generator=random).half()
+        signed = codes.to(dtype) if dtype == torch.int16 else (codes - 256 * (codes > 127)).to(dtype)
+        return {"codes": signed, "codebooks": book, "scales": w.abs().amax(1).view(-1, 1, 1, 1).half()}
+
+    def read(t: Tensors) -> Tensor:
+        rows = [[sum(t["codebooks"][n, c % 256, 0].float() for n, c in enumerate(place)) for place in row]
+                for row in t["codes"].tolist()]  # fmt: skip
+        return torch.stack([torch.cat(row) for row in rows]) * t["scales"].float().view(-1, 1)
+
+    return Form(make, read, _int, {"quant_method": "aqlm"}, scale="scales", decode_only=True)
+
+
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
@@ -563,6 +628,11 @@ FORMS: dict[str, Form] = {
         _gptq3, _read_gptq3, _int,
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 3}, scale="scales", decode_only=True,
     ),
+    "ComfyUI asym_w4a8_int8": grouped(4),
+    "ComfyUI asym_w4a8_int8 of 6 bits": grouped(6),
+    "ComfyUI awq_w4a16": Form(_columns, _read_columns, _int, note={"format": "awq_w4a16", "group_size": 64}, decode_only=True),
+    "AQLM": aqlm(1, torch.int16),
+    "AQLM with two codebooks": aqlm(2, torch.int8),
     "AWQ": Form(_awq, _read_awq, _int, {"quant_method": "awq", "bits": 4, "version": "gemm"}, scale="scales", decode_only=True),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from . import (
     bitsandbytes,
+    codebooks,
     compressed_tensors,
     folders,
     fp4,
@@ -21,8 +22,8 @@ from . import (
 from .base import Checkpoint, Claim
 
 CODECS: Final[tuple[Callable[[Checkpoint], Iterable[Claim]], ...]] = (
-    fp8_scaled.claim, fp4.comfy, folders.blocks, folders.fbgemm, folders.modelopt, fp4.modelopt, fp4.gpt_oss,
-    compressed_tensors.claim, bitsandbytes.claim, gptq.claim, mlx.claim,
+    fp8_scaled.claim, fp4.comfy, codebooks.comfy, folders.blocks, folders.fbgemm, folders.modelopt, fp4.modelopt,
+    fp4.gpt_oss, compressed_tensors.claim, bitsandbytes.claim, gptq.claim, codebooks.aqlm, mlx.claim,
     torchao.claim, halves.quanto, halves.hqq, sdnq.claim, trainers.claim,
 )  # fmt: skip
 """Functions that yield the weights that a codec reads. All tensors that none of them claims are plain numbers."""

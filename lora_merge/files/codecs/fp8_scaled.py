@@ -59,12 +59,12 @@ def _settings(layer: Layer) -> dict[str, Any] | None:
     if layer.form == "mxfp8":
         return {"swizzled": True}
     if layer.form == "int8_tensorwise" and layer.options.get("convrot"):
-        size = _rotation(layer)
+        size = rotation_of(layer)
         return {"rotation": size} if size else None
     return {}
 
 
-def _rotation(layer: Layer) -> int:
+def rotation_of(layer: Layer) -> int:
     """Return how many columns are rotated together; 0 for what the format does not allow."""
     size = layer.options.get("convrot_groupsize", ROTATED)
     return size if isinstance(size, int) and size in SIZES else 0
@@ -74,7 +74,7 @@ def _rotated_rows(
     found: Checkpoint, stem: str, layer: Layer, tensors: tuple[StoredTensor, StoredTensor]
 ) -> Iterator[Claim]:
     """Yield the claim of a rotated weight of 4-bit codes with a scale for each row."""
-    (codes, scale), size = tensors, _rotation(layer)
+    (codes, scale), size = tensors, rotation_of(layer)
     rows, cols = (codes.shape[0], codes.shape[1] * 2) if len(codes.shape) == 2 else (0, 0)
     if codes.dtype not in ("I8", "U8") or scale.dtype != "F32" or scale.shape not in ((rows,), (rows, 1)):
         return

@@ -12,8 +12,12 @@ from .codes import BadPart, bnb4, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .grids import points
 from .streams import streams
+from .tables import aqlm, columns, grouped
 
 DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
+    "aqlm": aqlm,
+    "asym_w4a8_int8": grouped,
+    "awq_w4a16": columns,
     "bnb4": bnb4,
     "gptq": transposed,
     "fp4": fp4,
