@@ -21,7 +21,7 @@ from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.factored import of_factors
-from .truncation.storing import apart, inner, squares_of, stored
+from .truncation.storing import apart, apart_from, inner, squares_of, stored
 from .truncation.triples import Triples
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
@@ -226,23 +226,15 @@ class Storage:
         return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:
-        """Return the leading triples as factors.
-
-        Where ‖Δ − Δ̂‖² is too small for a difference of squares, it is that of the triples left out, plus that of the
-        rounding, less twice what Δ̂ has in common with the triples left out.
-        """
+        """Return the leading triples as factors."""
         left, right = found.pair(rank)
         scale = alpha / rank if rank else 1.0
         up, down = stored(left / scale, right, self.dtype)
         real, wide = up.double() * scale, down.double()
-        tail = max(0.0, found.squares - float(found.values[:rank].square().sum()))
-        off = _left_out(wanted, (real, wide), found.squares) if tail > PLAIN * found.squares else 0.0
-        if off <= PLAIN * found.squares:
-            off = apart(left, right, real, wide)
-            if tail > 1e-20 * found.squares:
-                shared = inner(*wanted.factors, real, wide) if wanted.whole is None else _shared(
-                    wanted.whole.double(), real, wide)  # fmt: skip
-                off += tail - 2 * (shared - inner(left, right, real, wide))
+        if wanted.whole is not None:
+            off = apart_from(wanted.whole, real, wide, found.squares)
+        else:
+            off = _left_out(wanted, found, (left, right), (real, wide))
         return self._pair(target, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
 
     def _pair(
@@ -257,15 +249,23 @@ class Storage:
         return Layer(tensors, FACTORS, down.shape[0], before, alpha, *squares)
 
 
-def _left_out(wanted: Wanted, pair: tuple[Tensor, Tensor], squares: float) -> float:
-    """Return ‖Δ − B A‖² as ‖Δ‖² − 2⟨Δ, B A⟩ + ‖B A‖², for a difference that is not small."""
-    shared = inner(*wanted.factors, *pair) if wanted.whole is None else _shared(wanted.whole, *pair)
-    return squares - 2 * shared + inner(*pair, *pair)
+def _left_out(
+    wanted: Wanted, found: Triples, kept: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]
+) -> float:  # fmt: skip
+    """Return ‖Δ − Δ̂‖² for factors of Δ, the triples that are kept, and the stored pair.
 
-
-def _shared(whole: Tensor, up: Tensor, down: Tensor) -> float:
-    """Return ⟨Δ, B A⟩; the large product is computed in the dtype of Δ."""
-    return float(((whole @ down.mT.to(whole.dtype)).double() * up).sum())
+    Where it is too small for a difference of squares, it is that of the triples left out, plus that of the rounding,
+    less twice what Δ̂ has in common with the triples left out.
+    """
+    tail = max(0.0, found.squares - float(found.values[: kept[0].shape[1]].square().sum()))
+    if tail > PLAIN * found.squares:
+        off = found.squares - 2 * inner(*wanted.factors, *pair) + inner(*pair, *pair)
+        if off > PLAIN * found.squares:
+            return off
+    off = apart(*kept, *pair)
+    if tail > 1e-20 * found.squares:
+        off += tail - 2 * (inner(*wanted.factors, *pair) - inner(*kept, *pair))
+    return off
 
 
 def numbers_of(layer: Layer) -> dict[str, Any]:

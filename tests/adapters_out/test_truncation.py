@@ -12,7 +12,7 @@ from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
 from lora_merge.adapters_out.truncation import dense, krylov
 from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
 from lora_merge.adapters_out.truncation.factored import of_factors, orthonormal
-from lora_merge.adapters_out.truncation.storing import squares_of, stored
+from lora_merge.adapters_out.truncation.storing import apart_from, squares_of, stored
 from lora_merge.adapters_out.truncation.triples import Triples
 
 
@@ -67,6 +67,7 @@ SPECTRA = {
     "steep": torch.arange(1, 97).float().pow(-2),
     "signal above noise": torch.cat((torch.full((3,), 100.0), torch.linspace(1, 0.2, 93))),
     "equal signals": torch.cat((torch.full((6,), 3.0), torch.linspace(1, 0.2, 90))),
+    "signals far above noise": torch.cat((torch.linspace(2000, 1000, 7), torch.linspace(1, 0.2, 89))),
     "nothing but signals": torch.cat((torch.linspace(3, 1, 5), torch.zeros(91))),
 }
 """Singular values of an example, by what is hard about it."""
@@ -146,6 +147,16 @@ def test_rounding_one_factor_is_taken_back_by_the_other() -> None:
     up, down = stored(left, right, torch.bfloat16)
     plain = (left @ right - left.bfloat16().double() @ right.bfloat16().double()).norm()
     assert (left @ right - up.double() @ down.double()).norm() < 0.85 * plain
+
+
+@pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5, 1e-8, 1e-12])
+def test_what_a_pair_leaves_out_has_its_digits_however_little_it_is(share: float) -> None:
+    """‖Δ − B A‖ in fp32, against fp64; as a difference of squares it would be noise from 1e-3 on."""
+    left, right = pair(4, 300, 900)
+    rest = torch.randn(300, 900, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    delta = (left @ right + rest * share * (left @ right).norm() / rest.norm()).float()
+    off = apart_from(delta, left, right, float(delta.double().square().sum()))
+    assert math.sqrt(off) == pytest.approx(float((delta.double() - left @ right).norm()), rel=1e-3)
 
 
 def test_norms_of_products_keep_their_digits() -> None:

@@ -13,6 +13,7 @@ from ...engine.devices import precise
 from ...engine.placement import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from .krylov import WIDTH, Found, searched
+from .storing import PIECE
 from .triples import Triples, numeric_rank
 
 WORTH: Final = 8
@@ -24,9 +25,6 @@ TINY: Final = 128
 
 DIGITS: Final = 1e-4
 """The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""
-
-PIECE: Final = 2**18
-"""Numbers that are squared in fp64 at once: more would leave the caches."""
 
 
 def of_dense(change: Tensor, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST) -> Triples:
@@ -44,13 +42,14 @@ def of_stack(
     """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
     squares = [squares_of_matrix(change) for change in changes]
     width = max(_width(rule) for rule in rules)
-    found = [Found(None, finer=False) for _ in changes]
+    found = [Found() for _ in changes]
     if width and width * WORTH <= min(changes[0].shape) and all(squares):
         reaches = [partial(_reach, rule) for rule in rules]
         found = searched(_stacked(changes, at), squares, reaches, width)
         for i, one in enumerate(found):
-            if one.finer:
-                found[i] = searched(stage([changes[i]], precise(at)), squares[i : i + 1], reaches[i : i + 1], width)[0]
+            if one.start is not None:
+                fine = stage([changes[i]], precise(at))
+                found[i] = searched(fine, squares[i : i + 1], reaches[i : i + 1], width, one.start)[0]
     bound = max(max(changes[0].shape) * 2.0**-52, noise)
     made = []
     for one, change, rule, size in zip(found, changes, rules, squares, strict=True):

@@ -70,8 +70,9 @@ class _Item:
         left = self.squares - float(now.sum())
         self.finer = single and left <= SINGLE * self.squares
         settled = self.finer or left <= NOTHING * self.squares
-        if len(before) == 2 and not settled:
-            gain, last = (now - before[0]).clamp_min(0), (before[0] - before[1]).clamp_min(0)
+        if before and not settled:
+            gain = (now - before[0]).clamp_min(0)
+            last = (before[0] - before[1]).clamp_min(0) if len(before) > 1 else gain  # the worst ratio
             ratios = (gain / torch.maximum(gain, last).clamp_min(1e-300)).clamp_max(STEADY) ** GROWS
             settled = float((gain * ratios / (1 - ratios)).sum()) <= 2 * SAFE * EXCESS * left
         if settled:
@@ -81,9 +82,10 @@ class _Item:
 class _Bases:
     """The bases of n matrices, and B = UᵀΔV between them. They grow by a block in turn."""
 
-    def __init__(self, stack: Tensor, width: int) -> None:
+    def __init__(self, stack: Tensor, width: int, start: Tensor | None) -> None:
         n, out, cols = stack.shape
-        start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0))
+        if start is None:
+            start = torch.randn(cols, width, generator=torch.Generator().manual_seed(0))
         (start,) = stage([start], Placement(stack.device, stack.dtype))
         self.stack, self.core = stack, torch.zeros(n, width, 0, dtype=torch.float64)
         self.block, _, _ = _apart(stack @ start, stack.new_zeros(n, out, 0))
@@ -116,11 +118,13 @@ class _Bases:
 class Found(NamedTuple):
     """The end of a search."""
 
-    triples: Triples | None  # None where the search would take longer than the exact way
-    finer: bool  # whether fp32 has too few digits: the search is to be made again in fp64
+    triples: Triples | None = None  # None where the search would take longer than the exact way
+    start: Tensor | None = None  # where fp32 has too few digits: columns from which a search in fp64 is to start
 
 
-def searched(stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH) -> list[Found]:
+def searched(
+    stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH, start: Tensor | None = None
+) -> list[Found]:
     """Return the leading triples of each matrix, as many as its rank says, on the host.
 
     Parameters:
@@ -128,9 +132,10 @@ def searched(stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], 
         squares: ‖Δ‖² of each.
         reaches: The rule of each.
         width: Columns of a block: the rank and a few more where it is known.
+        start: [cols, width] the columns to start from. Default: random ones.
     """
     items = [_Item(s, reach) for s, reach in zip(squares, reaches, strict=True)]
-    bases = _Bases(stack, width)
+    bases = _Bases(stack, width, start)
     for _ in range(min(stack.shape[1:]) // 2 // width):
         bases.widen()
         if _near(items, bases):
@@ -138,7 +143,10 @@ def searched(stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], 
         bases.heighten()
         if _near(items, bases):
             break
-    return [Found(_triples(item, bases.lefts[i], bases.rights[i].mT), item.finer) for i, item in enumerate(items)]
+    return [
+        Found(start=bases.rights[i, :, :width]) if item.finer else
+        Found(_triples(item, bases.lefts[i], bases.rights[i].mT)) for i, item in enumerate(items)
+    ]  # fmt: skip
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
@@ -161,8 +169,8 @@ def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:
     """Return the triples after the step at which they were near enough, however long others took; None where they never
-    were, or in fp32 cannot be."""
-    if item.core is None or item.finer or item.rank is None:
+    were."""
+    if item.core is None or item.rank is None:
         return None
     u, s, v = torch.linalg.svd(item.core, full_matrices=False)
     bases = (host(left[:, : len(item.core)]), host(right[: item.core.shape[1]]))
