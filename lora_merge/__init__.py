@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .errors import MergeError
     from .job import Adapter, Job
     from .looking import compare, inspect
-    from .memory.adapter_values import AdapterSum, load_adapter
+    from .memory.adapter_values import AdapterSum, OpenAdapter, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
@@ -46,6 +46,7 @@ _HOMES = {
     "MergedModel": "memory.merge_into",
     "load_adapter": "memory.adapter_values",
     "AdapterSum": "memory.adapter_values",
+    "OpenAdapter": "memory.adapter_values",
     "LoadedAdapter": "memory.loaded_adapter",
     "Adapter": "job",
     "Job": "job",
@@ -75,6 +76,7 @@ __all__ = [
     "LoadedAdapter",
     "MergeError",
     "MergedModel",
+    "OpenAdapter",
     "Plan",
     "Report",
     "Reports",

@@ -6,14 +6,27 @@ import errno
 import os
 from typing import Any, Final
 
-from .text import Lines, shown
+from .text import Lines, html_table, shown
 
 LONGEST: Final = 2000
 """Characters of a line of a message; names and values from untrusted files may be as long as the file."""
 
 
 class MergeError(Exception):
-    """Base class of all errors; the command line prints the error and exits with `exit_code`."""
+    """Base class of all errors; the command line prints the error and exits with `exit_code`.
+
+    Attributes:
+        what: What is wrong, in one sentence.
+        where: The file, the tensor or the option.
+        fix: What to do.
+        exit_code: Of the command line; the subclasses in `lora_merge.errors` have different ones.
+
+    Examples:
+        >>> try:
+        ...     lora_merge.merge("base.safetensors", "style.safetensors")
+        ... except lora_merge.MergeError as error:
+        ...     print(error.what, error.fix, error.exit_code)
+    """
 
     exit_code = 1
 
@@ -23,10 +36,19 @@ class MergeError(Exception):
         self.what, self.where, self.fix = what, where, fix
 
     def rename(self, old: str, new: str) -> None:
-        """Replace a path in the message, such as a temporary one, by the path that the user knows."""
+        """Replace a path in the message, such as a temporary one, by the path that the user knows.
+
+        Parameters:
+            old: The path in the message.
+            new: The path in its place.
+        """
         texts = (self.what, self.where, self.fix)
         self.what, self.where, self.fix = (type(text)(text.replace(old, new)) for text in texts)
         self.args = (self.what, self.where, self.fix)
+
+    def _repr_html_(self) -> str:
+        rows = [("what", self.what), ("where", self.where), ("fix", self.fix)]
+        return html_table(type(self).__name__, rows)
 
     def __str__(self) -> str:
         where = shown(self.where).replace("\n", "\n         ")

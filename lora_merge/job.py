@@ -35,6 +35,7 @@ from .options import (
     text,
 )
 from .paths import absolute, expand, is_file, is_folder
+from .text import Shown
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
@@ -53,8 +54,18 @@ _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10,
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """One adapter, its strength, and factors that multiply the strength in parts of the model."""
+class Adapter(Shown):
+    """One adapter, its strength, and factors that multiply the strength in parts of the model.
+
+    Attributes:
+        path: An adapter file, or a PEFT folder.
+        strength: 1 is the trained change, 0 none.
+        parts: Pairs of a part (`te`, `IN04-IN08`, `re:attn2` …) and its factor.
+
+    Examples:
+        >>> style = lora_merge.Adapter("style.safetensors", 0.8, (("te", 0.0), ("IN04-IN08", 0.5)))
+        >>> report = lora_merge.merge("sdxl.safetensors", [style, "detail.safetensors"], "out.safetensors")
+    """
 
     path: Path
     strength: float = 1.0
@@ -62,8 +73,14 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One merge. The fields have the names of the long options of the command line."""
+class Job(Shown):
+    """One merge, checked and frozen. The fields have the names of the long options, which `merge` explains.
+
+    Examples:
+        >>> job = lora_merge.plan("base.safetensors", "style.safetensors", dtype="bf16").job
+        >>> job.dtype, job.adapters[0].strength
+        ('bf16', 1.0)
+    """
 
     base: Path
     adapters: tuple[Adapter, ...]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from .options import unlike
+from .text import html_table
 
 Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove"]
 """`load`: inputs are opened and torch is imported. `merge`: bytes are written. `make`: the layers of an adapter are
@@ -19,13 +20,30 @@ APART: Final = 0.1
 
 
 class Step(NamedTuple):
-    """Work that was just done, or, with `done` 0, a stage that begins."""
+    """Work that was just done, or, with `done` 0, a stage that begins.
+
+    Attributes:
+        stage: "load", "merge", "make", "flush" or "prove".
+        output: The output that it belongs to.
+        done: Since the step before: bytes written (merge), or of the weights that were looked at (make, prove).
+        total: Of the stage, in the same unit; 0: not known.
+        limit: What the merge spends most time on: start (torch), read, hash, fold or write.
+
+    Examples:
+        >>> steps: list[lora_merge.Step] = []
+        >>> report = lora_merge.merge("base.safetensors", "style.safetensors", "out.safetensors", progress=steps.append)
+        >>> sum(step.done for step in steps if step.stage == "merge") == report.written
+        True
+    """
 
     stage: Stage
-    output: str = ""  # the output that it belongs to
-    done: int = 0  # since the step before: bytes written (merge), of the weights that were looked at (make, prove)
-    total: int = 0  # of the stage, in the same unit; 0: not known
-    limit: str = ""  # what the merge spends most time on: start (torch), read, hash, fold or write
+    output: str = ""
+    done: int = 0
+    total: int = 0
+    limit: str = ""
+
+    def _repr_html_(self) -> str:
+        return html_table("Step", self._asdict().items())
 
 
 Progress: TypeAlias = Callable[[Step], object]

@@ -8,41 +8,68 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import codes_line, html_table, size, stored
+from .text import Shown, codes_line, size, stored
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
-    """The outcome of one merge; `--json` prints `to_json()`."""
+class Report(Shown):
+    """The outcome of one merge; `--json` prints `to_json()`.
+
+    Attributes:
+        output: The file or folder that was written.
+        base: The base.
+        architecture: What the base is.
+        coverage: Adapter → matched, total, components, strengths, patterns, skipped, ignored, notes.
+        tensors: How many tensors the output has.
+        changed: How many of them adapters changed.
+        written: Bytes.
+        seconds: From the first step to the name of the output.
+        device: The device that computed.
+        dtype: As for `merge`.
+        compute_dtype: As for `merge`.
+        method: As for `merge`.
+        stages: Stage → seconds in which it was busy; wait: the rest of the total.
+        peak_memory: Bytes, the most that this process has used so far.
+        verified: What the proof found; None without a proof.
+        version: Of lora-merge.
+        saturated: Tensor → numbers that were cut (`on_overflow="saturate"`).
+        notes: Remarks for the user, such as a device that was not used.
+        device_choice: Why `device="auto"` took the device.
+        numbers: What the merge did to the weights, by component, block, adapter and tensor.
+        codes: Quantised weights by format, those that were encoded, and plain matrices.
+        schema: The format of `to_json()`; `lora-merge schema report` describes it.
+
+    Examples:
+        >>> report = lora_merge.merge("base.safetensors", ("style.safetensors", 0.8), "out.safetensors")
+        >>> report.coverage["style.safetensors"]["strengths"]
+        {'unet': {'0.8': 192}, 'te': {'0.8': 72}}
+    """
 
     output: str
     base: str
     architecture: str
-    coverage: Mapping[str, Any]  # adapter → matched, total, components, strengths, patterns, skipped, ignored, notes
+    coverage: Mapping[str, Any]
     tensors: int
     changed: int
-    written: int  # bytes
+    written: int
     seconds: float
     device: str
     dtype: str
     compute_dtype: str
     method: str
-    stages: Mapping[str, float] = field(default_factory=dict)  # stage → seconds busy; wait: the rest of the total
-    peak_memory: int = 0  # bytes, the most that this process has used so far
+    stages: Mapping[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
     verified: Mapping[str, Any] | None = None
     version: str = ""
-    saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
-    notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
-    device_choice: str = ""  # why `--device auto` took the device
-    numbers: Mapping[str, Any] = field(default_factory=dict)  # what the merge did to the weights
-    codes: Mapping[str, Any] = field(default_factory=dict)  # quantised weights by format, encoded ones, plain matrices
-    schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
+    saturated: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    device_choice: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    codes: Mapping[str, Any] = field(default_factory=dict)
+    schema: str = "lora-merge/report/1"
 
-    def __repr__(self) -> str:
-        return "Report: " + "; ".join(f"{name} {value}" for name, value in self._facts())
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Merged: {Path(self.output).name}", self._facts())
+    def _heading(self) -> str:
+        return f"Merged: {Path(self.output).name}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
@@ -60,7 +87,11 @@ class Report:
         yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:
-        """Return the report as one JSON object."""
+        """Return the report as one JSON object.
+
+        Returns:
+            A line of JSON, as `lora-merge --json` prints it.
+        """
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @property

@@ -69,6 +69,24 @@ def quoted(name: str) -> str:
     return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"
 
 
+class Shown:
+    """Shows a few facts: as one line of text, and as a table in notebooks."""
+
+    def _facts(self) -> Iterable[tuple[str, Any]]:
+        """Return what a person wants to know first: names and values, here those of the object's own fields."""
+        return [(name, value) for name, value in vars(self).items() if not name.startswith("_")]
+
+    def _heading(self) -> str:
+        """Return the words above the table."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._heading(), self._facts())
+
+
 def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
     """Return a table of names and values as HTML, all of it escaped."""
     cells = "".join(

@@ -8,34 +8,54 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..text import html_table, plural, size
+from ..text import Shown, plural, size
 
 
 @dataclass(frozen=True, repr=False)
-class AdapterReport:
-    """The outcome of one run; `--json` prints `to_json()`."""
+class AdapterReport(Shown):
+    """The outcome of `combine`, `resize`, `convert`, `extract` or `average`; `--json` prints `to_json()`.
+
+    Attributes:
+        output: The file or folder that was written.
+        format: Its dialect.
+        dtype: Its dtype.
+        coverage: Adapter → modules, layers, strength.
+        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual.
+        residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
+        energy: 1 − residual².
+        written: Bytes.
+        seconds: Of the whole run.
+        notes: Remarks for the user.
+        verified: What the proof found; None without a proof.
+        version: Of lora-merge.
+        weights: Bytes of the weights whose changes are computed.
+        planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
+        schema: The format of `to_json()`; `lora-merge schema adapter` describes it.
+
+    Examples:
+        >>> report = lora_merge.resize("style.safetensors", "small.safetensors", rank=8)
+        >>> report.energy > 0.9, report.layers["lora_unet_mid_block_attentions_0_proj_in"]["rank"]
+        (True, 8)
+    """
 
     output: str
     format: str
     dtype: str
-    coverage: Mapping[str, Any]  # adapter → modules, layers, strength
-    layers: Mapping[str, Mapping[str, Any]]  # layer → algorithm, rank, rank_before, alpha, norm, energy, residual
-    residual: float  # √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything written
-    energy: float  # 1 − residual²
-    written: int  # bytes
+    coverage: Mapping[str, Any]
+    layers: Mapping[str, Mapping[str, Any]]
+    residual: float
+    energy: float
+    written: int
     seconds: float
     notes: tuple[str, ...] = ()
     verified: Mapping[str, Any] | None = None
     version: str = ""
-    weights: int = 0  # bytes of the weights whose changes are computed
-    planned: bool = field(default=False)  # whether this is a plan: nothing is written, and nothing is known of the loss
-    schema: str = "lora-merge/adapter/1"  # the format of `to_json`: viewing/schemas/adapter.json
+    weights: int = 0
+    planned: bool = field(default=False)
+    schema: str = "lora-merge/adapter/1"
 
-    def __repr__(self) -> str:
-        return "AdapterReport: " + "; ".join(f"{name} {value}" for name, value in self._facts())
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Written: {Path(self.output).name}", self._facts())
+    def _heading(self) -> str:
+        return f"Written: {Path(self.output).name}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
@@ -48,7 +68,11 @@ class AdapterReport:
         yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:
-        """Return the report as one JSON object."""
+        """Return the report as one JSON object.
+
+        Returns:
+            A line of JSON, as `--json` prints it.
+        """
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @property

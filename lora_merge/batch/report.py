@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_resource_error, error_dict
 from ..process import here
 from ..report import Report
-from ..text import Lines, html_table
+from ..text import Lines, Shown, html_table
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
@@ -21,28 +22,41 @@ is at it."""
 
 
 @dataclass(frozen=True, repr=False)
-class JobReport:
-    """The outcome of one job; `to_json` is a line of `--report`."""
+class JobReport(Shown):
+    """The outcome of one job; `to_json()` is a line of `--report`.
 
-    number: int  # from 1, in the order of the file
-    where: str  # the line that asked for it
+    Attributes:
+        number: From 1, in the order of the file.
+        where: The line that asked for it.
+        output: The file or folder.
+        status: "merged", "made" (an adapter was written), "skipped" (it is there already), "failed" or "taken".
+        seconds: Of its own: its share of the pass in which its base was read, and its proof.
+        tries: How often it was begun.
+        report: That of the merge or other command, where there was one.
+        error: Why it failed.
+        worker: Host and process.
+
+    Examples:
+        >>> [job.output for job in lora_merge.run_batch("jobs.yaml") if not job.ok]
+        []
+    """
+
+    number: int
+    where: str
     output: str
     status: Status
-    seconds: float = 0.0  # of its own: its share of the pass in which its base was read, and its proof
+    seconds: float = 0.0
     tries: int = 1
-    report: Report | AdapterReport | None = None  # of the merge or other command, where there was one
-    error: MergeError | None = None  # why it failed
-    worker: str = ""  # host:process
+    report: Report | AdapterReport | None = None
+    error: MergeError | None = None
+    worker: str = ""
 
-    def __repr__(self) -> str:
-        return f"JobReport {self.number}: {self._facts()}"
+    def _heading(self) -> str:
+        return f"Job {self.number}"
 
-    def _facts(self) -> str:
+    def _facts(self) -> Iterator[tuple[str, str]]:
         why = f": {self.error.what}" if self.error is not None else f" in {self.seconds:.1f} s" * bool(self.report)
-        return f"{self.output} {self.status}{why}"
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Job {self.number}", [(self.status, self._facts())])
+        yield f"{self.number} {self.status}", f"{self.output}{why}"
 
     @property
     def ok(self) -> bool:
@@ -50,7 +64,11 @@ class JobReport:
         return self.status in ("merged", "made", "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, for JSON."""
+        """Return the report as plain data, for JSON.
+
+        Returns:
+            A table of names and values.
+        """
         return {
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
@@ -59,12 +77,22 @@ class JobReport:
         }  # fmt: skip
 
     def to_json(self) -> str:
-        """Return the report as one JSON object on one line."""
+        """Return the report as one JSON object on one line.
+
+        Returns:
+            A line of `--report`.
+        """
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 class Reports(list[JobReport]):
-    """The reports of a batch, in the order in which the jobs ended."""
+    """The reports of a batch, a list in the order in which the jobs ended.
+
+    Examples:
+        >>> reports = lora_merge.run_batch("jobs.yaml")
+        >>> reports[0].status, all(job.ok for job in reports)
+        ('merged', True)
+    """
 
     def __repr__(self) -> str:
         counts = Counter(report.status for report in self)
@@ -72,7 +100,7 @@ class Reports(list[JobReport]):
         return "\n".join([f"Reports: {head}", *(f"  {report!r}" for report in self)])
 
     def _repr_html_(self) -> str:
-        return html_table(f"{len(self)} jobs", [(f"{r.number} {r.status}", r._facts()) for r in self])
+        return html_table(f"{len(self)} jobs", [row for report in self for row in report._facts()])
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
 from ..options import factor
+from ..text import Shown
 from .loaded_adapter import LoadedAdapter
 
 if TYPE_CHECKING:
@@ -68,12 +69,29 @@ class Changes:
         Parameters:
             name: As `modules` has it.
             base: The model that the adapters were trained on, where a formula reads it, or dialects differ.
+
+        Returns:
+            As many numbers as the change has directions.
+
+        Raises:
+            UsageError: The adapter has no such module.
         """
         with torch.no_grad(), undisturbed():
             return self._spectrum(name, None if base is None else str(base))
 
     def rank(self, name: str, *, base: str | Path | None = None) -> int:
-        """Return the rank of the change of one module: how many singular values are no rounding errors."""
+        """Return the rank of the change of one module: how many singular values are no rounding errors.
+
+        Parameters:
+            name: As `modules` has it.
+            base: As for `spectrum`.
+
+        Returns:
+            A number from 0 on.
+
+        Raises:
+            UsageError: The adapter has no such module.
+        """
         return len(self.spectrum(name, base=base))
 
     def save(
@@ -128,7 +146,14 @@ class Changes:
 
 
 class OpenAdapter(LoadedAdapter, Changes):
-    """An opened adapter file. It can be scaled and added to others: `0.5 * a + b`."""
+    """An opened adapter file. It can be scaled and added to others: `0.5 * a + b`.
+
+    Examples:
+        >>> a, b = (lora_merge.load_adapter(f"{name}.safetensors") for name in ("style", "detail"))
+        >>> both = (0.5 * a + b).save("both.safetensors")
+        >>> a.rank(a.modules[0])
+        32
+    """
 
     @property
     def terms(self) -> tuple[Term, ...]:  # type: ignore[override]
@@ -136,14 +161,23 @@ class OpenAdapter(LoadedAdapter, Changes):
         return ((self, 1.0),)
 
 
-class AdapterSum(Changes):
-    """A sum of adapters with strengths. Nothing is computed before it is asked for."""
+class AdapterSum(Shown, Changes):
+    """A sum of adapters with strengths. Nothing is computed before it is asked for.
+
+    Attributes:
+        terms: Pairs of an opened adapter and its strength.
+
+    Examples:
+        >>> both = 0.5 * lora_merge.load_adapter("a.safetensors") + lora_merge.load_adapter("b.safetensors")
+        >>> both.save("both.safetensors", rank=32).written
+    """
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self.terms = tuple(terms)
 
-    def __repr__(self) -> str:
-        return "AdapterSum: " + " + ".join(f"{s:g} * {a.path.name}" for a, s in self.terms)
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Yield the sum as it is typed."""
+        yield "Σ", " + ".join(f"{s:g} * {a.path.name}" for a, s in self.terms)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -151,7 +185,19 @@ class AdapterSum(Changes):
         return tuple(dict.fromkeys(name for adapter, _ in self.terms for name in adapter.modules))
 
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
-        """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape."""
+        """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape.
+
+        Parameters:
+            name: As `modules` has it.
+            base_weight: The weight that the module changes.
+
+        Returns:
+            A tensor of the base weight's shape.
+
+        Raises:
+            UsageError: None of the adapters has such a module.
+            MergeError: As for `merge`.
+        """
         if name not in self.modules:
             raise UsageError(f"the adapters have no module {name!r}", "a sum of adapters", "see .modules for the names")
         found = torch.zeros(base_weight.shape, dtype=torch.float64)

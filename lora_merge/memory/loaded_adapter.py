@@ -32,26 +32,30 @@ from ..models.weights import Weight, whole
 from ..options import unlike
 from ..paths import expand
 from ..planning.plan import OutputTensor
-from ..text import html_table
+from ..text import Shown
 from .state_index import check_values, index_of
 
 if TYPE_CHECKING:
     pass
 
 
-class LoadedAdapter:
-    """An opened adapter file: its modules, and ΔW of each module for a given weight. Several threads may share it."""
+class LoadedAdapter(Shown):
+    """An opened adapter file: its modules, and ΔW of each module for a given weight. Several threads may share it.
+
+    Examples:
+        >>> adapter = lora_merge.load_adapter("style.safetensors")
+        >>> name = adapter.modules[0]
+        >>> adapter.algorithm(name), adapter.delta(name, weight).shape == weight.shape
+        ('lora', True)
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = expand(path)
         self.file: AdapterFile = group(open_checkpoint(self.path))
         self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
 
-    def __repr__(self) -> str:
-        return "LoadedAdapter: " + "; ".join(f"{name} {value}" for name, value in self._facts())
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Adapter: {self.path.name}", self._facts())
+    def _heading(self) -> str:
+        return f"Adapter: {self.path.name}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield (name, text) for the first lines of its text and its table."""
@@ -66,7 +70,18 @@ class LoadedAdapter:
         return tuple(dict.fromkeys(m.name for m in self.file.modules))
 
     def algorithm(self, name: str) -> str:
-        """Return the name of the algorithm of a module's tensors, a row of ALGORITHMS."""
+        """Return the name of the algorithm of a module's tensors.
+
+        Parameters:
+            name: As `modules` has it.
+
+        Returns:
+            One of the names that `lora-merge algorithms` lists.
+
+        Raises:
+            UsageError: The adapter has no such module.
+            InputError: The module lacks tensors.
+        """
         module = self._module(name)
         complete = module.complete
         chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
@@ -79,8 +94,20 @@ class LoadedAdapter:
         """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
 
         Whether the weight is [out, in] or [in, out] is found from its shape and the module's name, as in a merge into a
-        base with this weight alone; ShapeMismatch if that contradicts the configuration. Pass `fan_in_fan_out` then,
-        and for a Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
+        base with this weight alone.
+
+        Parameters:
+            name: As `modules` has it.
+            base_weight: The weight that the module changes.
+            fan_in_fan_out: Whether the weight is [in, out], where the shape contradicts the configuration, and for a
+                Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
+
+        Returns:
+            A tensor of the base weight's shape.
+
+        Raises:
+            ShapeMismatch: The tensors do not fit the weight, or contradict the configuration.
+            MergeError: As for `merge`.
         """
         if not isinstance(base_weight, Tensor):
             raise unlike(base_weight, "the base's weight", "a tensor")

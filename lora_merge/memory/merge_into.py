@@ -17,7 +17,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import FitError, UsageError
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
-from ..text import html_table, plural
+from ..text import Shown, plural
 from .live_model import live_model
 from .merging import KEEP, prepare, warn_of
 
@@ -35,10 +35,16 @@ Restore: TypeAlias = Callable[[], Tensor]
 LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
 
 
-class MergedModel:
+class MergedModel(Shown):
     """A live model with adapters merged in, and the original bytes of every changed tensor.
 
     As a context manager, it restores the model at the end of the block.
+
+    Examples:
+        >>> with lora_merge.merge_into(pipe, ["style.safetensors"]) as merged:
+        ...     image = pipe("a lighthouse").images[0]
+        >>> merged.changed
+        ()
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], keep: Keep) -> None:
@@ -67,11 +73,8 @@ class MergedModel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.undo()
 
-    def __repr__(self) -> str:
-        return "MergedModel: " + "; ".join(f"{name} {value}" for name, value in self._facts())
-
-    def _repr_html_(self) -> str:
-        return html_table("Merged into a live model", self._facts())
+    def _heading(self) -> str:
+        return "Merged into a live model"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
@@ -79,13 +82,25 @@ class MergedModel:
         yield "undo", f"handle.undo() restores the bytes that are kept: {self._keep}"
 
     def replace(self, name: str, made: Tensor) -> None:
-        """Write merged numbers into a tensor of the model, and keep its original bytes."""
+        """Write merged numbers into a tensor of the model, and keep its original bytes.
+
+        Parameters:
+            name: Of the tensor, as in the model's state dict.
+            made: Its new numbers, of the same shape and dtype.
+        """
         tensor = self._tensors[name]
         self._originals[name] = _KEEPERS[self._keep](tensor, made)
         _write(tensor, as_bytes(made))
 
     def original(self, name: str) -> Tensor:
-        """Return a tensor of the model with its original numbers."""
+        """Return a tensor of the model with its original numbers.
+
+        Parameters:
+            name: As in the model's state dict.
+
+        Returns:
+            The tensor itself where it was not changed, else a copy.
+        """
         tensor, original = self._tensors[name], self._originals.get(name)
         return tensor if original is None else original().view(tensor.dtype).view(tensor.shape)
 

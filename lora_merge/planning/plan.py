@@ -20,7 +20,7 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
-from ..text import by_component, by_pattern, html_table, size, stored
+from ..text import Shown, by_component, by_pattern, size, stored
 from .quantising import NOTHING, Quantising
 
 if TYPE_CHECKING:
@@ -118,23 +118,36 @@ class OutputFile:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
-    """One merge, ready to run."""
+class Plan(Shown):
+    """One merge, ready to run.
+
+    Attributes:
+        job: What was asked for.
+        base: The tensors of the base.
+        architecture: What the base is.
+        adapters: For each adapter what it matches.
+        files: The files that would be written, each with its tensors.
+        sides: Files of the base's folder that are copied as they are.
+        indexes: Name and content of every `*.index.json`.
+        quantising: What the output's format does to the weights.
+
+    Examples:
+        >>> plan = lora_merge.plan("base.safetensors", ["style.safetensors", "detail.safetensors"])
+        >>> plan.changed, plan.size
+        (264, 2132696762)
+    """
 
     job: Job
     base: Index
     architecture: str
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
-    sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
-    indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
+    sides: tuple[str, ...] = ()
+    indexes: tuple[tuple[str, bytes], ...] = ()
     quantising: Quantising = NOTHING
 
-    def __repr__(self) -> str:
-        return "Plan: " + "; ".join(f"{name} {value}" for name, value in self._facts())
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Plan: {self.job.output.name}", self._facts())
+    def _heading(self) -> str:
+        return f"Plan: {self.job.output.name}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
@@ -182,6 +195,12 @@ class Plan:
         """Return tensor → (shape in the base, shape in the output) for the tensors of one folder that change shape.
 
         The shape in the base is () for a head that was tied to other weights there.
+
+        Parameters:
+            folder: A component's folder in the output; "" for a file.
+
+        Returns:
+            The shapes by the tensor's name in its file.
         """
         old, found = self.base.tensors, {}
         parted = {name for m in self.adapters for name in (*m.parted, m.untied)}

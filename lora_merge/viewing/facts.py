@@ -19,7 +19,13 @@ def schema(kind: str, version: int = 1) -> str:
 
 
 class Facts(Mapping[str, Any]):
-    """A table of names and values, all of which JSON can hold."""
+    """A table of names and values, all of which JSON can hold; it shows itself as the text of the command line.
+
+    Examples:
+        >>> facts = lora_merge.inspect("style.safetensors")
+        >>> facts["kind"], facts["modules"], len(facts.text.splitlines()) > 3
+        ('adapter', 264, True)
+    """
 
     def __init__(self, found: Mapping[str, Any], lines: Callable[[Mapping[str, Any]], Iterable[str]]) -> None:
         self._found, self._lines = dict(found), lines
@@ -39,7 +45,11 @@ class Facts(Mapping[str, Any]):
         return Lines.of(self._lines(self._found))
 
     def to_json(self) -> str:
-        """Return everything as one JSON object."""
+        """Return everything as one JSON object.
+
+        Returns:
+            A line of JSON, as `--json` prints it.
+        """
         return json.dumps(self._found, ensure_ascii=False)
 
     def __repr__(self) -> str:

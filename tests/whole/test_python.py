@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import doctest
 import inspect as signatures
 import json
 import re
@@ -145,6 +147,50 @@ def test_help_tells_what_goes_in_and_what_comes_out(call: Any) -> None:
     assert "lora_merge." in text.partition("Examples:")[2]
     looks = call in (lora_merge.inspect, lora_merge.compare, lora_merge.plan, lora_merge.load_adapter)
     assert looks or "progress" in [p.name for p in own]
+
+
+CLASSES = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.isclass(getattr(lora_merge, n))]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda c: c.__name__)
+def test_help_of_a_class_tells_its_fields_its_methods_and_an_example(kind: Any) -> None:
+    text = signatures.getdoc(kind) or ""
+    assert re.search(r"^    (>>>|\.\.\.) .*lora_merge\.", text.partition("Examples:")[2], re.MULTILINE)
+    named = set(re.findall(r"^    (\w+):", text.partition("Attributes:")[2].partition("\n\n")[0], re.MULTILINE))
+    fields = (
+        [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else getattr(kind, "_fields", ())
+    )
+    assert kind is lora_merge.Job or {*fields} <= named, "the fields of a job are the options"
+    assert "_repr_html_" in dir(kind)
+    for name, method in signatures.getmembers(kind, signatures.isfunction):
+        if name.startswith("_") or (name in dir(kind.__base__) and not method.__module__.startswith("lora_merge")):
+            continue
+        told, signature = signatures.getdoc(method) or "", signatures.signature(method)
+        own = [p.name for p in list(signature.parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
+        assert not own or {*own} <= {*re.findall(r"^    (\w+):", told.partition("Parameters:")[2], re.MULTILINE)}, name
+        assert str(signature.return_annotation) in ("None", "AdapterSum") or "Returns:" in told, name
+        assert not any(str(p.annotation) == "Any" for p in signature.parameters.values()), name
+
+
+@pytest.mark.parametrize("public", [*FUNCTIONS, *CLASSES], ids=lambda c: c.__name__)
+def test_examples_are_python(public: Any) -> None:
+    found = doctest.DocTestParser().get_examples(signatures.getdoc(public) or "")
+    assert found
+    for example in found:
+        compile(example.source, public.__name__, "single")
+
+
+@pytest.mark.parametrize("kind", [lora_merge.Adapter, lora_merge.Step, lora_merge.MergeError, lora_merge.AdapterSum])
+def test_small_values_are_tables_in_notebooks_too(kind: Any, files: tuple[Path, Path, Path, Path]) -> None:
+    found = {
+        lora_merge.Adapter: lambda: lora_merge.Adapter(Path("<b>.safetensors"), 0.8),
+        lora_merge.Step: lambda: lora_merge.Step("merge", "<b>.safetensors", 1, 2),
+        lora_merge.MergeError: lambda: lora_merge.MergeError("<b>.safetensors", "where", "fix"),
+        lora_merge.AdapterSum: lambda: 0.5 * lora_merge.load_adapter(files[1]),
+    }[kind]()
+    html = found._repr_html_()
+    assert html.startswith("<table>") and "<b>." not in html
+    assert len(repr(found)) < 300
 
 
 def test_tensors_and_batches_tell_how_far_they_are(
