@@ -47,7 +47,7 @@ class TensorCache:
             if info.file in self._adapters:
                 check_finite(tensor, info)
             self._kept[key] = tensor
-        return tensor
+        return tensor.view(info.shape)  # the same bytes may be asked for in another shape
 
     def read(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; it is not kept."""

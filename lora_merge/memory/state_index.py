@@ -46,6 +46,9 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
         if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
             fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
             raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
+        if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
+            fix = "give the numbers themselves, such as tensor.dequantize(), or merge into the files with `merge`"
+            raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
         check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
         infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)

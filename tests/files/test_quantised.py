@@ -148,3 +148,21 @@ def test_a_component_whose_configuration_says_so_is_quantised(tmp_path: Path, dt
         return
     with pytest.raises(InputError, match="quantised: x"):
         lora_merge.plan(tmp_path / "base", [adapter], tmp_path / "out", dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_an_adapter_in_fp8_is_read_and_one_of_codes_and_scales_is_refused(tmp_path: Path, kind: str) -> None:
+    dtype = getattr(torch, kind)
+    base = save({f"{LAYER}.weight": rand(16, 8, seed=1)}, tmp_path / "base.safetensors")
+    lora = {key: value.to(dtype) for key, value in load(peft(tmp_path / "wide.safetensors", LAYER)).items()}
+    lora_merge.merge(base, save(lora, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    down, up = (value.double() for value in lora.values())
+    assert_rounded(
+        load(tmp_path / "out.safetensors")[f"{LAYER}.weight"], load(base)[f"{LAYER}.weight"].double() + up @ down
+    )
+    marks: list[Tensors] = [{}, {"scaled_fp8": torch.zeros(0).to(torch.float8_e4m3fn)}]
+    for number, last in enumerate(("weight_scale", "scale_weight")):
+        scales = {key.removesuffix("weight") + last: torch.tensor(0.5) for key in lora}
+        path = save({**lora, **scales, **marks[number]}, tmp_path / f"{last}.safetensors")
+        with pytest.raises(InputError, match="an adapter of codes and scales"):
+            lora_merge.merge(base, path, tmp_path / "no.safetensors")

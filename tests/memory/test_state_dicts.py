@@ -1,0 +1,56 @@
+"""State dicts of quantised models: what bitsandbytes and ComfyUI store is merged, tensors of other libraries are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lora_merge
+from lora_merge.errors import InputError
+
+from ..files.quantised_forms import FORMS
+from ..files.test_quantised_bases import NAMES, adapter, base, same
+from ..support import load, save
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes nf4 doubled", "bitsandbytes int8", "ComfyUI nvfp4", "ComfyUI fp8 rows"])
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_a_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_path: Path) -> None:
+    source, tensors = base(FORMS[name], tmp_path / "base")
+    file = source / "model.safetensors" if source.is_dir() else source
+    lora = save(adapter(), tmp_path / "lora.safetensors")
+    lora_merge.merge(file, lora, tmp_path / "out.safetensors", dtype=dtype, verify=False)
+    wanted, made = load(tmp_path / "out.safetensors"), lora_merge.merge_state_dict(tensors, lora, dtype=dtype)
+    assert made.keys() == wanted.keys()
+    assert all(same(made[key], tensor) for key, tensor in wanted.items())
+
+
+class Codes(Tensor):
+    """A tensor as torchao's: codes and a scale that only look like one tensor."""
+
+    @staticmethod
+    def __new__(cls: Any, codes: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_tensors_that_only_look_like_one_are_refused(tmp_path: Path) -> None:
+    lora, weight = save(adapter(), tmp_path / "lora.safetensors"), f"{NAMES[0]}.weight"
+    plain = {f"{name}.weight": torch.zeros(160, 192) for name in NAMES}
+    codes = Codes(torch.zeros(160, 192, dtype=torch.int8), torch.ones(160, 1))
+    with pytest.raises(InputError, match="a Codes is not a plain tensor") as caught:
+        lora_merge.merge_state_dict({**plain, weight: codes}, lora)
+    assert weight in caught.value.where and "dequantize" in caught.value.fix
