@@ -23,6 +23,7 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("exclude", "texts", (), "The components to leave out.", "given"),
         Option("others", "text", None, "What becomes of biases and norms that differ: diff, skip or error.", "given"),
         Option("format", "text", None, "The dialect of what is extracted.", "given"),
+        Option("factor", "whole", None, "The smaller factor of lokr, as LyCORIS takes it.", "given"),
         Option("weights", "list", None, "One number for each snapshot; by default they are equal.", "given"),
         Option("ema", "number", None, "Exponential moving average.", "given"),
         Option("ema_to", "number", None, "Its last step; linear in between.", "given"),
@@ -32,7 +33,9 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 })  # fmt: skip
 """Name → option."""
 
-SHARED: Final = ("dtype", "strength_for", "unmatched", "map", "setting", "overwrite", "max_memory", "verify")
+SHARED: Final = (
+    "dtype", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram", "verify"
+)  # fmt: skip
 """The options of a merge that all these commands have."""
 
 MADE: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
@@ -44,9 +47,9 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
                      and name not in NAMES),
     "combine": (*SHARED, "method", *NAMES, *MADE),
     "resize": (*SHARED, *MADE),
-    "convert": (*SHARED, "to", "rank", "max_rank", "algorithm", "alpha", "include"),
+    "convert": (*SHARED, "to", *MADE, "include"),
     "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others",
-                "format"),
+                "format", "factor"),
     "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space"),
 })  # fmt: skip
 """Command of a jobs file → the options that it takes."""

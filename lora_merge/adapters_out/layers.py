@@ -183,8 +183,9 @@ class Storage:
     noise: float  # singular values below this share of the largest one are noise of the inputs
     at: Placement = HOST  # where matrices are decomposed
 
-    def layer(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
-        """Return the stored tensors of a layer; FitError for a result that has no factors."""
+    def layer(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None = None) -> Layer:
+        """Return the stored tensors of a layer; FitError for a result that has no factors. `triples`: of Δ, as many as
+        the rule needs, where they are known."""
         if len(target.shape) < 2 or self.algorithm == WHOLE:
             return self._whole(target, wanted)
         if cut.rule.name == EXACT and cut.rank is None:
@@ -196,7 +197,7 @@ class Storage:
         if target.stacked:
             raise FitError("the weights of stacked experts have no factors in these formats", target.name,
                            "store whole matrices with --algorithm full")  # fmt: skip
-        found = spectrum(wanted, cut.rule, self.noise, self.at)
+        found = triples or spectrum(wanted, cut.rule, self.noise, self.at)
         rank = cut.rank
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)

@@ -9,7 +9,7 @@ from threading import local
 from typing import Generic, TypeVar
 
 from ..engine.devices import one_core, threads
-from ..engine.placement import HOST
+from ..engine.placement import HOST, Placement
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,7 +33,7 @@ class PerThread(Generic[T]):
 
 
 def side_by_side(
-    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int
+    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, at: Placement = HOST
 ) -> Iterator[R]:  # fmt: skip
     """Yield the result of each task, in the order of the tasks; the first error ends the work.
 
@@ -42,8 +42,9 @@ def side_by_side(
         work: Makes the result of one; it is called in several threads.
         nbytes: How many bytes a task takes while it is under way.
         bound: How many bytes all tasks under way may take; one alone may take more.
+        at: Where most of the work is done: each device has as many threads as it can use.
     """
-    count = threads([HOST])
+    count = threads([at])
     waiting: deque[tuple[Future[R], int]] = deque()
     left = deque(tasks)
     pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=one_core)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.extract import batches, making
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
 from lora_merge.adapters_out.truncation import dense
 from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
@@ -80,6 +81,32 @@ def test_extract_and_resize_take_the_device_that_is_named(
     lora_merge.resize(tmp_path / "cpu.safetensors", tmp_path / "r.safetensors", rank=2, device="cuda")
     with pytest.raises(ResourceError, match="cuda:7"):
         lora_merge.extract(*checkpoints, tmp_path / "x.safetensors", rank=4, device="cuda:7")
+    assert not cuda.races and not cuda.faults
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_weights_of_one_shape_are_decomposed_together_within_the_memory_of_the_device(
+    tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between them stand weights of other shapes; the file is in the order of the base, and one weight is equal."""
+    shapes = [(140, 130), (130, 140), (140,)] * 4
+    base = {f"model.layers.{n}.self_attn.q_proj.weight": rand(*shape, seed=n).half() for n, shape in enumerate(shapes)}
+    tuned = {k: v + (0 if ".3." in k else 0.3) * rand(*v.shape, seed=90 + n).half()
+             for n, (k, v) in enumerate(base.items())}  # fmt: skip
+    base_file, tuned_file = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    save_file(base, base_file)
+    save_file(tuned, tuned_file)
+    sizes: list[int] = []
+    whole = making.of_stack
+    monkeypatch.setattr(making, "of_stack", lambda found, *rest: sizes.append(len(found)) or whole(found, *rest))
+    room = 2 * 140 * 130 * batches.ON_DEVICE
+    for name, device, vram in (("cpu", "cpu", None), ("all", "cuda", None), ("two", "cuda", room)):
+        lora_merge.extract(base_file, tuned_file, tmp_path / name, rank=4, device=device, max_vram=vram, format="kohya")
+        monkeypatch.setattr("lora_merge.adapters_out.extract.run.threads", lambda _: 1)
+    assert sorted(sizes) == [1, 2, 2, 2, 3, 4]
+    cpu, *others = (load_file(tmp_path / name) for name in ("cpu", "all", "two"))
+    for other in others:
+        assert [*other] == [*cpu] and all(torch.allclose(other[k].float(), cpu[k].float(), atol=2e-2) for k in cpu)
     assert not cuda.races and not cuda.faults
 
 

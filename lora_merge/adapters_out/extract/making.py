@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,10 +20,12 @@ from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
 from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
-from ..job import AUTO, WHOLE
+from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..sources import Target
+from ..truncation.dense import of_stack
+from ..truncation.triples import Triples
 from .kronecker import kronecker
 from .pairs import Pair
 from .task import ERROR, SKIP, Extraction
@@ -128,10 +130,21 @@ class Extractor:
     storage: Storage
     endings: Mapping[str, str]
 
-    def made(self, found: Difference, rank: int | None = None) -> Made | None:
+    def together(self, found: Sequence[Difference | None]) -> list[Triples | None]:
+        """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
+        need none."""
+        some = [f for f in found if f is not None]
+        if not some or self.storage.algorithm not in (FACTORS, AUTO):
+            return [None] * len(found)
+        rules = [self.rule(f).of_inputs(0) for f in some]
+        made = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at))
+        return [None if f is None else next(made) for f in found]
+
+    def made(self, found: Difference, rank: int | None = None, triples: Triples | None = None) -> Made | None:
         """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
 
-        `rank`: what the rule `size` gave it. FitError where the dialect cannot hold it.
+        `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
+        dialect cannot hold it.
         """
         where, shape = found.pair.place, found.pair.place.view.shape
         if len(shape) < 2:
@@ -139,7 +152,7 @@ class Extractor:
         if self.storage.algorithm == LOKR.name:
             return self._product(found)
         target = Target(where.name, where.parameter, shape, (), (), "")
-        layer = self._layer(target, found, rank)
+        layer = self._layer(target, found, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.endings:
             raise FitError("the format has no place for whole matrices", where.name, "use --algorithm lora")
         tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
@@ -168,14 +181,14 @@ class Extractor:
         assert self.task.to is not None, "it is chosen when the files are opened"
         return self.task.to.alpha
 
-    def _layer(self, target: Target, found: Difference, rank: int | None) -> Layer:
+    def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0)
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
             raise FitError(STACKED, target.name,
                            "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
         rule = self.rule(found)
         alpha = None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
-        layer = self.storage.layer(target, wanted, Cut(rule, rank, alpha))
+        layer = self.storage.layer(target, wanted, Cut(rule, rank, alpha), triples)
         out, cols = target.matrix
         if self.storage.algorithm == AUTO and layer.rank * (out + cols) >= out * cols and "diff" in self.endings:
             return replace(self.storage, algorithm=WHOLE).layer(target, wanted, Cut(rule))

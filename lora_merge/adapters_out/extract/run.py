@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ...disk.destination import check_output
 from ...disk.spool import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
-from ...engine.devices import places
+from ...engine.devices import device_bytes, places, threads
 from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, InputError, UsageError
@@ -39,13 +39,11 @@ from ..report import AdapterReport
 from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
+from .batches import Batch, batches, nbytes
 from .making import Extractor, Side, difference
 from .pairs import Chosen, Pair, Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
-
-NUMBER: Final = 10
-"""Bytes for each number of a weight under way: Δ in fp32, both weights in 16 bits, and the bases of a search."""
 
 
 @dataclass(frozen=True)
@@ -173,21 +171,28 @@ def _made(
     told = begin("make", _weights(found))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
 
-    def work(pair: Pair) -> Made | Pair | None:
+    def work(batch: Batch) -> list[Made | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
-        changed = difference(pair, *sides)
-        return None if changed is None else extractor.made(changed, ranks.get(pair.name)) or pair
+        changed = [difference(pair, *sides) for pair in batch]
+        triples = extractor.together(changed) if len(batch) > 1 and not ranks else [None] * len(batch)
+        return [None if c is None else extractor.made(c, ranks.get(c.pair.name), t) or c.pair
+                for c, t in zip(changed, triples, strict=True)]  # fmt: skip
 
-    for pair, one in zip(pairs, side_by_side(pairs, work, _nbytes, bound), strict=True):
-        if one is None:
-            equal += 1
-        elif isinstance(one, Pair):
-            skipped.append(pair.name)
-        else:
-            expect_finite(one.tensors.values(), pair.name)
-            made.append(kept(as_table(one, found.to), heap))
-            heads += [kept(head, heap) for head in _head(found, one)]
-        told(pair.nbytes)
+    room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])
+    tasks = [*batches(pairs, room, bound)]
+    for batch, results in zip(tasks, side_by_side(tasks, work, nbytes, bound, at), strict=True):
+        for pair, one in zip(batch, results, strict=True):
+            if one is None:
+                equal += 1
+            elif isinstance(one, Pair):
+                skipped.append(pair.name)
+            else:
+                expect_finite(one.tensors.values(), pair.name)
+                made.append(kept(as_table(one, found.to), heap))
+                heads += [kept(head, heap) for head in _head(found, one)]
+            told(pair.nbytes)
+    order = {id(pair.place): number for number, pair in enumerate(pairs)}
+    made.sort(key=lambda one: order[id(one.place)])
     if not made:
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
@@ -206,11 +211,6 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
         raise FitError(what, listed(lost, 3), "choose another --format, leave them out with --exclude re:REGEX, or "
                        "drop them with --unmatched skip")  # fmt: skip
     return [f"{what} and are not written: {listed(lost, 3)}"]
-
-
-def _nbytes(pair: Pair) -> int:
-    """Return about how many bytes the difference of a parameter takes, with both weights as they are stored."""
-    return prod(pair.place.view.shape) * NUMBER
 
 
 def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:

@@ -23,7 +23,7 @@ from .options import OWN
 if TYPE_CHECKING:
     from ...batch.commands import Task
 
-SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "max_memory", "verify")
+SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "device", "max_memory", "max_vram", "verify")
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
