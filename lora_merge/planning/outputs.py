@@ -57,8 +57,9 @@ def contents(plan: Plan) -> Contents:
 
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
     """Return the config.json of this name for the output."""
-    content, resized = (plan.base.path / name).read_bytes(), plan.resized(str(Path(name).parent))
-    section = plan.quantising.section
+    folder = str(Path(name).parent)
+    content, resized = (plan.base.path / name).read_bytes(), plan.resized(folder)
+    section = plan.quantising.sections.get(folder)
     return configured(content, dtype, resized, unpacked=plan.unpacked, section=section)
 
 

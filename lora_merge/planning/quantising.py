@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -45,6 +45,9 @@ PRECISE: Final = re.compile(
 INSIDE: Final = re.compile(r"(attn\w*|attention|to_out)\.(out|output)\.", re.IGNORECASE)
 """Names of layers that are called like a last layer and are none."""
 
+HERE: Final = "."
+"""The folder of an output itself."""
+
 NARROW: Final = 32  # rows or columns below which a matrix is too small to be worth it
 EVEN: Final = 16  # numbers of a row, and of a whole matrix, are a multiple of it
 BITSANDBYTES: Final = ("nf4", "int8")
@@ -59,7 +62,8 @@ class Quantising:
     """The weights that an output quantises, and their form."""
 
     made: Mapping[str, Made]  # weight → its new form
-    section: Mapping[str, Any] | None = None  # of config.json, for folders
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Folder, relative to the output → the section of its config.json that says how its weights are quantised."""
 
 
 NOTHING: Final = Quantising({})
@@ -79,13 +83,58 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         one = _blocks(job, base, info) if form is None else form.make(info)
         if one is not None and not any(t.name in base.tensors and t.name not in base.beside for t in one.beside):
             made[info.name] = one
+    if form is not None and form.section is not None:
+        made = _as_loaders_read(job, base, made, form)
     if not made:
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
                          "write --dtype keep, or change --keep-precision")  # fmt: skip
-    matrices = [i for i in base.tensors.values() if len(i.shape) == 2 and i.name.endswith(".weight")]
-    kept = [stored_name(i).removesuffix(".weight") for i in matrices if i.name not in made]
-    section = None if form is None or form.section is None else form.section(sorted({*kept, "lm_head"}))
-    return Quantising(made, section)
+    return Quantising(made, dict(_sections(base, made, form)))
+
+
+def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
+    """Return folder → name of a module in it → its weight, for all matrices."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for info in base.tensors.values():
+        if len(info.shape) == 2 and info.name.endswith(".weight"):
+            part = info.name.partition(".")[0] if base.components else HERE
+            found.setdefault(part, {})[stored_name(info).removesuffix(".weight")] = info
+    return found
+
+
+def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form) -> dict[str, Made]:
+    """Return the weights to quantise so that the list of those that are not means no others.
+
+    Loaders compare the names of the list with the ends of names: `proj_out`, the last layer of Flux, means that layer
+    of each of its blocks too. Such a last layer is quantised with them; where it cannot be, they keep their numbers.
+    https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
+    """
+    found, given = dict(made), _given(job)
+    for modules in _matrices(base).values():
+        coded = {name for name, info in modules.items() if info.name in made}
+        kept = sorted(modules.keys() - coded) if coded else []
+        for name in kept:  # grows
+            meant = [other for other in coded if other.endswith(name) or f"{name}." in other]
+            info = modules[name]
+            own = form.make(info) if meant and _fits(info) and _numbers(info, base) and not given(info.name) else None
+            if own is not None:
+                found[info.name] = own
+                coded.add(name)
+                continue
+            for other in meant:
+                del found[modules[other].name]
+            coded.difference_update(meant)
+            kept += meant
+    return found
+
+
+def _sections(base: Index, made: Mapping[str, Made], form: Form | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (folder, section of its config.json) for every folder with weights that are quantised."""
+    if form is None or form.section is None:
+        return
+    for part, modules in _matrices(base).items():
+        kept = {name for name, info in modules.items() if info.name not in made}
+        if len(kept) < len(modules):
+            yield part, form.section(sorted({*kept, "lm_head"}))
 
 
 def _form(job: Job, base: Index) -> Form:
@@ -94,18 +143,14 @@ def _form(job: Job, base: Index) -> Form:
     if base.gguf is not None:
         types = ", ".join(GGUF_TYPES)
         raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
-    if base.components:
-        raise UsageError("a pipeline is quantised component by component", where,
-                         "give the sub-folder of its transformer, and write --dtype nf4 or int8")  # fmt: skip
-    table = FOLDERS if folder else FILES
+    table, reader = (FOLDERS, "transformers reads no folder") if folder else (FILES, "ComfyUI reads no file")
+    if folder and (base.components or "_class_name" in base.config):
+        table, reader = {name: FOLDERS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
     if job.dtype not in table:
-        what = "transformers and diffusers read no folder" if folder else "ComfyUI reads no file"
-        raise UsageError(f"{what} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
+        raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
         raise UsageError("a folder without config.json cannot tell how it is quantised", f"{base.path}: {where}",
                          f"give the file in it, and write --dtype {' or '.join(FILES)}")  # fmt: skip
-    if folder and job.dtype not in BITSANDBYTES and "_class_name" in base.config:
-        raise UsageError(f"diffusers reads no folder of {job.dtype}", where, "write --dtype nf4 or int8")
     if folder and base.config.get("model_type") in NO_CONVERSION:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
                          f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip
@@ -118,10 +163,14 @@ def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
     main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
     kept = _kept(job)
     for key, info in base.tensors.items():
-        rows, cols = (info.shape[0], info.shape[-1]) if len(info.shape) == 2 else (0, 0)
-        even = rows >= NARROW <= cols and cols % EVEN == 0 == prod(info.shape) % EVEN
-        if even and key.endswith(".weight") and _numbers(info, base) and parts[key] in main and not kept(key):
+        if _fits(info) and key.endswith(".weight") and _numbers(info, base) and parts[key] in main and not kept(key):
             yield info
+
+
+def _fits(info: StoredTensor) -> bool:
+    """Return whether a weight is a matrix that is large enough, and of an even size."""
+    rows, cols = (info.shape[0], info.shape[-1]) if len(info.shape) == 2 else (0, 0)
+    return rows >= NARROW <= cols and cols % EVEN == 0 == prod(info.shape) % EVEN
 
 
 def _numbers(info: StoredTensor, base: Index) -> bool:
@@ -131,14 +180,23 @@ def _numbers(info: StoredTensor, base: Index) -> bool:
 
 def _kept(job: Job) -> Callable[[str], bool]:
     """Return whether a weight keeps its numbers because of its name."""
-    usual = NO_DEFAULTS not in job.keep_precision
-    steps, given = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
+    usual, given = NO_DEFAULTS not in job.keep_precision, _given(job)
 
     def found(key: str) -> bool:
         if usual and PRECISE.search(key) and not (INSIDE.search(key) and not PRECISE.search(INSIDE.sub("", key))):
             return True
+        return given(key)
+
+    return found
+
+
+def _given(job: Job) -> Callable[[str], bool]:
+    """Return whether the user keeps the numbers of a weight."""
+    steps, patterns = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
+
+    def found(key: str) -> bool:
         steps.left += STEPS_A_NAME
-        return any(_matches(text, key, steps) for text in given)
+        return any(_matches(text, key, steps) for text in patterns)
 
     return found
 
