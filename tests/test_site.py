@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -51,6 +52,25 @@ def test_the_index_of_errors_names_messages_with_their_fix(hooks: ModuleType) ->
     assert len(re.findall(r"^\| ", page, re.MULTILINE)) > 200
 
 
+PASSED_ON = ("what", "e.what", "f'{text[:1].lower()}{text[1:]}'.rstrip('.')", "str(where)")
+"""Messages that another error has already, or that the library of the command line makes; and a class with its own."""
+
+
+def test_the_index_of_errors_has_every_message(hooks: ModuleType) -> None:
+    from lora_merge import errors
+
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    page, counted = hooks.errors(), 0
+    for path in sorted((ROOT / "lora_merge").rglob("*.py")):
+        for _, call, known in hooks.made(path, kinds):
+            texts = [text for text in hooks.texts(call.args[0], known) if text.strip("… ")]
+            assert texts or ast.unparse(call.args[0]) in PASSED_ON, f"{path}:{call.lineno}"
+            for text in texts if len(call.args) == 3 else ():
+                counted += 1
+                assert f"| {hooks.cell(text)} |" in page, f"{path}:{call.lineno}"
+    assert counted > 400
+
+
 def test_the_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
     page = hooks.blocks()
     assert "| `MIDD` |" in page and "| Flux.1 |" in page
@@ -89,5 +109,5 @@ def test_every_command_is_understood(
     with pytest.raises(SystemExit) as e:
         program.main()
     said = capsys.readouterr().err
-    no_block = e.value.code == 2 and "this base has BASE" in said  # the small base is no U-Net
+    no_block = e.value.code == 2 and "and the blocks BASE" in said  # the small base is no U-Net
     assert no_block or e.value.code in ((3, 4) if missing else (0, None)), said

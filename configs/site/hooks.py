@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "https://github.com/lora-merge/lora-merge/blob/main/"
@@ -120,7 +123,7 @@ def errors() -> str:
     }
     found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted((ROOT / "lora_merge").rglob("*.py")):
-        for name, what, fix in raised(ast.parse(path.read_text(encoding="utf-8")), set(kinds)):
+        for name, what, fix in raised(path, set(kinds)):
             found.setdefault(name, set()).add((what, fix))
     lines = [
         "# Errors",
@@ -130,7 +133,8 @@ def errors() -> str:
     ]
     for name, kind in sorted(kinds.items(), key=lambda item: (item[1].exit_code, item[0])):
         if name in found:
-            lines += [f"## {name}: exit code {kind.exit_code}", "", (kind.__doc__ or "").strip(), ""]
+            about = (kind.__doc__ or "").strip().partition("\n\n")[0]
+            lines += [f"## {name}: exit code {kind.exit_code}", "", about, ""]
             lines += ["| message | fix |", "|---|---|"]
             lines += [
                 f"| {cell(what)} | {cell(fix)} |" for what, fix in sorted(found[name], key=lambda row: row[0].lower())
@@ -139,27 +143,89 @@ def errors() -> str:
     return "\n".join(lines)
 
 
-def raised(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield class, message and fix of every error that a module makes with a text."""
+def raised(path: Path, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield class, message and fix of every error that a module makes; several where its text depends on something."""
+    for name, call, known in made(path, names):
+        what, fix = (texts(call.args[n], known) if len(call.args) == 3 else [] for n in (0, 2))
+        for one, other in product(what, fix):
+            if one.strip("… "):
+                yield name, one, other
+
+
+def made(path: Path, names: Collection[str]) -> Iterator[tuple[str, ast.Call, Texts]]:
+    """Yield class, call and the texts of the names in it, for every error that a module makes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    around: dict[int, ast.FunctionDef] = {}
+    within: dict[int, str] = {}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in names
-            and len(node.args) == 3
-        ):
-            what, fix = text(node.args[0]), text(node.args[2])
-            if what.strip("… "):
-                yield node.func.id, what, fix
+        if isinstance(node, ast.FunctionDef):
+            around |= dict.fromkeys(map(id, ast.walk(node)), node)  # the innermost last
+        elif isinstance(node, ast.ClassDef):
+            within |= dict.fromkeys(map(id, ast.walk(node)), node.name)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in calls:
+        own = within.get(id(call), "") if ast.unparse(call.func) == "super().__init__" else ""
+        name = getattr(call.func, "id", own)
+        if name in names:
+            function = around.get(id(call))
+            yield name, call, _constants(path) | (_locals(function, calls) if function else {})
 
 
-def text(node: ast.expr) -> str:
-    """Return a string of the code, with … for what is filled in."""
+Texts: TypeAlias = dict[str, list[str]]
+"""Name → the texts that it can be."""
+
+
+@cache
+def _constants(path: Path) -> Texts:
+    """Return the constants that a module has or imports."""
+    try:
+        module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    except ImportError:  # an extra that is not installed
+        return {}
+    return {name: [value] for name, value in vars(module).items() if isinstance(value, str)}
+
+
+def _locals(function: ast.FunctionDef, calls: Sequence[ast.Call]) -> Texts:
+    """Return the texts that a function gives its names, and those that the `calls` of its module pass to it."""
+    found: Texts = {}
+    pairs: list[tuple[ast.expr | ast.arg, ast.expr]] = []
+    own = [a for a in function.args.args if a.arg != "self"]
+    for call in calls:
+        if function.name == getattr(call.func, "id", getattr(call.func, "attr", "")):
+            pairs += zip(own, call.args, strict=False)
+    for node in ast.walk(function):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            pairs += _assigned(target, node.value)
+    for name, value in pairs:
+        if label := getattr(name, "id", getattr(name, "arg", "")):
+            found.setdefault(label, []).extend(texts(value, {}))
+    return found
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (name, value) of an assignment; for `a, b = c if d else e`, those of each branch."""
+    branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    for branch in branches:
+        if isinstance(target, ast.Tuple) and isinstance(branch, ast.Tuple):
+            yield from zip(target.elts, branch.elts, strict=False)
+        else:
+            yield target, branch
+
+
+def texts(node: ast.expr, known: Texts) -> list[str]:
+    """Return what a string of the code can be, with … for what is filled in."""
     if isinstance(node, ast.Constant):
-        return str(node.value)
+        return [str(node.value)]
+    if isinstance(node, ast.Name):
+        return [*known.get(node.id, ["…"])]
+    if isinstance(node, ast.IfExp):
+        return [*texts(node.body, known), *texts(node.orelse, known)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return ["".join(pair) for pair in product(texts(node.left, known), texts(node.right, known))]
     if isinstance(node, ast.JoinedStr):
-        return "".join(text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
-    return "…"
+        parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+        return ["".join(row) for row in product(*(texts(part, {}) for part in parts))]
+    return ["…"]
 
 
 def cell(value: str) -> str:

@@ -104,12 +104,6 @@ def examples(*commands: str) -> str:
 REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 """The errors of click for arguments that it cannot take, of typer's own copy of click or of click itself."""
 
-NEEDED: Final = {
-    "base": ("no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
-    "adapters": ("no adapter is named", "lora-merge BASE ADAPTER:0.8"),
-}
-"""Argument of `merge` that is missing → what is wrong, and what to type."""
-
 
 def typed() -> str:
     """Return what was typed."""
@@ -122,9 +116,9 @@ def refused(error: Exception) -> UsageError:
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     see = f"see lora-merge help {command}".strip()
-    if command == "merge" and parameter in NEEDED and "issing" in type(error).__name__:
-        what, fix = NEEDED[parameter]
-        return UsageError(what, typed(), f"{fix}; {see}")
+    if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
+        what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
+        return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         return UsageError(f"there is no option {name}", typed(), f"{_meant(name, context)}{see}")
     shown = re.search(
