@@ -30,19 +30,22 @@ DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "
 """Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
 
 PRECISE: Final = re.compile(
-    r"norm|embed|(^|[._])emb(_|\.|$)|emb_layers|modulation|adaln|(^|[._])mod\.|_mod(_|\.)|"  # scales, times, positions
-    r"(^|\.)(\w*patch\w*|(?!proj_in\.)\w+_in|proj_in_\w+|time_\w+|pos_\w+|wte|wpe|shared|cap\w*_\w+)\.|"  # first layers
+    r"norm|embed|(^|[._])embs?(_|\.|$)|emb_layers|relative_attention_bias|"  # scales, times, positions, words
+    r"modulation|adaln|(^|[._])modf?\.|_mod(_|\.)|(^|\.)t_block\.|"
+    r"(^|\.)(\w*patch\w*|(?!(proj|linear)_in\.)\w+_in|proj_in_\w+|input_proj|time_\w+|pos_\w+|wte|wpe|shared)\.|"
+    r"(^|\.)(cap\w*_\w+|\w*caption_projection|(text|llm_cond|lyric|timestep|global|cross_attention|t5_y)_?proj)\.|"
+    r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual)_projection|cond_seq_linear|mlp_t5|pooler)\.|"  # texts, images
     r"(^|\.)(\w+_scale_shift|av_\w+_gate|distilled_guidance_layer)\.|"  # modulation
-    r"(^|\.)(\w*final_layer|last_layer|conv_out|out|output|norm_out|audio_proj_out)\.|"  # last layers
+    r"(^|\.)(\w*final_layer|final_linear|last_layer|conv_out|out|output|norm_out|audio_proj_out)\.|"  # last layers
     r"(^|\.)(lm_head|head|score|classifier)\.|"
-    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?proj_(in|out)\.|"
+    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?(transformer\.)?proj(ect)?_(in|out)\.|"
     r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
     r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|merger)\.",
     re.IGNORECASE,
 )
 """Names of weights that keep their numbers."""
 
-INSIDE: Final = re.compile(r"(attn\w*|attention|to_out)\.(out|output)\.", re.IGNORECASE)
+INSIDE: Final = re.compile(r"(attn\w*|attention|to_out|layer\.\d+)\.(out|output)\.", re.IGNORECASE)
 """Names of layers that are called like a last layer and are none."""
 
 HERE: Final = "."
@@ -163,8 +166,10 @@ def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
     main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
     kept = _kept(job)
     for key, info in base.tensors.items():
-        if _fits(info) and key.endswith(".weight") and _numbers(info, base) and parts[key] in main and not kept(key):
-            yield info
+        if _fits(info) and key.endswith(".weight") and _numbers(info, base) and parts[key] in main:
+            inside = key.partition(".")[2] if base.components else key
+            if not kept(key, inside):
+                yield info
 
 
 def _fits(info: StoredTensor) -> bool:
@@ -178,16 +183,19 @@ def _numbers(info: StoredTensor, base: Index) -> bool:
     return info.name in base.packed or info.dtype in FLOATS
 
 
-def _kept(job: Job) -> Callable[[str], bool]:
-    """Return whether a weight keeps its numbers because of its name."""
+def _kept(job: Job) -> Callable[[str, str], bool]:
+    """Return whether a weight keeps its numbers because of its name: as the user knows it, and in its component."""
     usual, given = NO_DEFAULTS not in job.keep_precision, _given(job)
 
-    def found(key: str) -> bool:
-        if usual and PRECISE.search(key) and not (INSIDE.search(key) and not PRECISE.search(INSIDE.sub("", key))):
-            return True
-        return given(key)
+    def found(key: str, own: str) -> bool:
+        return (usual and precise(own)) or given(key)
 
     return found
+
+
+def precise(name: str) -> bool:
+    """Return whether a weight keeps its numbers by default because of its name in its component."""
+    return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
 
 
 def _given(job: Job) -> Callable[[str], bool]:
