@@ -21,9 +21,11 @@ def start() -> None:
             signal.signal(number, _quit)
     import atexit
 
+    from .process import collect_rarely, ignore_signals
+
+    collect_rarely()
     from .cli.main import main
     from .cli.streams import SafeStream, open_descriptors
-    from .process import ignore_signals
 
     open_descriptors()
     sys.stdout = out = SafeStream(sys.stdout)

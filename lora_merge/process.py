@@ -190,3 +190,15 @@ def check_room() -> None:
 def collect_rarely() -> None:
     """Run the garbage collector rarely: plans of 300 000 tensors have millions of objects, and all are in use."""
     gc.set_threshold(10_000, 20, 50)
+
+
+@contextmanager
+def kept_objects() -> Iterator[None]:
+    """Collect no garbage meanwhile, and never look at what has been made by the end, such as torch's modules and a
+    plan: it stays in use until the process ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

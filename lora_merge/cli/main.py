@@ -19,7 +19,7 @@ from ..disk.volumes import same
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..options import OPTIONS
 from ..paths import exists, is_file
-from ..process import LimitCheck, collect_rarely, on_stop, signals_first
+from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, one_line
 from . import proof, tables, viewing
 from .batch import batch
@@ -261,7 +261,6 @@ def _program() -> Callable[..., Any]:
 def main() -> None:
     """Run the program; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
-    collect_rarely()
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
+from ..process import kept_objects
 from ..text import Lines, by_pattern, by_reason, codes_line, counted, listed, plural, shown, size, stored
 from .look import broken, columns
 
@@ -99,7 +100,8 @@ def leave_lost_folder() -> None:
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     """Run a plan; `progress` is called with each of its steps."""
     leave_lost_folder()
-    from ..engine.merge import run
+    with kept_objects():
+        from ..engine.merge import run
     from ..progress import unwatched
 
     return run(plan, progress or unwatched)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
@@ -52,6 +52,14 @@ class BlockPart:
         return self.formed[0] // row_group, (self.formed[1] - self.formed[0]) // row_group
 
 
+class Run(NamedTuple):
+    """Rows [low, high) that the same patches change, cut into blocks of `step` rows."""
+
+    low: int
+    high: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Block:
     """Rows [first, last) of a target with all patches that change them."""
@@ -61,6 +69,7 @@ class Block:
     last: int
     cols: int
     slices: tuple[BlockPart, ...]
+    run: Run  # of which it is one block
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -116,17 +125,17 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
         found = uses.meeting(low, high)
         step = high - low if any(map(_joined, found)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            yield _block(target, first, min(first + step, high), found)
+            yield _block(target, first, min(first + step, high), found, Run(low, high, step))
 
 
 def block(target: OutputTensor, first: int, last: int) -> Block:
     """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
-    return _block(target, first, last, target.uses)
+    return _block(target, first, last, target.uses, Run(first, last, last - first))
 
 
-def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart]) -> Block:
+def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: Run) -> Block:
     found = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
-    return Block(target, first, last, target.matrix[1], found)
+    return Block(target, first, last, target.matrix[1], found, run)
 
 
 def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:

@@ -46,7 +46,7 @@ def test_every_number_is_what_numpy_says(count: int, method: str, dtype: str, tm
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One number in 16 is looked at, also of small weights."""
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.Looks", lambda: Looks(every=16, least=1))
+    monkeypatch.setattr(Looks.__init__, "__defaults__", (16, 1))
     yield
 
 
@@ -71,6 +71,26 @@ def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> Non
     assert [a["change"] for a in every["adapters"]] == pytest.approx([float(d.norm()) for d in deltas], rel=1e-5)
     assert every["weight"] == pytest.approx(float(base[f"{name}.weight"].norm()), rel=0.5)
     assert every["retained"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_of_blocks_in_a_row_every_fourth_stands_for_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums stand for every number, whether parts of a weight have many blocks, one, or a short last one."""
+    monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
+    monkeypatch.setattr(Looks.__init__, "__defaults__", (8, 1))
+    name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
+    save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")
+    save(
+        {f"{name}.lora_A.weight": torch.ones(2, 64), f"{name}.lora_B.weight": torch.ones(rows, 2)},
+        tmp_path / "a.safetensors",
+    )
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors", verify=False
+    )
+    every = report.numbers["all"]
+    assert (every["of"], every["changed"]) == (rows * 64, 1.0)
+    assert every["elements"] < rows * 64 / 4
+    assert every["weight"] == pytest.approx((rows * 64) ** 0.5, rel=1e-5)
+    assert every["change"] == pytest.approx(2 * (rows * 64) ** 0.5, rel=1e-5)
 
 
 def other_formulas() -> Tensors:

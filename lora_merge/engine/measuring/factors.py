@@ -13,7 +13,7 @@ from ...algorithms import ALGORITHMS
 from ...matching.patch import PatchPart
 from ...measure import WHOLE
 from ...planning.plan import OutputTensor
-from ..blocks import block
+from ..blocks import Block, block
 from ..placement import DeviceStream, Placement
 from .placement import widened
 
@@ -27,26 +27,46 @@ tells the norm."""
 
 
 def factor_norms(
-    target: OutputTensor, tensors: PatchTensors, at: Placement, lane: DeviceStream
-) -> Mapping[int, Tensor]:
-    """Return ‖s ΔW‖² [1] of each adapter in a weight, and under `WHOLE` that of their sum; {} where no factors tell it,
-    or where rows tell it at less cost."""
-    (rows, cols), uses = target.matrix, target.uses
+    blocks: Sequence[Block], stacks: Sequence[StackedPatch], tensors: PatchTensors, at: Placement, lane: DeviceStream
+) -> list[tuple[int, Mapping[int, Tensor]]]:
+    """Return the number of each block with which the changes of its weight begin, and of that weight ‖s ΔW‖² [1] of
+    each adapter, and under `WHOLE` that of their sum. Weights whose factors do not tell it, or where rows tell it at
+    less cost, are left out.
+
+    `stacks`: the patches of the blocks.
+    """
+    firsts = [(n, b) for n, b in enumerate(blocks) if b.first <= b.target.uses[0].piece.start < b.last]
+    if all(b.last - b.first == b.target.matrix[0] for b in blocks):  # all weights are whole and of one kind
+        found = _norms(stacks, len(blocks), blocks[0].cols) if _told(blocks[0].target) else {}
+        return [(n, {adapter: norm[n : n + 1] for adapter, norm in found.items()}) for n, _ in firsts if found]
+    told = [(n, block(b.target, 0, b.target.matrix[0])) for n, b in firsts if _told(b.target)]
+    every = ((n, _norms(tensors.stacks([whole], at, lane), 1, whole.cols)) for n, whole in told)
+    return [(n, norms) for n, norms in every if norms]
+
+
+def _told(target: OutputTensor) -> bool:
+    """Return whether factors tell the norm of a weight's change at less cost than its rows."""
+    cols, uses = target.matrix[1], target.uses
+    if target.combining is not None or not all(map(factored, uses)):
+        return False
     parts = sorted({(u.piece.start, u.piece.stop) for u in uses})
-    apart = all(a[1] <= b[0] for a, b in pairwise(parts))
-    if target.combining is not None or not apart or not all(map(factored, uses)):
-        return {}
+    if not all(a[1] <= b[0] for a, b in pairwise(parts)):
+        return False
     for part in parts:
         rank = sum(map(_rank, (u for u in uses if (u.piece.start, u.piece.stop) == part)))
         if WORTH * rank * (part[1] - part[0] + cols) > (part[1] - part[0]) * cols:
-            return {}
+            return False
+    return True
+
+
+def _norms(stacks: Sequence[StackedPatch], count: int, cols: int) -> dict[int, Tensor]:
+    """Return adapter → ‖s ΔW‖² [n] of n weights, from their patches."""
     found: dict[int, Tensor] = {}
-    stacks = tensors.stacks([block(target, 0, rows)], at, lane)
     if any(s.taken is not None or s.view is not None for s in stacks):
-        return {}
+        return found
     for _, some in groupby(sorted(stacks, key=_rows), key=_rows):
         own = [*some]
-        table, widths = _products(own, cols)
+        table, widths = _products(own, count, cols)
         _add(found, WHOLE, table)
         at_column = 0
         for adapter, same in groupby(zip(own, widths, strict=True), key=lambda pair: pair[0].adapter):
@@ -56,12 +76,12 @@ def factor_norms(
     return found
 
 
-def _products(stacks: Sequence[StackedPatch], cols: int) -> tuple[Tensor, list[int]]:
-    """Return (LᵀL) ∘ (R Rᵀ) [1, r, r] of patches of the same rows, side by side, and the width of each."""
+def _products(stacks: Sequence[StackedPatch], count: int, cols: int) -> tuple[Tensor, list[int]]:
+    """Return (LᵀL) ∘ (R Rᵀ) [n, r, r] of patches of the same rows, side by side, and the width of each."""
     left, right = [], []
     for s in stacks:
         assert s.algorithm.low_rank is not None
-        unread = s.strength.new_zeros(()).expand(1, s.rows.stop - s.rows.start, cols)
+        unread = s.strength.new_zeros(()).expand(count, s.rows.stop - s.rows.start, cols)
         first, second = s.algorithm.low_rank.factors(unread, s.tensors)
         left.append(widened(first))
         right.append(widened(second))

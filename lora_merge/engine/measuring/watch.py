@@ -37,6 +37,10 @@ COARSE: Final = 4
 """The factor by which more numbers than usual are looked at where whole tiles of rows are encoded together."""
 
 
+PERIOD: Final = 4
+"""Of so many blocks that the same patches change, one is looked at: each costs a dozen calls, whatever its rows are."""
+
+
 @dataclass(frozen=True)
 class Looks:
     """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
@@ -48,26 +52,41 @@ class Looks:
         """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
         share a scale are encoded together."""
         rows, cols = block.last - block.first, max(block.cols, 1)
-        count = min(rows, max(-(-self.least // cols), self._wanted(block) // cols))
         if block.target.packed is None:
+            blocks = min(self._period, -(-(block.run.high - block.run.low) // block.run.step))
+            count = min(rows, max(-(-self.least // cols), blocks * self._wanted(block) // cols))
             return range(0, rows // count * count, rows // count)
-        group = block.target.row_group
+        count, group = min(rows, max(-(-self.least // cols), self._wanted(block) // cols)), block.target.row_group
         return range(min(rows, -(-count // group) * group))
 
-    def stands_for(self, blocks: Sequence[Block]) -> int:
-        """Return how many rows of its weight the rows of a block that are looked at stand for; 0 if the block is not
-        looked at. Rows that are encoded together may be most of a block: then only some of such blocks are, unless
-        several are folded in one call."""
+    def stands_for(self, blocks: Sequence[Block]) -> list[int]:
+        """Return how many rows of its weight the looked-at rows of each block stand for; 0 for a block that need not be
+        looked at.
+
+        Rows that are encoded together may be most of a block: then only some of such blocks are looked at, unless
+        several are folded in one call.
+        """
+        if blocks[0].target.packed is None:
+            return [self._until(b) for b in blocks]
         block = blocks[0]
         rows, group = block.last - block.first, block.target.row_group
-        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._wanted(block):
-            return rows
+        if len(blocks) > 1 or group * block.cols <= COARSE * self._wanted(block):
+            return [rows] * len(blocks)
         period = group * max(self.every // COARSE, 1)
         at = -(-block.first // period) * period
-        return min(period, block.target.matrix[0] - at) if at < block.last else 0
+        return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
+
+    @property
+    def _period(self) -> int:
+        return min(PERIOD, self.every)
+
+    def _until(self, block: Block) -> int:
+        """Return the rows from a block to the next one of its run that is looked at; 0 if it is not one itself."""
+        period = self._period * block.run.step
+        return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
 
     def _wanted(self, block: Block) -> int:
-        """Return how many numbers of a block are to be looked at."""
+        """Return how many numbers of a block are to be looked at, if all blocks are."""
         return max(block.elements // self.every, self.least)
 
 
@@ -107,13 +126,13 @@ class Watch:
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
         """Return rows of base values [n, rows, cols], which are not folded yet; None if they are not looked at."""
-        if not (stands_for := looks.stands_for(blocks)):
+        if not any(stands_for := looks.stands_for(blocks)):
             return None
         rows, (n, _, cols) = looks.rows(blocks[0]), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
-        watch = Watch(blocks, [rows] * n, [stands_for] * n, workspace(base, (3, n, width)))
+        watch = Watch(blocks, [rows] * n, stands_for, workspace(base, (3, n, width)))
         take(base, rows, watch.work.select(0, 0))
         return watch
 
@@ -204,6 +223,7 @@ class Watch:
     def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
         weight, change, left, square, changed, largest = own[:SUMS]
         block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
+        looked = len(rows) * block.cols if stands_for else 0
         scale = stands_for / len(rows)
         whole = Share(scale * change, scale * change, scale * left if known else None)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
@@ -212,7 +232,7 @@ class Watch:
             told = known and not part.combined and isfinite(kept)
             shares[part.adapter] = Share(size, size if told else 0.0, kept if told else None)
         sums = Measure(
-            stands_for * block.cols, len(rows) * block.cols, scale * changed if known else 0.0, 0,
+            stands_for * block.cols, looked, scale * changed if known else 0.0, 0,
             scale * weight,
             scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
         )  # fmt: skip
@@ -277,7 +297,7 @@ class Together:
     """Numbers that threads have seen on the host, until the last thread adds them up, in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
-        self._left, self._seen, self._lock = threads, list[Watch](), Lock()
+        self._left, self._seen, self._numbers, self._lock = threads, list[Watch](), 0, Lock()
 
     def measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
         """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
@@ -285,9 +305,10 @@ class Together:
         with self._lock:
             self._left -= 1
             self._seen += seen
-            if self._left and sum(w.work.numel() for w in self._seen) < HELD:
+            self._numbers += sum(w.work.numel() for w in seen)
+            if self._left and self._numbers < HELD:
                 return ()
-            every, self._seen = self._seen, []
+            every, self._seen, self._numbers = self._seen, [], 0
         with torch.no_grad():
             return bring(every, DeviceStream(HOST))()
 
@@ -302,6 +323,5 @@ def watched(  # noqa: PLR0913, PLR0917  # what is folded, and where
     if watch is not None:
         watch.done(merged)
         at = Placement(base.device, base.dtype)
-        firsts = ((n, b.target) for n, b in enumerate(blocks) if b.first <= b.target.uses[0].piece.start < b.last)
-        watch.norms = [(n, norms) for n, target in firsts if (norms := factor_norms(target, tensors, at, lane))]
+        watch.norms = factor_norms(blocks, stacks, tensors, at, lane)
     return merged, watch
