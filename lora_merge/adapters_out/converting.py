@@ -25,6 +25,7 @@ from .conversion.made import Made, value_made, vector_ending, whole_made
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, shared_out
+from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .sources import Target
@@ -79,22 +80,26 @@ class Converter:
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
-        alpha = self._alpha(share)
+        product = not self.to.alpha and patch.algorithm in self.to.products and patch.magnitude is None
+        alpha: Mapping[str, Tensor] | None = {} if product and self._holds_strength(share) else self._alpha(share)
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
-        if others or not share.is_all(place) or None in endings.values() or alpha is None:
-            raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name,
-                           "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank")  # fmt: skip
+        if others or not share.is_all(place) or None in endings.values() or alpha is None or (
+                self.to.products and not product):  # fmt: skip
+            raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if patch.magnitude is not None:
             tensors[self.to.endings["magnitude"]] = self._stored(patch.module.shared["magnitude"]).reshape(
                 _magnitude(patch)
             )
         tensors |= alpha
-        rank = row.rank(patch.shapes) if row.rank is not None else 0
+        rank, number = row.rank(patch.shapes) if row.rank is not None else 0, None
+        if product:
+            rank = rank_of({ending: tuple(t.shape) for ending, t in tensors.items()})
+            number = patch.numbers.get("scale", 1.0) * share.strength * rank
         squares, lost = self._rounding(patch)
-        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, squares, lost), copied=True)
+        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost), copied=True)
 
     def _renamed(self, place: Place, shares: Sequence[Share]) -> Made | None:
         """Return a plain LoRA with the factors that are stored; None where a number of them or α has to change."""

@@ -10,6 +10,8 @@ from typing import Final
 from ..adapters.file import Module
 from ..adapters.peft.methods import METHODS
 from ..adapters.suffixes import LORA, SUFFIXES
+from ..algorithms.loha import LOHA
+from ..algorithms.lokr import LOKR
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, UNSURE
 from ..models.spellings import Component
@@ -62,6 +64,8 @@ class Dialect:
     """Whether α is stored; otherwise it is folded into the up factor, and α equals the rank."""
     copies: bool = True
     """Whether tensors of LyCORIS' algorithms are written as they are."""
+    products: tuple[str, ...] = ()
+    """Algorithms that it writes as they are where it copies no others: α is in its configuration then."""
     largest: bool = False
     """Whether an encoder with several numbers in adapters has the largest one (kohya: T5 of Flux is te3)."""
     folder: bool = False
@@ -89,7 +93,7 @@ class Dialect:
 
     def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
         """Return the ending of a tensor that is copied; None where the dialect has none."""
-        return COPIED.get((algorithm, parameter, slot)) if self.copies else None
+        return COPIED.get((algorithm, parameter, slot)) if self.copies or algorithm in self.products else None
 
     def layout(self, part: Component) -> str:
         """Return the layout whose words the modules of a network have."""
@@ -132,6 +136,9 @@ _COMFY: Final = {
 _DIFFUSERS: Final = {
     "up": ".lora_B.weight", "down": ".lora_A.weight", "magnitude": ".lora_magnitude_vector", "up_bias": ".lora_B.bias",
 }  # fmt: skip
+PRODUCTS: Final = (LOHA.name, LOKR.name)
+"""Algorithms of LyCORIS for which PEFT has methods with the same tensors."""
+
 _PEFT: Final = {**_DIFFUSERS, "table_up": ".lora_embedding_B", "table_down": ".lora_embedding_A"}
 
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
@@ -152,7 +159,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
             Dialect("xlabs", "", "", "", "xlabs", {"up": ".up.weight", "down": ".down.weight"}, alpha=False,
                     copies=False, table="xlabs"),
             Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", CANONICAL, _PEFT,
-                    alpha=False, copies=False, folder=True, whole=True),
+                    alpha=False, copies=False, products=PRODUCTS, folder=True, whole=True),
         )
     }
 )  # fmt: skip

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ...errors import UsageError
+from ...errors import FitError, UsageError
+from ..dialects import PRODUCTS
+from ..job import FACTORS
+from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
     from ..conversion.kept import Kept
@@ -27,9 +30,14 @@ def expect_one(components: Iterable[str], what: str) -> None:
 
 def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows."""
+    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
+    if len(kinds) > 1:
+        raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
+    if kinds & {*PRODUCTS}:
+        return _of_products(made, before)
     ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    others = {f"^{re.escape(name)}$": rank for name, rank in ranks.items() if rank != usual}
+    others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     whole = {m.place.module for m in made if not m.layer.rank}
     return {
         "peft_type": "LORA", "task_type": before.get("task_type"), "inference_mode": True,
@@ -41,3 +49,24 @@ def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
         "init_lora_weights": True,
         **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip
+
+
+def _of_products(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a folder of LoHa or of LoKr."""
+    own = [m for m in made if m.layer.rank]
+    ranks = {m.place.module: m.layer.rank for m in own}
+    alphas = {m.place.module: m.layer.alpha for m in own}
+    usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
+    whole = {m.place.module for m in made if not m.layer.rank}
+    return {
+        "peft_type": own[0].layer.algorithm.upper(), "task_type": before.get("task_type"), "inference_mode": True,
+        "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
+        "r": usual, "alpha": alpha, **settings(own), "target_modules": sorted(ranks),
+        "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
+        "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
+        "modules_to_save": sorted(whole - ranks.keys()) or None,
+    }  # fmt: skip
+
+
+def _pattern(name: str) -> str:
+    return f"^{re.escape(name)}$"
