@@ -32,6 +32,9 @@ BOOK: Final = "book"
 ROW: Final = "row"
 """Role of the scales of rows."""
 
+BOOKS: Final = 1 << 24
+"""Numbers of all codebooks of a weight; released models have at most half a million."""
+
 FLOATS: Final = ("F32", "F16", "BF16")
 FITTED: Final = "its tables or scales were fitted to the old numbers"
 
@@ -129,7 +132,12 @@ def aqlm(found: Checkpoint) -> Iterator[Claim]:
         (rows, across, books), (_, entries, height, width) = codes.shape, book.shape
         if codes.dtype not in ("I8", "I16") or (book.shape[0], height) != (books, 1) or not width or not entries:
             continue
-        if entries > 2 ** (8 * ITEM_BYTES[codes.dtype]) or entries & (entries - 1) or prod(scale.shape) != rows:
+        if (
+            prod(book.shape) > BOOKS
+            or entries > 2 ** (8 * ITEM_BYTES[codes.dtype])
+            or entries & (entries - 1)
+            or prod(scale.shape) != rows
+        ):
             continue
         if not {book.dtype, scale.dtype} <= {*FLOATS}:
             continue

@@ -39,6 +39,8 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
             continue
         if not all(isinstance(n, int) and n > 0 for n in block) or any(n != 1 for n in block[:-2]):
             continue
+        if zero is not None and (prod(zero.shape) != prod(scale.shape) or prod(scale.shape) > prod(codes.shape)):
+            continue
         beside: frozenset[str] = frozenset()
         if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
             beside, zero = frozenset((zero.name,)), None
