@@ -21,12 +21,11 @@ from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
-from ..measure import Measured
 from .blocks import Block, groups
 from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
-from .measuring.codes import measured, part
+from .measuring.codes import looked, told
 from .measuring.watch import Looks, Read, Together, Watch, bring, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
@@ -93,8 +92,8 @@ class BlockMerger:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
         held, rest = [i for i in items if i.held is not None], [i for i in items if i.held is None]
         errands = list(_errands(groups(rest, _block, self._most)))
-        together = Together(len(errands))
-        work = [partial(self._store, item) for item in held]
+        together = Together(len(held) + len(errands))
+        work = [partial(self._store, item, together) for item in held]
         work += [partial(self._fold_all, some, together) for some in errands]
         for one in work:
             if self.pool is None:
@@ -109,8 +108,7 @@ class BlockMerger:
         return self._fold_all(groups(items, _block, self._most), Together(1))
 
     def _fold_all(self, some: Iterable[Sequence[Item]], together: Together) -> Outcome:
-        outcome = sum(map(self._fold, some), Outcome())
-        return replace(outcome, seen=(), measured=outcome.measured + together.measured(outcome.seen))
+        return together.outcome(sum(map(self._fold, some), Outcome()))
 
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
@@ -242,14 +240,18 @@ class BlockMerger:
         self, group: Sequence[Item], merged: Tensor, watch: Watch | None, lane: DeviceStream | None
     ) -> Outcome | str:
         """Store merged blocks that are not plain numbers; nothing is written if the device is out of memory."""
-        made = self.turn(lambda _: [*map(self._stored, group, merged.unbind())], lane)
+        look = 0 if group[0].keep else looked(watch)
+        pairs = [*zip(group, merged.unbind(), strict=True)]
+        made = self.turn(lambda _: [self._stored(item, values, look) for item, values in pairs], lane)
         if isinstance(made, str):
             return made
-        outcome = Outcome()
+        outcome, there = Outcome(), [n for n, found in enumerate(made) if isinstance(found, NewParts)]
         if group[0].keep:
-            outcome = Outcome(held=tuple(Held(i.block, v, watch) for i, v in zip(group, merged.unbind(), strict=True)))
-        elif watch is not None:
-            outcome = Outcome(measured=self._codes_seen(group, watch, [isinstance(found, NewParts) for found in made]))
+            outcome = Outcome(held=tuple(Held(i.block, v, watch) for i, v in pairs))
+        elif watch is not None and there:
+            new = [found for found in made if isinstance(found, NewParts)]
+            measured, seen = told(watch.only(there), [group[n].base for n in there], new, self.tensors.fetch)
+            outcome = Outcome(measured=tuple(measured), seen=tuple(seen))
         for item, found in zip(group, made, strict=True):
             if isinstance(found, Outcome):
                 outcome += found
@@ -258,7 +260,7 @@ class BlockMerger:
                 outcome += Outcome(parts=found.others)
         return outcome
 
-    def _store(self, item: Item) -> Outcome:
+    def _store(self, item: Item, together: Together) -> Outcome:
         """Store a block that is merged already."""
         held = item.held
         assert held is not None
@@ -266,27 +268,17 @@ class BlockMerger:
         found = self._recoded([item], held.values.unsqueeze(0), watch, None)
         if isinstance(found, str):
             raise ResourceError("the device is out of memory", f"{item.block.target.name}: {found}", FULL)
-        return found
+        return together.outcome(found)
 
-    def _codes_seen(self, group: Sequence[Item], watch: Watch, there: Sequence[bool]) -> tuple[Measured, ...]:
-        """Return the measures of the blocks whose codes are `there`, before the base's codes are overwritten."""
-        parts = [part(watch, n, item.base) for n, item in enumerate(group)]
-        draws = [
-            None if self.draw is None else self.draw(b.target.stored, b.first * b.cols, p.height * b.cols)
-            for b, p in zip(watch.blocks, parts, strict=True)
-        ]
-        return measured(
-            watch, parts, [d if ok else False for d, ok in zip(draws, there, strict=True)], self.tensors.fetch
-        )
-
-    def _stored(self, item: Item, values: Tensor) -> NewParts | Outcome:
-        """Return how a merged block is stored, or its largest number where no scale covers it."""
+    def _stored(self, item: Item, values: Tensor, look: int) -> NewParts | Outcome:
+        """Return how a merged block is stored, or its largest number where no scale covers it. `look`: how many numbers
+        of the output are wanted."""
         target, own = item.block.target, values if codecs_on(values.device) else host(values)
         if item.held is None and odd(own) and self._overflown(item, values):
             raise sum_too_large(target.name, values.dtype)
         if item.measured:
             return Outcome(largest={target.name: largest(own)})
-        codes = Codes(item.base, self._uniform(item.block, own.device))
+        codes = Codes(item.base, self._uniform(item.block, own.device), look)
         found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
         return Outcome(largest={target.name: largest(own)}) if found is None else found
 

@@ -1,60 +1,58 @@
-"""Measures outputs of codes: the rows that are looked at are encoded once more, and decoded."""
+"""Measures outputs of codes: the rows that are looked at are read back from the new codes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ..storing.recoding import Codes, read_back
+from ..storing.recoding import Codes, NewParts, read_back
 from ..tensors import Fetch
-from .watch import Stored, Watch
+from .watch import Stored, Watch, same
 
 if TYPE_CHECKING:
     from ...measure import Measured
-    from ..blocks import Block
 
 
-class Part(NamedTuple):
-    """The rows of one block that are looked at, and the codes that the base has for them."""
-
-    block: Block
-    height: int  # the first rows of the block
-    base: Tensor  # bytes
-
-    def stored(self, values: Tensor, uniform: Tensor | None, fetch: Fetch) -> Tensor | None:
-        """Return flat the numbers that the codes of some stand for; None where no scale covers them."""
-        first = self.block.first * self.block.cols
-        return read_back(self.block.target, first, values, Codes(self.base, uniform), fetch)
+def looked(watch: Watch | None) -> int:
+    """Return how many of the first numbers of each block are looked at."""
+    return watch.work.shape[2] if watch is not None else 0
 
 
-def part(watch: Watch, number: int, base: Tensor) -> Part:
-    """Return the rows of a block that are looked at. `base`: the stored numbers of the block."""
-    block, rows = watch.blocks[number], len(watch.rows[number])
-    encoding = block.target.weight.packing.encoding
-    return Part(block, rows, base[:0] if encoding.plain else base[: encoding.nbytes(rows * block.cols)])
+def told(
+    watch: Watch, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
+) -> tuple[Sequence[Measured], Sequence[Watch]]:
+    """Return the measures of blocks, or what is still to be added up, on the host. `bases`: the stored numbers of the
+    blocks, which new codes may overwrite afterwards; `made`: their new codes."""
+    target, own = watch.blocks[0].target, watch.on_host()
+    if target.weight.padded:
+        return own.measured(own.sums(None), known=False), ()
+    base, merged, _ = own.work.unbind()
+    own.found = _each(merged, lambda n, _: made[n].seen)
+    size = target.weight.packing.encoding.nbytes(looked(own))
+
+    def nearest(values: Tensor) -> Tensor:
+        """Return what the output would hold for some numbers."""
+
+        def one(n: int, some: Tensor) -> Tensor | None:
+            block = own.blocks[n]
+            codes = Codes(bases[n][: size if same(target) else 0], None)
+            return read_back(block.target, block.first * block.cols, some, codes, fetch)
+
+        return _each(values, one)
+
+    own.before = None if same(target) else nearest(base)
+    if not own.parts:
+        return (), (own,)
+    return own.measured(own.sums(Stored(nearest, same(target))), known=True), ()
 
 
-def measured(
-    watch: Watch, parts: Sequence[Part], draws: Sequence[Tensor | Literal[False] | None], fetch: Fetch
-) -> tuple[Measured, ...]:
-    """Return the measures of blocks, but for those whose codes cannot be made yet (False). `draws`: uniform numbers for
-    stochastic rounding."""
-    host = watch.on_host()
-    target, merged = watch.blocks[0].target, host.work.select(0, 1)
-
-    def held(values: Tensor, draws: Sequence[Tensor | Literal[False] | None]) -> Tensor:
-        made = values.clone()
-        for own, p, draw in zip(made.unbind(), parts, draws, strict=True):
-            found = None if draw is False else p.stored(own, draw, fetch)
-            if found is not None:
-                own.copy_(found.view(own.shape))
-        return made
-
-    stored = None
-    if not target.weight.padded:
-        same = target.weight.packing.encoding is target.packing.encoding
-        stored = Stored(lambda values: held(values, [None] * len(parts)), held(merged, draws), same)
-    every = host.measured(host.sums(stored), known=stored is not None)
-    return tuple(one for one, draw in zip(every, draws, strict=True) if draw is not False)
+def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
+    """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
+    made = torch.empty_like(values)
+    for n, (old, new) in enumerate(zip(values.unbind(), made.unbind(), strict=True)):
+        found = of(n, old)
+        new.copy_(old if found is None else found.view(new.shape))
+    return made

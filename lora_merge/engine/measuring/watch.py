@@ -23,6 +23,7 @@ from .factors import factor_norms
 from .placement import as_stored, take, workspace
 
 if TYPE_CHECKING:
+    from ..buffers import Outcome
     from ..fold import StackedPatch
     from ..patch_tensors import PatchTensors
 
@@ -99,7 +100,6 @@ class Stored:
     """The numbers that the output holds in the rows that are looked at."""
 
     nearest: Nearest
-    found: Tensor | None = None  # [n, k · cols]; None: the nearest of the merged numbers
     same: bool = False  # whether it can hold the numbers of the base as they are
 
 
@@ -122,6 +122,7 @@ class Watch:
     norms: Sequence[tuple[int, Mapping[int, Tensor]]] = ()  # number of a block → what factors tell of its whole weight
     parts: list[Own] = field(default_factory=list)
     found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
+    before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
@@ -176,20 +177,36 @@ class Watch:
         parts = [part._replace(change=host(part.change)) for part in self.parts]
         return replace(self, work=host(self.work), norms=norms, parts=parts)
 
+    def only(self, numbers: Sequence[int]) -> Watch:
+        """Return the same of some blocks, by their numbers."""
+        if len(numbers) == len(self.blocks):
+            return self
+        norms = dict(self.norms)
+        return Watch(
+            [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
+            self.work[:, numbers], [(at, norms[n]) for at, n in enumerate(numbers) if n in norms],
+            [part._replace(change=part.change[numbers]) for part in self.parts],
+        )  # fmt: skip
+
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, ΔW² and applied · ΔW of each part, norms of factors.
 
         `stored`: None where it is not looked at. The merged numbers are overwritten.
         """
         base, change, applied = self.work.unbind()
-        found = change if stored is None else stored.nearest(change) if stored.found is None else stored.found
+        found = self.found
+        if found is None:
+            found = change if stored is None else stored.nearest(change)
         more = []
         for part in self.parts:
             own = left = part.change
             if stored is not None and not part.combined:
                 left = found - stored.nearest(change - own)
             more += [(own * own).sum(1), (left * own).sum(1)]
-        torch.sub(found, base if stored is None or stored.same else stored.nearest(base), out=applied)
+        before = self.before
+        if before is None:
+            before = base if stored is None or stored.same else stored.nearest(base)
+        torch.sub(found, before, out=applied)
         change -= base
         return self._added(more)
 
@@ -245,13 +262,16 @@ Read: TypeAlias = Callable[[], tuple[Measured, ...]]
 
 
 def look(watch: Watch) -> tuple[Watch, Tensor]:
-    """Return what is seen of blocks whose output is plain numbers."""
+    """Return what is seen of blocks whose output is plain numbers, or codes that are decoded already."""
     target = watch.blocks[0].target
-    return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), watch.found, _same(target)))
+    if target.packed is not None:
+        return watch, watch.sums(None)
+    return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
 
 
-def _same(target: OutputTensor) -> bool:
-    return target.weight.packing.encoding.plain and target.weight.stored.dtype == target.dtype
+def same(target: OutputTensor) -> bool:
+    """Return whether the output can hold the numbers of the base as they are."""
+    return target.weight.packing.encoding is target.packing.encoding
 
 
 def bring(watches: Sequence[Watch], lane: DeviceStream) -> Read:
@@ -275,20 +295,21 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
     for w in every:
         target = w.blocks[0].target
         apart = id(w) if w.parts else None
-        kind = w.work.dtype, w.work.shape[2], target.dtype, _same(target), w.found is None, apart
+        kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), w.found is None, w.before is None, apart
         kinds.setdefault(kind, []).append(w)
-    for same in kinds.values():
-        first, at = same[0], [0, *accumulate(len(w.blocks) for w in same)]
+    for alike in kinds.values():
+        first, at = alike[0], [0, *accumulate(len(w.blocks) for w in alike)]
         yield (
             first
-            if len(same) == 1
+            if len(alike) == 1
             else Watch(
-                [b for w in same for b in w.blocks],
-                [r for w in same for r in w.rows],
-                [s for w in same for s in w.stands_for],
-                torch.cat([w.work for w in same], 1),
-                [(start + n, norms) for start, w in zip(at, same, strict=False) for n, norms in w.norms],
-                found=None if first.found is None else torch.cat([w.found for w in same if w.found is not None]),
+                [b for w in alike for b in w.blocks],
+                [r for w in alike for r in w.rows],
+                [s for w in alike for s in w.stands_for],
+                torch.cat([w.work for w in alike], 1),
+                [(start + n, norms) for start, w in zip(at, alike, strict=False) for n, norms in w.norms],
+                found=None if first.found is None else torch.cat([w.found for w in alike if w.found is not None]),
+                before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
             )
         )
 
@@ -299,7 +320,11 @@ class Together:
     def __init__(self, threads: int) -> None:
         self._left, self._seen, self._numbers, self._lock = threads, list[Watch](), 0, Lock()
 
-    def measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
+    def outcome(self, own: Outcome) -> Outcome:
+        """Return what a thread has done, with measures in place of what it has seen."""
+        return replace(own, seen=(), measured=own.measured + self._measured(own.seen))
+
+    def _measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
         """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
         the last thread."""
         with self._lock:

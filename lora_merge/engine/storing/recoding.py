@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from ...disk.files import Memory
 from ...disk.spool import PartBytes
 from ...errors import InputError, TooLarge
-from ...files.codecs.base import CODES, DRAW, OutOfRange
+from ...files.codecs.base import CODES, DRAW, OutOfRange, Packing
 from ...planning.plan import OutputTensor
 from ..placement import Placement, host, odd, stage
 from ..tensors import Fetch, as_bytes, beside, computing, parts_of, raw
 
 
 class Codes(NamedTuple):
-    """The codes that the base has for some numbers, as bytes on the host, and uniform numbers, for stochastic
-    rounding."""
+    """The codes that the base has for some numbers, as bytes on the host, and what is wanted of the new ones."""
 
     base: Tensor
-    uniform: Tensor | None
+    uniform: Tensor | None  # uniform numbers, for stochastic rounding
+    look: int = 0  # how many of the first numbers are wanted as a reader of the output decodes them
 
 
 class NewParts(NamedTuple):
@@ -31,6 +31,8 @@ class NewParts(NamedTuple):
 
     codes: Tensor
     others: tuple[PartBytes, ...]
+    seen: Tensor | None = None
+    """The first numbers, flat, as a reader of the output decodes them; None if none are wanted."""
 
 
 def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | None:
@@ -46,17 +48,28 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
         if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
             part = target.packing.parts[role]
             changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
-    return NewParts(host(as_bytes(new[CODES])), tuple(changed))
+    seen = _decoded(target.packing, first, codes.look, old, new) if codes.look else None
+    return NewParts(host(as_bytes(new[CODES])), tuple(changed), seen)
 
 
 def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
     """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
     where a part of the whole weight does not cover them. Nothing is written."""
-    old, new = _encoded(target, first, values, codes, fetch)
-    if new is None:
-        return None
-    parts = {role: as_bytes(n) if role == CODES else as_bytes(n).view(old[role].dtype) for role, n in new.items()}
-    return target.packing.encoding.decode({**old, **parts}, first, values.numel()).reshape(-1)
+    found = recode(target, first, values, codes._replace(look=values.numel()), fetch)
+    return None if found is None else found.seen
+
+
+def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tensor:
+    """Return `count` numbers from `first` on, flat. `old` and `new`: parts of at least so many numbers."""
+    encoding, parts = packing.encoding, {}
+    for role, before in old.items():
+        numbers = new.get(role, before)
+        if role == CODES:
+            parts[role] = as_bytes(numbers)[: encoding.nbytes(count)]
+        elif (part := packing.parts.get(role)) is not None:
+            parts[role] = as_bytes(numbers)[: part.span(first, count)[1]].view(before.dtype)
+    with computing(parts[CODES].device):
+        return encoding.decode(parts, first, count).reshape(-1)
 
 
 def _encoded(
