@@ -93,15 +93,18 @@ class Fp4(Encoding):
             if WHOLE not in parts:
                 raise OutOfRange
             return None
-        refit = (largest > old * COVERED) | (largest < old * FINE)
-        scale = torch.where(refit & (largest > 0), self._fitted(largest.float() / LARGEST, whole), old)
+        refit = ((largest > old * COVERED) | (largest < old * FINE)) & (largest > 0)
+        scale, stored = old, parts[SCALE]
+        if bool(refit.any()):
+            scale = torch.where(refit, self._fitted(largest.float() / LARGEST, whole), old)
+            made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
+            stored = self._stored(made, parts, count)
         safe = torch.where(scale > 0, scale, inf).to(values.dtype)  # a block of zeros may have the scale 0
         levels = torch.div(blocks, safe[:, None], out=room).view(-1)
         if DRAW in parts:
             levels = draws.to_table(levels, arithmetic.e2m1(), parts[DRAW])
         codes = e2m1_codes(levels)
-        made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
-        return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: self._stored(made, parts, count)}
+        return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""

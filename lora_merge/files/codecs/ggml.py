@@ -63,7 +63,8 @@ class Ggml(Encoding):
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
         """Return the codes of new numbers; scales that cover them stay. OutOfRange where no scale does."""
         uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
-        return {CODES: self._encoded(self._stored_order(values) + self.offset, parts[CODES], uniform)}
+        numbers = self._stored_order(values)
+        return {CODES: self._encoded(numbers + self.offset if self.offset else numbers, parts[CODES], uniform)}
 
     def _stored_order(self, values: Tensor) -> Tensor:
         """Return numbers with the rows of each head in llama.cpp's order."""

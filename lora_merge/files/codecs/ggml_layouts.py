@@ -50,14 +50,13 @@ class Bits:
     def pack(self, codes: Tensor, blocks: Tensor) -> None:
         """Write codes, no wider than the bits, into the blocks."""
         found = codes.reshape(-1, self.rows, self.fields, self.width)
-        into = blocks[:, self.start : self.stop]
+        into = blocks[:, self.start : self.stop].view(-1, self.rows, self.width)
         if self.bits == 8:
-            into.copy_(found.reshape(len(found), -1))
+            into.copy_(found[:, :, 0])
             return
-        raw = found[:, :, 0].clone()
-        for n, at in enumerate(_shifts(self.bits)[1:], 1):
-            raw.add_(found[:, :, n], alpha=1 << at)  # a shift of u8 takes ten times as long
-        into.copy_(raw.reshape(len(raw), -1))
+        first, *others = found.unbind(2)
+        for at, field in zip(_shifts(self.bits)[1:], others, strict=True):
+            first = torch.add(first, field, alpha=1 << at, out=into)  # a shift of u8 takes ten times as long
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,14 @@ class Scaled(Encoding):
         return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor if largest else 1.0)}
 
     def _scale(self, parts: Parts, count: int) -> Any:
-        """Return the scales in fp32, flat; InvalidPart if one is not a positive number."""
+        """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is not a positive
+        number."""
         from . import arithmetic
 
         raw = parts[SCALE]
         found = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
+        if not self.block[0] and 0 < (one := found.item()) < inf:
+            return one
         if self.swizzled:
             found = found.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
         good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
