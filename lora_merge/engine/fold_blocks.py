@@ -108,7 +108,7 @@ class BlockMerger:
         return self._fold_all(groups(items, _block, self._most), Together(1))
 
     def _fold_all(self, some: Iterable[Sequence[Item]], together: Together) -> Outcome:
-        return together.outcome(sum(map(self._fold, some), Outcome()))
+        return _measured(sum(map(self._fold, some), Outcome()), together)
 
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
@@ -250,7 +250,8 @@ class BlockMerger:
             outcome = Outcome(held=tuple(Held(i.block, v, watch) for i, v in pairs))
         elif watch is not None and there:
             new = [found for found in made if isinstance(found, NewParts)]
-            measured, seen = told(watch.only(there), [group[n].base for n in there], new, self.tensors.fetch)
+            bases = [group[n].base for n in there]
+            measured, seen = told(watch.on_host().only(there), bases, new, self.tensors.fetch)
             outcome = Outcome(measured=tuple(measured), seen=tuple(seen))
         for item, found in zip(group, made, strict=True):
             if isinstance(found, Outcome):
@@ -268,7 +269,7 @@ class BlockMerger:
         found = self._recoded([item], held.values.unsqueeze(0), watch, None)
         if isinstance(found, str):
             raise ResourceError("the device is out of memory", f"{item.block.target.name}: {found}", FULL)
-        return together.outcome(found)
+        return _measured(found, together)
 
     def _stored(self, item: Item, values: Tensor, look: int) -> NewParts | Outcome:
         """Return how a merged block is stored, or its largest number where no scale covers it. `look`: how many numbers
@@ -326,6 +327,11 @@ class BlockMerger:
         text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _measured(outcome: Outcome, together: Together) -> Outcome:
+    """Return what a thread has done, with measures in place of what it has seen."""
+    return replace(outcome, seen=(), measured=outcome.measured + together.measured(outcome.seen))
 
 
 def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:

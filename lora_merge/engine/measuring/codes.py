@@ -22,11 +22,11 @@ def looked(watch: Watch | None) -> int:
 
 
 def told(
-    watch: Watch, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
+    own: Watch, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
 ) -> tuple[Sequence[Measured], Sequence[Watch]]:
-    """Return the measures of blocks, or what is still to be added up, on the host. `bases`: the stored numbers of the
-    blocks, which new codes may overwrite afterwards; `made`: their new codes."""
-    target, own = watch.blocks[0].target, watch.on_host()
+    """Return the measures of blocks, or what is still to be added up. `own`: their rows, on the host; `bases`: their
+    stored numbers, which new codes may overwrite afterwards; `made`: their new codes."""
+    target = own.blocks[0].target
     if target.weight.padded:
         return own.measured(own.sums(None), known=False), ()
     base, merged, _ = own.work.unbind()

@@ -23,7 +23,6 @@ from .factors import factor_norms
 from .placement import as_stored, take, workspace
 
 if TYPE_CHECKING:
-    from ..buffers import Outcome
     from ..fold import StackedPatch
     from ..patch_tensors import PatchTensors
 
@@ -320,11 +319,7 @@ class Together:
     def __init__(self, threads: int) -> None:
         self._left, self._seen, self._numbers, self._lock = threads, list[Watch](), 0, Lock()
 
-    def outcome(self, own: Outcome) -> Outcome:
-        """Return what a thread has done, with measures in place of what it has seen."""
-        return replace(own, seen=(), measured=own.measured + self._measured(own.seen))
-
-    def _measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
+    def measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
         """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
         the last thread."""
         with self._lock:

@@ -32,7 +32,7 @@ class NewParts(NamedTuple):
     codes: Tensor
     others: tuple[PartBytes, ...]
     seen: Tensor | None = None
-    """The first numbers, flat, as a reader of the output decodes them; None if none are wanted."""
+    """The first numbers, flat, on the host, as a reader of the output decodes them; None if none are wanted."""
 
 
 def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | None:
@@ -48,7 +48,7 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
         if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
             part = target.packing.parts[role]
             changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
-    seen = _decoded(target.packing, first, codes.look, old, new) if codes.look else None
+    seen = host(_decoded(target.packing, first, codes.look, old, new)) if codes.look else None
     return NewParts(host(as_bytes(new[CODES])), tuple(changed), seen)
 
 
