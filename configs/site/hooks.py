@@ -164,7 +164,7 @@ def made(path: Path, names: Collection[str]) -> Iterator[tuple[str, ast.Call, Te
             within |= dict.fromkeys(map(id, ast.walk(node)), node.name)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
-        own = within.get(id(call), "") if ast.unparse(call.func) == "super().__init__" else ""
+        own = within.get(id(call), "") if getattr(call.func, "attr", "") == "__init__" else ""
         name = getattr(call.func, "id", own)
         if name in names:
             function = around.get(id(call))
