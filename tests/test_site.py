@@ -63,7 +63,8 @@ PASSED_ON = ("what", "e.what", "f'{text[:1].lower()}{text[1:]}'.rstrip('.')", "s
 def test_the_index_of_errors_has_every_message(hooks: ModuleType, index: str) -> None:
     from lora_merge import errors
 
-    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    every = vars(errors).items()
+    kinds = frozenset(name for name, kind in every if isinstance(kind, type) and issubclass(kind, Exception))
     counted = 0
     for path in sorted((ROOT / "lora_merge").rglob("*.py")):
         for _, call, known in hooks.made(path, kinds):

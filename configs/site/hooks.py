@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -123,7 +123,7 @@ def errors() -> str:
     }
     found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted((ROOT / "lora_merge").rglob("*.py")):
-        for name, what, fix in raised(path, set(kinds)):
+        for name, what, fix in raised(path, frozenset(kinds)):
             found.setdefault(name, set()).add((what, fix))
     lines = [
         "# Errors",
@@ -143,7 +143,7 @@ def errors() -> str:
     return "\n".join(lines)
 
 
-def raised(path: Path, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+def raised(path: Path, names: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     """Yield class, message and fix of every error that a module makes; several where its text depends on something."""
     for name, call, known in made(path, names):
         what, fix = (texts(call.args[n], known) if len(call.args) == 3 else [] for n in (0, 2))
@@ -152,23 +152,29 @@ def raised(path: Path, names: Collection[str]) -> Iterator[tuple[str, str, str]]
                 yield name, one, other
 
 
-def made(path: Path, names: Collection[str]) -> Iterator[tuple[str, ast.Call, Texts]]:
-    """Yield class, call and the texts of the names in it, for every error that a module makes."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    around: dict[int, ast.FunctionDef] = {}
-    within: dict[int, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            around |= dict.fromkeys(map(id, ast.walk(node)), node)  # the innermost last
-        elif isinstance(node, ast.ClassDef):
-            within |= dict.fromkeys(map(id, ast.walk(node)), node.name)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for call in calls:
-        own = within.get(id(call), "") if getattr(call.func, "attr", "") == "__init__" else ""
-        name = getattr(call.func, "id", own)
+@cache
+def made(path: Path, names: frozenset[str]) -> Sequence[tuple[str, ast.Call, Texts]]:
+    """Return class, call and the texts of the names in it, for every error that a module makes."""
+    calls = [*_calls(ast.parse(path.read_text(encoding="utf-8")), None, "")]
+    found = []
+    for call, function, kind in calls:
+        name = getattr(call.func, "id", kind if getattr(call.func, "attr", "") == "__init__" else "")
         if name in names:
-            function = around.get(id(call))
-            yield name, call, _constants(path) | (_locals(function, calls) if function else {})
+            known = _constants(path) | (_locals(function, [call for call, _, _ in calls]) if function else {})
+            found.append((name, call, known))
+    return found
+
+
+def _calls(
+    node: ast.AST, function: ast.FunctionDef | None, kind: str
+) -> Iterator[tuple[ast.Call, ast.FunctionDef | None, str]]:
+    """Yield every call below a node, with the function and the class that it stands in."""
+    if isinstance(node, ast.Call):
+        yield node, function, kind
+    function = node if isinstance(node, ast.FunctionDef) else function
+    kind = node.name if isinstance(node, ast.ClassDef) else kind
+    for inner in ast.iter_child_nodes(node):
+        yield from _calls(inner, function, kind)
 
 
 Texts: TypeAlias = dict[str, list[str]]
