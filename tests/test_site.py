@@ -78,7 +78,12 @@ def test_the_index_of_errors_has_every_message(hooks: ModuleType, index: str) ->
 
 def test_the_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
     page = hooks.blocks()
-    assert "| `MIDD` |" in page and "| Flux.1 |" in page
+    assert "| `MIDD` |" in page
+    assert "| Stable Diffusion 1 | `unet`, `te`, `te1` | `BASE`, `IN00`–`IN11`, `M00`, `OUT00`–`OUT11` |" in page
+    flux = "`CLIP`, `T5`, `IN`, `D00`–`D18`, `S00`–`S37`, `OUT` |"
+    assert re.search(rf"^\| Flux.1 \| .* \| {flux}", page, re.MULTILINE)
+    rows = page.partition("## Models with a table of names")[2].splitlines()
+    assert sum("`BASE`" in row or flux in row for row in rows) > 40
 
 
 def test_there_are_twenty_recipes() -> None:

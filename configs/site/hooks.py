@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gzip
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -102,11 +104,33 @@ def blocks() -> str:
         "",
         "## Models with a table of names",
         "",
-        "| model | components |",
-        "|---|---|",
+        "The blocks are those of one size of each model; others have more or fewer.",
+        "",
+        "| model | components | blocks |",
+        "|---|---|---|",
     ]
-    rows = {row.title: ", ".join(f"`{name}`" for name in _components(row)) for row in shipped()}
-    return "\n".join([*lines, *(f"| {title} | {rows[title]} |" for title in sorted(rows, key=str.lower)), ""])
+    rows, order = {row.title: ", ".join(f"`{name}`" for name in _components(row)) for row in shipped()}, orders()
+    named = (f"| {title} | {rows[title]} | {order.get(title, '')} |" for title in sorted(rows, key=str.lower))
+    return "\n".join([*lines, *named, ""])
+
+
+def orders() -> dict[str, str]:
+    """Return title of a model → its blocks, "`BASE`, `IN00`–`IN11` …", from the inventories of the tests."""
+    from lora_merge.models.blocks import blocks
+    from lora_merge.models.components import components
+    from lora_merge.models.names import Names
+
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "tests" / "headers").rglob("*.json.gz"), reverse=True):
+        shapes = {key: tuple(shape) for key, shape in json.loads(gzip.decompress(path.read_bytes())).items()}
+        names = Names(components(shapes, {}, (), None), shapes)
+        stacks: dict[str, list[str]] = {}
+        for block in blocks(names).order if names.architecture not in found else ():
+            stacks.setdefault(block.rstrip("0123456789"), []).append(block)
+        if stacks:
+            ends = (dict.fromkeys((stack[0], stack[-1])) for stack in stacks.values())
+            found[names.architecture] = ", ".join("–".join(f"`{block}`" for block in pair) for pair in ends)
+    return found
 
 
 def _components(row: Any) -> list[str]:
