@@ -32,12 +32,22 @@ LONGEST: Final = 40  # letters of choices that stand behind the name of an optio
 def with_groups(command: Any) -> Any:
     """Have a command say how it is used, and list its options by groups; returns the command.
 
-    `format_options` and `collect_usage_pieces` are click's places for that.
+    `format_options`, `collect_usage_pieces` and `shell_complete` are click's places for that.
     """
     if command is not None:
+        command.shell_complete = partial(_completed, command)
         command.format_options = partial(_grouped, command)
         command.collect_usage_pieces = partial(_usage, command)
     return command
+
+
+def _completed(command: Any, ctx: Any, incomplete: str) -> list[Any]:
+    """Return what the shell offers for a word: click's own, and the options of every command."""
+    complete = partial(type(command).shell_complete, command, ctx)
+    known = {row.partition(" ")[0]: text for row, text in EVERYWHERE}
+    named = [(name, text) for name, text in known.items() if incomplete[:1] == "-" and name.startswith(incomplete)]
+    item = type(complete("--")[0]) if named else None  # there is --help
+    return [*complete(incomplete), *(item(name, help=text) for name, text in named if item)]
 
 
 def _usage(command: Any, ctx: Any) -> list[str]:
