@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
@@ -122,9 +122,19 @@ class Job(Shown):
     """Whether a model card is written; None: with folders that name their inputs."""
 
 
-OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str], float] | Adapter
+@runtime_checkable
+class Opened(Protocol):
+    """An opened adapter, or a sum of several; the room `memory` makes them."""
+
+    @property
+    def terms(self) -> Sequence[tuple[Any, float]]:
+        """Pairs of an opened adapter, which has a `path`, and its strength."""
+
+
+OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str] | Opened, float] | Adapter | Opened
 Adapters: TypeAlias = OneAdapter | Sequence[OneAdapter] | Mapping[str, float] | Mapping[Path, float]
-"""The adapters that Python functions take: a path, a path with its strength, a list of them, or path → strength."""
+"""The adapters that Python functions take: a path, an opened adapter or a sum, each also with a strength, a list of
+them, or path → strength."""
 
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
@@ -147,11 +157,12 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     """
     found = checked(options)
     adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
-    single = isinstance(adapters, str | PathLike | Adapter) or is_pair(adapters)
+    single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     wanted = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
+    adapters = [*summands(adapters)]
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
@@ -208,6 +219,17 @@ def is_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
+def summands(adapters: Sequence[Any]) -> Iterator[Any]:
+    """Yield the adapters; an opened one or a sum as pairs of each opened adapter and its strength."""
+    for one in adapters:
+        source, strength = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)
+        if isinstance(source, Opened):
+            times = factor(strength, "the strength of an adapter")
+            yield from ((adapter, s * times) for adapter, s in source.terms)
+        else:
+            yield one
+
+
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
@@ -224,7 +246,7 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     own: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
         path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
-    path = expand(path)
+    path = expand(path.terms[0][0].path if isinstance(path, Opened) else path)
     if len(own) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in own), *parts))

@@ -84,6 +84,9 @@ def make_adapter_job(
     if output is None or (command in FILES and (str(output).endswith(("/", os.sep)) or is_folder(job.output))):
         job = _named(job, command, str(own["rank"]), absolute(Path()) if output is None else job.output)
     job = replace(job, method=method)
+    if command in ("resize", "convert") and len(job.adapters) != 1:
+        raise UsageError(f"{command} takes one adapter", f"{len(job.adapters)} adapters",
+                         "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     known = (*STORED_AS, LOKR.name) if command == "extract" else STORED_AS
     if own["algorithm"] not in known:

@@ -57,6 +57,9 @@ class Changes:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, number: float) -> AdapterSum:
+        return self * (1 / number) if isinstance(number, int | float) and number else NotImplemented
+
     def __neg__(self) -> AdapterSum:
         return self * -1.0
 

@@ -32,7 +32,7 @@ from ..engine.tensors import Item, TensorCache, as_bytes, decoded, stored_number
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, OneAdapter, is_pair, make_job
+from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands
 from ..measure import Measures
 from ..models.blocks import groups
 from ..models.names import names
@@ -254,12 +254,12 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
     items: Any = given
     if isinstance(given, Mapping) and given and all(isinstance(value, Real) for value in given.values()):
         items = [*given.items()]
-    elif isinstance(given, str | PathLike | Adapter | Mapping | LoadedAdapter) or is_pair(given):
+    elif isinstance(given, str | PathLike | Adapter | Mapping | LoadedAdapter | Opened) or is_pair(given):
         items = [given]
     items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(summands(items)):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
         if isinstance(source, Mapping):

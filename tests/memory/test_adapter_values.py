@@ -69,3 +69,21 @@ def test_what_is_no_strength_or_no_module_is_refused(folder: Path) -> None:
         a + 1
     with pytest.raises(TypeError):
         a * "2"  # type: ignore[operator]
+
+
+def test_a_sum_is_merged_and_combined_as_its_terms_are(folder: Path, tmp_path: Path) -> None:
+    """By every function that takes adapters: on files, on tensors, alone, in a list, and at a further strength."""
+    a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
+    base, pairs = folder / "base.safetensors", [(folder / "a.safetensors", 0.25), (folder / "b.safetensors", -0.5)]
+    known = lora_merge.merge_state_dict(load_file(base), pairs)
+    half = a / 2 - b
+    for given in ((half, 0.5), [(half, 0.5)], [0.5 * half], 0.5 * half, [a / 4, -0.5 * b], [(a, 0.25), (b, -0.5)]):
+        lora_merge.merge(base, given, tmp_path / "merged.safetensors", overwrite=True, verify=False)
+        made = load_file(tmp_path / "merged.safetensors"), lora_merge.merge_state_dict(load_file(base), given)
+        assert all(torch.equal(one[n], known[n]) for n in known for one in made)
+    report = lora_merge.combine([half, (a, 2)], tmp_path / "c.safetensors")
+    assert [row["strength"] for row in report.coverage.values()] == [0.5, -1, 2]
+    with pytest.raises(UsageError, match="one adapter"):
+        lora_merge.resize(a + b, tmp_path / "r.safetensors", rank=2)
+    with pytest.raises(TypeError):
+        a / 0
