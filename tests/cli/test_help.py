@@ -138,7 +138,7 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
     assert offered("ba") == ["batch", "base.safetensors"]
     assert offered("base.safetensors", "x", "--dtype", "b") == ["bf16"]
     assert offered("merge", "base.safetensors", "x", "--device", "cu") == ["cuda", "cuda:0"]
-    assert offered("merge", "base.safetensors", "x", "--de") == ["--density", "--debug"]
+    assert offered("merge", "base.safetensors", "x", "--deb") == ["--debug"]
     assert offered("inspect", "--c") == ["--color"] and "--html" in offered("inspect", "-")
     assert offered("merge", "ba") == [], "bash itself offers files then"
 
