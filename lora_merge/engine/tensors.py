@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES
+from ..dtypes import ITEM_BYTES, TABLE
 from ..errors import InputError
 from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
@@ -247,7 +247,7 @@ def in_place(group: Sequence[Item], at: Placement) -> bool:
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return the bytes as a tensor that shares them."""
-    kind = TORCH_DTYPES[dtype]
+    kind = TORCH_DTYPES.get(dtype) or getattr(torch, TABLE[dtype].library)
     if not raw.nbytes:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)

@@ -246,6 +246,8 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
     if target.uses or (len(targets) > 1 and any(t.uses for t in targets)):
         for run in _runs(targets):
             yield target.packing.encoding.nbytes(run.count), run
+        if rest := target.padding:
+            yield rest, _Copied(target, target.nbytes - rest, rest, untouched=True)
         return
     if target.copied:
         step = max(1, limit // 4)

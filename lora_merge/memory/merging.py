@@ -28,7 +28,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
 from ..engine.storing.new_codes import made_again
 from ..engine.storing.recoding import new_parts, refitted
-from ..engine.tensors import Item, TensorCache, as_bytes, decoded, stored_numbers
+from ..engine.tensors import Fetch, Item, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
@@ -207,6 +207,7 @@ def _merged(
             continue
         device = "cpu" if held is None else held.device
         out = merged[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        _copy_padding(target, out, fetch)
         for block in blocks(target):
             if held is None or target.weight.packed:
                 numbers = stored_numbers(target.weight, *block.stored, fetch)
@@ -228,6 +229,13 @@ def _merged(
             outcome += replace(again, largest={})
         outcome += Outcome(parts=tuple(new_parts(new)))
     return merged, outcome
+
+
+def _copy_padding(target: OutputTensor, out: Tensor, fetch: Fetch) -> None:
+    """Copy the stored rows behind those of a weight of codes."""
+    if rest := target.padding:
+        at = target.source.offset + target.nbytes - rest
+        as_bytes(out)[-rest:].copy_(fetch(replace(target.source, dtype="U8", shape=(rest,), offset=at, nbytes=rest)))
 
 
 def _amend(kept: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:

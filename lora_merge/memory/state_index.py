@@ -24,6 +24,10 @@ TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_em
 """The configuration of a model whose head shares the tensor of its embeddings."""
 
 
+STORED: Final = FILE_DTYPES | {getattr(torch, name): "F8_E8M0" for name in ("float8_e8m0fnu",) if hasattr(torch, name)}
+"""Dtype → its name in files; older versions of torch lack the dtype of powers of two."""
+
+
 def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> Index:
     """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors.
 
@@ -43,7 +47,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
     for key, value in tensors.items():
         if not isinstance(key, str):
             raise unlike(key, f"a name in {path}", "a str")
-        if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
+        if not isinstance(value, Tensor) or value.dtype not in STORED or value.layout != torch.strided:
             fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
             raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
         if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
@@ -51,7 +55,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
             raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
         check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
-        infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)
+        infos[key] = StoredTensor(key, STORED[value.dtype], tuple(value.shape), source, 0, nbytes)
     return Index(path, infos, {}, (path,))
 
 

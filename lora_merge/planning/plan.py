@@ -73,6 +73,13 @@ class OutputTensor(NamedTuple):
         return not self.uses and not self.recoded
 
     @property
+    def padding(self) -> int:
+        """The bytes of stored rows behind those of the weight, which are copied."""
+        if self.packed is None or self.recoded:
+            return 0
+        return max(0, self.nbytes - self.packed.encoding.nbytes(prod(self.shape)))
+
+    @property
     def group(self) -> int:
         """The number of consecutive numbers that are decoded or encoded together."""
         if self.packed is None and self.weight.packed is None:

@@ -295,3 +295,46 @@ def test_rotated_rows_with_one_scale_are_refused(tmp_path: Path) -> None:
             source, save(adapter(NAMES[:1]), tmp_path / "l.safetensors"), tmp_path / "o.safetensors", dtype="bf16"
         )
     assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("told", ["bias", "orig_shape"])
+@pytest.mark.parametrize("rows", [130, 7])
+@pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4"])
+def test_rows_that_fill_up_a_weight_are_none_of_the_model(name: str, rows: int, told: str, tmp_path: Path) -> None:
+    """comfy-kitchen stores a multiple of 32 or 16 rows; a bias, or the JSON, says how many there are."""
+    form, shape, layer = FORMS[name], (rows, 192), NAMES[0]
+    weight = rand(*shape, seed=3, scale=0.02)
+    found = {f"{layer}.{last}": value for last, value in form.make(weight).items()}
+    mark = form.note | ({"orig_shape": list(shape)} if told == "orig_shape" else {})  # type: ignore[operator]
+    found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    if told == "bias":
+        found[f"{layer}.bias"] = torch.zeros(rows)
+    source, out = save(found, tmp_path / "base.safetensors"), tmp_path / "out.safetensors"
+    lora = {f"{layer}.lora_A.weight": rand(4, 192, seed=4), f"{layer}.lora_B.weight": rand(rows, 4, seed=5, scale=0.02)}
+    adapter_file = save(lora, tmp_path / "lora.safetensors")
+
+    def read(tensors: Tensors) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantised_forms, "SHAPE", (found[f"{layer}.weight"].shape[0], 192))
+            return form.read(parts(tensors, layer)).double()
+
+    want = read(found)
+    want[:rows] += lora[f"{layer}.lora_B.weight"].double() @ lora[f"{layer}.lora_A.weight"].double()
+    lora_merge.merge(source, adapter_file, out)
+    assert lora_merge.verify(out, full=True)["full"]
+    made = load(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", tuple(want.shape))
+        half = form.half_step(parts(made, layer), want)
+    assert ((read(made) - want).abs() <= half * 1.001 + 1e-12).all()
+    assert same(made[f"{layer}.weight"][rows:].contiguous(), found[f"{layer}.weight"][rows:].contiguous())
+    in_memory = lora_merge.merge_state_dict(found, adapter_file)
+    assert all(same(in_memory[key], tensor) for key, tensor in made.items())
+    lora_merge.merge(source, adapter_file, tmp_path / "plain.safetensors", dtype="fp32")
+    plain = load(tmp_path / "plain.safetensors")[f"{layer}.weight"]
+    assert plain.shape == shape
+    torch.testing.assert_close(plain.double(), want[:rows], rtol=1e-6, atol=1e-6)
+    mark["orig_shape"] = [rows, 200]
+    found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(save(found, source), adapter_file, tmp_path / "no.safetensors")

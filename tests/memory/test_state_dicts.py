@@ -17,7 +17,9 @@ from ..files.test_quantised_bases import NAMES, adapter, base, same
 from ..support import load, save
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes nf4 doubled", "bitsandbytes int8", "ComfyUI nvfp4", "ComfyUI fp8 rows"])
+@pytest.mark.parametrize(
+    "name", ["bitsandbytes nf4 doubled", "bitsandbytes int8", "ComfyUI nvfp4", "ComfyUI mxfp8", "ComfyUI fp8 rows"]
+)
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 def test_a_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")

@@ -47,3 +47,17 @@ def layers(found: Checkpoint) -> Iterator[tuple[str, Layer]]:
         options = {**options, **(inner if isinstance(inner, dict) else {})}
         if isinstance(form := options.get("format"), str):
             yield (name if f"{name}.weight" in found.tensors else PREFIX + name), Layer(form, options)
+
+
+def rows_of(found: Checkpoint, stem: str, layer: Layer, stored: tuple[int, int], unit: int) -> int:
+    """Return the rows of a weight of which (rows, columns) are stored, the rows filled up to a multiple of `unit`.
+
+    They follow from the bias, or from the shape in the JSON; 0 where that has other columns.
+    """
+    told, bias = layer.options.get("orig_shape"), found.get(stem, "bias")
+    rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 else stored[0]
+    if isinstance(told, list) and len(told) == 2 and all(isinstance(n, int) for n in told):
+        if told[1] != stored[1]:
+            return 0
+        rows = told[0]
+    return rows if rows > 0 and -(-rows // unit) * unit == stored[0] else stored[0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
-from .comfy import layers
+from .comfy import layers, rows_of
 from .scaled import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ LARGEST: Final = 6.0  # of e2m1
 COVERED: Final = 7.0  # half a step beyond the largest code
 FINE: Final = 2.4  # a block whose largest code would be below is fitted again
 FP8: Final = 448.0  # the largest scale of a block
+ROWS: Final = 16  # of which ComfyUI stores a multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +227,9 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
         of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"),
                         pre=found.get(stem, "pre_quant_scale"))  # fmt: skip
         if packing := fp4(of, high_first=True, swizzled=True):
-            yield claimed(codes, codes.name, (codes.shape[0], codes.shape[1] * 2), packing)
+            cols = codes.shape[1] * 2
+            if rows := rows_of(found, stem, layer, (codes.shape[0], cols), ROWS):
+                yield claimed(codes, codes.name, (rows, cols), packing)
 
 
 def modelopt(found: Checkpoint) -> Iterator[Claim]:

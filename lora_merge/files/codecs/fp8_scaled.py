@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from .base import Checkpoint, Claim, Packing, Part, claimed
-from .comfy import Layer, layers
+from .comfy import Layer, layers, rows_of
 from .packed_ints import packed
 from .scaled import SCALE, Stored, scaled
 
@@ -25,6 +25,7 @@ LABELS: Final = {"int8_tensorwise": "int8", "mxfp8": "mxfp8"}
 FP8_SCALED: Final = "fp8_scaled"
 FOUR_BITS: Final = "convrot_w4a4"
 SIZES: Final = (4, 16, 64, 256, 1024)
+ROWS: Final = 32  # of which ComfyUI stores a multiple in mxfp8
 ROTATED: Final = 256
 """Columns that are rotated together, where the JSON does not say it."""
 
@@ -51,7 +52,11 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         of = Stored(weight, side, LABELS.get(layer.form, FP8_SCALED), beside, None, (1, 32) if mx else None, mx)
         settings = _settings(layer)
         if settings is not None and (side.dtype == "F32") != mx and (packing := scaled(of, **settings)):
-            yield claimed(weight, weight.name, weight.shape, packing)
+            rows, *cols = weight.shape
+            if mx:
+                rows = rows_of(found, stem, layer, (rows, cols[0]), ROWS)
+            if rows:
+                yield claimed(weight, weight.name, (rows, *cols), packing)
 
 
 def _settings(layer: Layer) -> dict[str, Any] | None:
