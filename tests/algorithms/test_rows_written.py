@@ -81,6 +81,45 @@ def test_an_average_of_all_rows_is_their_average(files: Folder, tmp_path: Path) 
             assert (value - expect[1][key]).abs().max() <= 3e-5 * (value - before[key]).abs().max() + 1e-7, key
 
 
+def factored(adapters: list[Path]) -> list[Path]:
+    """The adapters but those of stacked experts, for whose weights no format has factors."""
+    return [a for a in adapters if "experts" not in a.parent.name]
+
+
+METHODS = {
+    "ties": {"density": 0.4},
+    "breadcrumbs": {"density": 0.5, "gamma": 0.1},
+    "prune": {"density": 0.3},
+    "sum": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, method: str, tmp_path: Path) -> None:
+    """Every row, and the same changes as whole matrices: adapters-out, law 2."""
+    base, adapters = files[0], factored(files[1])
+    dense, one, other = (tmp_path / f"{name}.safetensors" for name in ("dense", "one", "other"))
+    lora_merge.combine(adapters, dense, base=base, algorithm="full", dtype="fp32", verify=False)
+    options = {"base": base, "method": method, "rank": 3, "dtype": "fp32", "verify": False, **METHODS[method]}
+    lora_merge.combine(adapters, one, **options)  # type: ignore[arg-type]
+    lora_merge.combine([dense], other, **options)  # type: ignore[arg-type]
+    expect_same(base, merged(base, [(one, 1.0)]), merged(base, [(other, 1.0)]), 1e-4)
+
+
+def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path: Path) -> None:
+    """Every row: cut to 3 and then to 2 is cut to 2, and no larger rank comes back."""
+    base, adapters = files[0], factored(files[1])
+    paths = {name: tmp_path / f"{name}.safetensors" for name in ("two", "three", "again", "back")}
+    made = {"base": base, "dtype": "fp32", "verify": False}
+    for name, rank in (("two", 2), ("three", 3)):
+        lora_merge.combine(adapters, paths[name], rank=rank, **made)  # type: ignore[arg-type]
+    lora_merge.resize(paths["three"], paths["again"], rank=2, dtype="fp32", verify=False)
+    lora_merge.resize(paths["again"], paths["back"], rank=3, dtype="fp32", verify=False)
+    wanted = merged(base, [(paths["two"], 1.0)])
+    for name in ("again", "back"):
+        expect_same(base, wanted, merged(base, [(paths[name], 1.0)]), 1e-4)
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if not row_files.kind(r)])
 def test_a_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: str, tmp_path: Path) -> None:
     """A copied formula whose α cannot hold a strength, such as a rotation, is refused before a proof has to find it."""
