@@ -33,6 +33,7 @@ from ..support import Tensors, rand
 from . import quantised_forms
 from .quantised_forms import FORMS, Form, note, rows
 from .test_other_formats import FORMS as BY_LIBRARIES
+from .test_torchao import STORED
 
 LAYER = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{LAYER}.weight"
@@ -145,6 +146,12 @@ def _torchao(shape: Shape) -> Example:
     return Example(layer, {}, {"tensor_names": "[]", WEIGHT: entry})
 
 
+def _stored_by_torchao(name: str, _: Shape) -> Example:
+    layer, told = STORED[name]
+    tensors = {last: value for last, value in layer.items() if last != "want"}
+    return Example(tensors, {}, {"tensor_names": "[]", WEIGHT: told})
+
+
 def _experts(shape: Shape) -> Example:
     """gpt-oss: [experts, out, in], of which the model knows the transposes."""
     random = torch.Generator().manual_seed(0)
@@ -177,6 +184,7 @@ EXAMPLES: dict[str, Callable[[Shape], Example]] = {
     },
     "ComfyUI old style": _old_style,
     "torchao Int8Tensor": _torchao,
+    **{f"torchao {name}": partial(_stored_by_torchao, name) for name in STORED},
     "gpt-oss": _experts,
 }  # fmt: skip
 """Row → its example in a shape; layers that a library stored have their own."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load as load_bytes
 from safetensors.torch import save_file
 
 import lora_merge
@@ -96,3 +98,43 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     save_file(load(file), file, metadata)
     with pytest.raises(InputError, match="quantised: torchao"):
         lora_merge.merge(folder, lora(tmp_path / "lora.safetensors")[0], tmp_path / "out")
+
+
+def stored() -> dict[str, tuple[Tensors, str]]:
+    """Name → the tensors of a layer of 40 rows as torchao 0.18.0 stores it, with what it reads back in `want`, and its
+    entry of the metadata. A part of one row is zeros."""
+    raw = lzma.decompress((Path(__file__).parent / "torchao.safetensors.xz").read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
+    found: dict[str, Tensors] = {name: {} for name in metadata}
+    for key, value in load_bytes(raw).items():
+        name, _, last = key.partition("/")
+        powers = last == "_weight_scale" and value.dtype == torch.uint8  # the library reads no such dtype from memory
+        found[name][last] = value.view(torch.float8_e8m0fnu) if powers else value
+    return {name: (tensors, metadata[name]) for name, tensors in found.items()}
+
+
+STORED = stored()
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_floats_of_few_bits_are_read_as_torchao_reads_them(name: str, tmp_path: Path) -> None:
+    layer, told = STORED[name]
+    tensors = {f"{NAME}.{last}": value for last, value in layer.items() if last != "want"}
+    tensors[f"{NAME}._weight_act_per_tensor_scale"] = torch.tensor(0.5)
+    (tmp_path / "base").mkdir()
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {f"{NAME}.weight": told, "tensor_names": "[]"})
+    config = {"model_type": "x", "quantization_config": {"quant_method": "torchao"}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    down, up = rand(4, 64, seed=1), rand(40, 4, seed=2, scale=0.02)
+    stem = f"base_model.model.{NAME}.lora"
+    adapter = save({f"{stem}_A.weight": down, f"{stem}_B.weight": up}, tmp_path / "lora.safetensors")
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "plain", dtype="fp32")
+    made = load(tmp_path / "plain" / "model.safetensors")
+    assert [*made] == [f"{NAME}.weight"]
+    torch.testing.assert_close(made[f"{NAME}.weight"], layer["want"] + up @ down, rtol=1e-6, atol=1e-6)
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "kept")
+    assert lora_merge.verify(tmp_path / "kept", full=True)["full"]
+    kept = load(tmp_path / "kept" / "model.safetensors")
+    assert {k: (v.dtype, v.shape) for k, v in kept.items()} == {k: (v.dtype, v.shape) for k, v in tensors.items()}
+    assert kept[f"{NAME}._weight_act_per_tensor_scale"] == 0.5

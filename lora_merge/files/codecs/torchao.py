@@ -1,28 +1,94 @@
-"""Weights of torchao as transformers saves them: Int8Tensor and Float8Tensor, W = (q − z) · s.
+"""Weights of torchao as transformers saves them: Int8Tensor, Float8Tensor, MXTensor and NVFP4Tensor.
 
 `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and, with zero points, `L._weight_zero_point`; an entry
-`L.weight` of the metadata says of which class the weight is and which block of it shares a scale.
-https://github.com/pytorch/ao torchao/prototype/safetensors/safetensors_support.py.
+`L.weight` of the metadata says of which class the weight is and which block of it shares a scale. The scales of
+MXTensor and NVFP4Tensor may lie in cuBLAS's tiles; NVFP4Tensor may have a scale of the whole weight.
+https://github.com/pytorch/ao torchao/prototype/safetensors/safetensors_support.py, torchao/prototype/mx_formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
+from ...algorithms import Shape
+from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...limits import from_json
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, Claim, Packing, claimed
+from .fp4 import Fp4Tensors, fp4
 from .scaled import Stored, scaled
-
-CLASSES: Final = {"Int8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
-"""Class of a weight → dtype of its codes. Others hold numbers of fewer bits, or codes in the order of a kernel."""
 
 NAMES: Final = "tensor_names"
 """Entry of the metadata with the names of all tensors."""
 
-ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 250
+ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
+
+
+class Tensors(NamedTuple):
+    """The tensors of one weight, and what its entry says."""
+
+    codes: StoredTensor
+    scale: StoredTensor
+    zero: StoredTensor | None
+    whole: StoredTensor | None
+    told: Mapping[str, Any]
+    label: str
+    beside: frozenset[str]
+
+
+Read = tuple[Packing | None, Shape]
+"""How a weight is stored, if it is read, and its shape."""
+
+
+def _blocks(of: Tensors, dtype: str) -> Read:
+    """Return how codes of one byte with a scale for each block are stored."""
+    codes, scale, zero, beside = of.codes, of.scale, of.zero, of.beside
+    block = of.told.get("block_size")
+    if codes.dtype != dtype or not isinstance(block, list) or len(block) != len(codes.shape) or len(block) < 2:
+        return None, ()
+    if not all(isinstance(n, int) and n > 0 for n in block) or any(n != 1 for n in block[:-2]):
+        return None, ()
+    if zero is not None and (prod(zero.shape) != prod(scale.shape) or prod(scale.shape) > prod(codes.shape)):
+        return None, ()
+    if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
+        beside, zero = beside | {zero.name}, None
+    one = prod(scale.shape) == 1 and zero is None
+    return scaled(Stored(codes, scale, of.label, beside, zero, None if one else (block[-2], block[-1]))), codes.shape
+
+
+def _mx(of: Tensors) -> Read:
+    """Return how codes with a power of two for 32 columns are stored."""
+    element = of.told.get("elem_dtype")
+    kind = element.get("_data") if isinstance(element, Mapping) else None
+    swizzled = bool(of.told.get("is_swizzled_scales"))
+    if of.told.get("block_size") != 32 or of.zero is not None or of.whole is not None:
+        return None, ()
+    if (kind, of.codes.dtype) == ("float8_e4m3fn", "F8_E4M3"):
+        stored = Stored(of.codes, of.scale, of.label, of.beside, block=(1, 32), byte_powers=True)
+        return (scaled(stored, swizzled=swizzled) if stored.kind == "E8M0" else None), of.codes.shape
+    return _halves(of, swizzled=swizzled) if kind == "float4_e2m1fn_x2" else (None, ())
+
+
+def _nvfp4(of: Tensors) -> Read:
+    """Return how 4-bit codes with fp8 scales for 16 columns are stored."""
+    if of.told.get("block_size") != 16 or of.zero is not None:
+        return None, ()
+    return _halves(of, swizzled=bool(of.told.get("is_swizzled_scales")), fp8_scales=True)
+
+
+def _halves(of: Tensors, *, swizzled: bool, fp8_scales: bool = False) -> Read:
+    stored = Fp4Tensors(of.codes, of.scale, of.label, of.whole, of.beside, fp8_scales=fp8_scales)
+    return fp4(stored, swizzled=swizzled), (*of.codes.shape[:-1], 2 * of.codes.shape[-1] if of.codes.shape else 0)
+
+
+CLASSES: Final[Mapping[str, Callable[[Tensors], Read]]] = MappingProxyType({
+    "Int8Tensor": lambda of: _blocks(of, "I8"), "Float8Tensor": lambda of: _blocks(of, "F8_E4M3"),
+    "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
+})  # fmt: skip
+"""Class of a weight → how it is read. Others hold whole numbers of fewer bits, or codes in the order of a kernel."""
 
 
 def claim(found: Checkpoint) -> Iterator[Claim]:
@@ -33,30 +99,24 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         stem, _, last = codes.name.rpartition(".")
         parameter = last.removeprefix("_").removesuffix("_qdata")
         name = f"{stem}.{parameter}"
-        scale, zero = (found.get(stem, f"_{parameter}_{part}") for part in ("scale", "zero_point"))
-        kind, block = _entry(found.metadata.get(name, ""))
-        if scale is None or CLASSES.get(kind) != codes.dtype or len(block) != len(codes.shape) or len(block) < 2:
+        scale, zero, whole = (
+            found.get(stem, f"_{parameter}_{part}") for part in ("scale", "zero_point", "per_tensor_scale")
+        )
+        kind, told = _entry(found.metadata.get(name, ""))
+        if scale is None or kind not in CLASSES:
             continue
-        if not all(isinstance(n, int) and n > 0 for n in block) or any(n != 1 for n in block[:-2]):
-            continue
-        if zero is not None and (prod(zero.shape) != prod(scale.shape) or prod(scale.shape) > prod(codes.shape)):
-            continue
-        beside: frozenset[str] = frozenset()
-        if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
-            beside, zero = frozenset((zero.name,)), None
-        one = prod(scale.shape) == 1 and zero is None
-        of = Stored(codes, scale, f"torchao {kind}", beside, zero, None if one else (block[-2], block[-1]))
-        if packing := scaled(of):
-            yield claimed(codes, name, codes.shape, packing)
+        beside = found.present(stem, f"_{parameter}_act_per_tensor_scale")
+        packing, shape = CLASSES[kind](Tensors(codes, scale, zero, whole, told, f"torchao {kind}", beside))
+        if packing is not None:
+            yield claimed(codes, name, shape, packing)
 
 
-def _entry(text: str) -> tuple[str, list[Any]]:
-    """Return (class of a weight, shape of the block with one scale) from its metadata; ("", []) if none."""
+def _entry(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Return (class of a weight, its settings) from its metadata; ("", {}) if none."""
     try:
         entry = from_json(text.encode()) if 0 < len(text) <= ENTRY_LIMIT else {}
     except ValueError:
         entry = {}
     inner = entry.get("_data") if isinstance(entry, dict) else None
-    block = inner.get("block_size") if isinstance(inner, dict) else None
     kind = entry.get("_type") if isinstance(entry, dict) else None
-    return (kind, block) if isinstance(kind, str) and isinstance(block, list) else ("", [])
+    return (kind, inner) if isinstance(kind, str) and isinstance(inner, dict) else ("", {})
