@@ -34,6 +34,16 @@ WIDEST: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
 
 
+REFLOWING: Final = (
+    "VTE_VERSION", "WT_SESSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE",
+    "ITERM_SESSION_ID", "GHOSTTY_RESOURCES_DIR", "VSCODE_INJECTION",
+)  # fmt: skip
+"""Variables of terminals that break long lines again when their width changes."""
+
+CUT: Final = ("XTERM_VERSION", "STY")
+"""Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
+
+
 def taken(args: Sequence[str]) -> list[str]:
     """Return the arguments without the options of every command; UsageError for a value that `--color` lacks."""
     rest, at = list[str](), 0
@@ -95,6 +105,14 @@ def columns(stream: Any) -> int:
         return shutil.get_terminal_size().columns
 
 
+def reflows() -> bool:
+    """Return whether this is a terminal that breaks long lines again when it gets another width; False if not known."""
+    own = os.environ
+    if own.get("TMUX") and own.get("TERM", "").startswith(("tmux", "screen")):
+        return True
+    return not any(map(own.get, CUT)) and any(map(own.get, REFLOWING))
+
+
 def console(stream: Any) -> Console:
     """Return a console of Rich on a stream, as wide as the terminal; with colours where they are wanted."""
     from rich.console import Console
@@ -104,6 +122,12 @@ def console(stream: Any) -> Console:
         file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
         color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
     )  # fmt: skip
+
+
+def prepare(stream: Any) -> None:
+    """Import what `show` needs for a stream. On a busy machine that takes a second, in which nothing else is shown."""
+    if styled(stream):
+        from rich import box, console, panel, table, text  # noqa: F401
 
 
 def show(*shown: RenderableType, err: bool = False) -> None:

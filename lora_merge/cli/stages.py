@@ -17,7 +17,7 @@ from typing import Any, Final
 from ..progress import Stage, Step
 from ..text import one_line
 from ..text import size as in_units
-from .look import columns, has
+from .look import columns, has, prepare, reflows
 from .streams import commanding
 
 BEAT: Final = 0.2
@@ -46,15 +46,6 @@ SURE: Final = 0.002
 
 MOST: Final = 8
 """Lines for jobs under way; further ones are counted."""
-
-REFLOWING: Final = (
-    "VTE_VERSION", "WT_SESSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE",
-    "ITERM_SESSION_ID", "GHOSTTY_RESOURCES_DIR", "VSCODE_INJECTION",
-)  # fmt: skip
-"""Variables of terminals that break long lines again when their width changes."""
-
-CUT: Final = ("XTERM_VERSION", "STY")
-"""Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 """Pictures of a heartbeat, for terminals with and without these letters."""
@@ -301,14 +292,6 @@ class Display:
             self.stream.flush()
 
 
-def reflows() -> bool:
-    """Return whether this is a terminal that breaks long lines again when it gets another width; False if not known."""
-    own = os.environ
-    if own.get("TMUX") and own.get("TERM", "").startswith(("tmux", "screen")):
-        return True
-    return not any(map(own.get, CUT)) and any(map(own.get, REFLOWING))
-
-
 def interval(seconds: float) -> str:
     """Return "0:07", "12:30" or "1:02:03"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -319,6 +302,8 @@ def interval(seconds: float) -> str:
 @contextmanager
 def paused(display: Display | None) -> Iterator[None]:
     """Take the lines of a display away, if there is one, while the block prints."""
+    if display is not None:
+        prepare(sys.stdout)
     with display.paused() if display is not None else nullcontext():
         yield
 

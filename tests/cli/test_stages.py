@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lora_merge.cli import stages
-from lora_merge.cli.stages import BEAT, CUT, MOST, PROOF, REFLOWING, Display, Jobs, interval
+from lora_merge.cli.look import CUT, REFLOWING
+from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
 from lora_merge.progress import APART, Gathered, Step
 
 from ..support import kohya, save, sd1
