@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -23,6 +24,8 @@ from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.factored import of_factors
 from .truncation.storing import apart, apart_from, inner, squares_of, stored
 from .truncation.triples import Triples
+
+LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
@@ -131,6 +134,20 @@ def _products(changes: Sequence[Change]) -> list[list[float]]:
     return [[product(a, b) for b in changes] for a in changes]
 
 
+def beyond_fp64(name: str) -> TooLarge:
+    """Return the error for a layer whose change is too large for fp64."""
+    return TooLarge("the change of a layer is too large to be computed", name, "leave this layer out")
+
+
+@contextmanager
+def decomposing(name: str) -> Iterator[None]:
+    """Raise TooLarge, with the name of a layer, where the products of its numbers are too large for fp64."""
+    try:
+        yield
+    except LinAlgError as e:
+        raise beyond_fp64(name) from e
+
+
 def spectrum(wanted: Wanted, rule: Rule, noise: float, at: Placement = HOST) -> Triples:
     """Return the singular triples of a layer, as many as its rule needs; matrices are decomposed at a placement."""
     if wanted.whole is None:
@@ -148,7 +165,8 @@ def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, 
     for name, wanted in layers:
         if wanted.squares > 0:
             whole = wanted.whole
-            found = spectrum(wanted, everything, noise).values if whole is None else values_of(whole)
+            with decomposing(name):
+                found = spectrum(wanted, everything, noise).values if whole is None else values_of(whole)
             values = found.tolist()
             spectra[name] = values[: choose(everything, values)]
             widths[name] = sum(wanted.matrix) * itemsize
@@ -197,7 +215,8 @@ class Storage:
         if target.stacked:
             raise FitError("the weights of stacked experts have no factors in these formats", target.name,
                            "store whole matrices with --algorithm full")  # fmt: skip
-        found = triples or spectrum(wanted, cut.rule, self.noise, self.at)
+        with decomposing(target.name):
+            found = triples or spectrum(wanted, cut.rule, self.noise, self.at)
         rank = cut.rank
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, prod
 from threading import local
 from typing import Final
 
@@ -20,7 +20,7 @@ from ..planning.combining import Combining
 from ..progress import Counting
 from .changes import Evaluator, is_plain
 from .job import FACTORS, WHOLE, AdapterJob
-from .layers import Cut, Layer, Storage, Wanted, combine, expect_finite, shared_out
+from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources, Target
@@ -81,6 +81,8 @@ class Maker:
         if wanted is None:
             return None
         layer = self._layer(target, wanted, rank)
+        if not isfinite(layer.squares):
+            raise beyond_fp64(target.name)
         where = f"{self.job.output}: {target.label}"
         expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
         return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..adapters_out.changes import Evaluator
 from ..adapters_out.job import make_adapter_job
 from ..adapters_out.layers import combine as combined
-from ..adapters_out.layers import spectrum
+from ..adapters_out.layers import decomposing, spectrum
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.sources import Sources, open_sources
 from ..disk.reader import Reader
@@ -145,7 +145,8 @@ class Changes:
             if not changes:
                 return []
             wanted = combined(job, target, changes, [""] * len(self.terms))
-            return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
+            with decomposing(target.name):
+                return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
 
 
 class OpenAdapter(LoadedAdapter, Changes):

@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[Tensors, int, str]] = {
     "no up": (changed(up=None), 3, "img_attn_proj has no up"),
     "ranks that differ": (changed(down=rand(2, 8)), 4, "img_attn_proj"),
     "alpha is NaN": (changed(alpha=torch.tensor(float("nan"))), 3, ALPHA),
+    "products too large for fp64": (changed(down=torch.full((3, 8), 1e200, dtype=torch.float64), up=torch.full((8, 3), 1e200, dtype=torch.float64)), 3, "img_attn"),
     "no change at all": ({k: torch.zeros_like(v) for k, v in of_flux().items()}, 3, "changes nothing"),
 }  # fmt: skip
 RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
@@ -43,6 +44,8 @@ RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
     "convert with a base": lambda a, o, base: lora_merge.convert(a, o, to="diffusers", base=base),
     "keep": lambda a, o, _: lora_merge.convert(a, o, dtype="fp32"),
     "resize": lambda a, o, _: lora_merge.resize(a, o, rank=1),
+    "resize all together": lambda a, o, _: lora_merge.resize(a, o, rank="size:1KiB"),
+    "ties": lambda a, o, base: lora_merge.combine([a, (a, 0.5)], o, base=base, method="ties", rank=2),
     "combine": lambda a, o, base: lora_merge.combine([a, (a, 0.5)], o, base=base),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
+from math import isnan, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from ...job import Adapter
 from ...progress import Counting
 from ..changes import Change, Evaluator
 from ..job import AdapterJob
+from ..layers import beyond_fp64
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources, Target
 from ..truncation.storing import squares_of
@@ -78,6 +79,8 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
         compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
         for target, off in zip(chosen, compared, strict=True):
             worst, name = max((worst, name), (off, target.key))
+            if isnan(off):  # infinite on both sides
+                raise beyond_fp64(target.key)
             if not off <= allowed:
                 where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)

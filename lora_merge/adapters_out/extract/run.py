@@ -30,7 +30,7 @@ from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Storage, Wanted, expect_finite, shared_out
+from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one
 from ..places import Place
@@ -174,9 +174,10 @@ def _made(
     def work(batch: Batch) -> list[Made | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
         changed = [difference(pair, *sides) for pair in batch]
-        triples = extractor.together(changed) if len(batch) > 1 and not ranks else [None] * len(batch)
-        return [None if c is None else extractor.made(c, ranks.get(c.pair.name), t) or c.pair
-                for c, t in zip(changed, triples, strict=True)]  # fmt: skip
+        with decomposing(batch[0].name):
+            triples = extractor.together(changed) if len(batch) > 1 and not ranks else [None] * len(batch)
+            return [None if c is None else extractor.made(c, ranks.get(c.pair.name), t) or c.pair
+                    for c, t in zip(changed, triples, strict=True)]  # fmt: skip
 
     room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])
     tasks = [*batches(pairs, room, bound)]
