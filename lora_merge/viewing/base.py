@@ -14,6 +14,7 @@ from ..files.lookalikes import foreign
 from ..models.blocks import blocks
 from ..models.names import Names, names
 from ..planning.recipe import KEY, parsed
+from .formats import formats
 
 FORMER: Final = 20  # merges that are told one by one, of a chain of outputs that became bases
 
@@ -23,14 +24,15 @@ def base_facts(index: Index) -> dict[str, Any]:
     lookup = names(index)
     recipe = parsed(index.metadata.get(KEY, ""))
     other = foreign(index.tensors) if lookup.architecture == "unknown" else None
-    parameters = sum(prod(t.shape) for t in index.tensors.values())
+    parameters = sum(prod(t.shape) for name, t in index.tensors.items() if name not in index.beside)
     stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())
     return {
         **({"looks_like": other[0]} if other else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": parameters, "bits_per_weight": round(stored / parameters, 2) if parameters else 0,
         "blocks": block_sizes(index, lookup),
-        **({"quantised": why} if (why := quantised(index)) else {}), **({"recipe": recipe} if recipe else {}),
+        **({"quantised": why} if (why := quantised(index)) else {}), **formats(index),
+        **({"recipe": recipe} if recipe else {}),
         **({"merged": merged} if (merged := [*former_merges(index)]) else {}),
         **({"undo": undo} if (undo := how_to_undo(index)) else {}),
         **({"notes": [*lookup.notes]} if lookup.notes else {}),

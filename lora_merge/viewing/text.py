@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ..text import by_reason, size
+from .formats import of_format, of_plain
 from .training import FIELDS, of_dataset
 
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
@@ -30,7 +31,7 @@ FEW: Final = 12  # values of a list
 
 SECTIONS: Final = frozenset({
     "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
-    "alpha_range", "parts", "weights", "incomplete", "notes",
+    "formats", "not_quantised", "alpha_range", "parts", "weights", "incomplete", "notes",
 })  # fmt: skip
 """Facts that are printed below the plain ones, or only in JSON."""
 
@@ -48,6 +49,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from _training(facts.get("trained", {}))
     for name, value in facts.get("hashes", {}).items():
         yield line("hash", f"{name} {value}")
+    yield from _formats(facts)
     for n, one in enumerate(facts.get("merged", ())):
         yield line("merged" if not n else "  before that", of_merge(one))
     yield from _blocks(facts)
@@ -57,6 +59,13 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield line("note", cut(note, 2 * WIDTH))
     if "match" in facts:
         yield from match_lines(facts["match"])
+
+
+def _formats(facts: Mapping[str, Any]) -> Iterator[str]:
+    for one in facts.get("formats", ()):
+        yield line("format", of_format(one))
+    if plain := facts.get("not_quantised"):
+        yield line("not quantised", cut(of_plain(plain)))
 
 
 SLACK: Final = 40

@@ -102,6 +102,11 @@ class Encoding:
         """Whether the stored numbers are the weight."""
         return False
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale; (0, 0) where there is one for the whole weight, or in another shape."""
+        return 0, 0
+
     def nbytes(self, count: int) -> int:
         """Return the bytes of the codes of `count` consecutive numbers, which begin a unit."""
         numbers, size = self.unit

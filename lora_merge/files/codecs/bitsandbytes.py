@@ -43,6 +43,11 @@ class Bnb4(Encoding):
     stochastic: ClassVar[bool] = True
     afresh: ClassVar[bool] = True
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return 1, self.size
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""
         from . import arithmetic

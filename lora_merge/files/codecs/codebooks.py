@@ -76,6 +76,11 @@ class Grouped(Encoding):
     name: ClassVar[str] = "asym_w4a8_int8"
     decode_only: ClassVar[str] = FITTED
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return 1, self.size
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return round(level · s of the group) · s of the row in fp32, in the basis of the model."""
         from . import arithmetic

@@ -41,7 +41,8 @@ def _codes_in_bytes(found: Checkpoint, stem: str, args: Mapping[str, Any]) -> Cl
     weight, zero = found.get(stem, "weight"), found.get(stem, "weight_zero_point")
     if weight is None or found.present(stem, "weight_g_idx") or (zero is None) != bool(args.get("symmetric", True)):
         return None
-    scale, form = found.tensors[f"{stem}.weight_scale"], "int8" if weight.dtype == "I8" else "fp8"
+    scale = found.tensors[f"{stem}.weight_scale"]
+    form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
     beside, block = found.present(stem, *BESIDE), _block(args, weight, scale)
     of = Stored(weight, scale, f"compressed-tensors {form}", beside, zero, block, byte_powers=True)
     packing = scaled(of)

@@ -62,6 +62,11 @@ class Fp4(Encoding):
         bad = role == WHOLE and not all(0 < n < inf for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return 1, self.size
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""
         from . import arithmetic

@@ -51,6 +51,11 @@ class Ggml(Encoding):
         """Return the same with new blocks of a type."""
         return _made(kind, self.head, self.cols, self.offset, fresh=True)
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return (1, self.unit[0]) if self.quantised else (0, 0)
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
         values = self._decoded(parts[CODES])

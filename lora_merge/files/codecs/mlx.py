@@ -41,6 +41,11 @@ class Affine(Encoding):
     name: ClassVar[str] = "mlx"
     stochastic: ClassVar[bool] = True
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return 1, self.group
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return q · s + b in fp32."""
         from . import arithmetic

@@ -47,6 +47,11 @@ class Packed(Encoding):
     name: ClassVar[str] = "packed_ints"
     stochastic: ClassVar[bool] = True
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return 1, self.size
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic

@@ -64,6 +64,11 @@ class Scaled(Encoding):
         bad = role == SCALE and not all(0 < n < inf for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return self.block
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import listed, size
+from ..formats import of_format, of_plain
 from ..text import COUNT, FEW, of_merge
 from ..training import of_dataset
 from .content import COSINE, Content, Found, Metric, root, strengths
@@ -58,6 +59,8 @@ def of_file(found: Found) -> dict[str, Any]:
         ("parts", _sizes(found.get("components"))),
         ("bits per weight", found.get("bits_per_weight")),
         ("quantised", found.get("quantised")),
+        *(("format", of_format(one)) for one in found.get("formats", ())),
+        ("not quantised", of_plain(found.get("not_quantised", {}))),
         *(("merged" if not n else "before that", of_merge(one)) for n, one in enumerate(found.get("merged", ()))),
         ("undo", found.get("undo")),
         ("algorithms", _counts(found.get("algorithms"))),

@@ -1,0 +1,61 @@
+"""How the weights of a quantised base are stored, for `inspect`: formats, blocks, bits, and what is not quantised."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+from ..files.checkpoint import Index
+from ..files.codecs.base import Packing
+
+NUMBER: Final = re.compile(r"\d+")
+
+
+def formats(index: Index) -> dict[str, Any]:
+    """Return the formats of the weights that a codec reads, and the matrices that are plain numbers beside them; {}
+    where nothing is quantised."""
+    numbers: Counter[tuple[str, tuple[int, int]]] = Counter()
+    weights, bits = numbers.copy(), numbers.copy()
+    for name, packing in index.packed.items():
+        if packing.encoding.quantised:
+            kind = packing.encoding.title, packing.encoding.block_of_scale
+            weights[kind] += 1
+            numbers[kind] += prod(index.tensors[name].shape)
+            bits[kind] += 8 * _stored(packing)
+    if not weights:
+        return {}
+    found = [
+        {"format": kind[0], "weights": count, "bits": round(bits[kind] / max(numbers[kind], 1), 2)}
+        | ({"block": [*kind[1]]} if kind[1] != (0, 0) else {})
+        for kind, count in weights.items()
+    ]
+    return {"formats": found, "not_quantised": _plain(index)}
+
+
+def _stored(packing: Packing) -> int:
+    """Return the bytes of a weight with its scales, tables and marks that are parts of it."""
+    parts = {part.info.name: part.info.nbytes for part in packing.parts.values()}
+    codes = packing.codes
+    return sum(parts.values()) + (codes.nbytes if codes is not None and codes.name not in parts else 0)
+
+
+def _plain(index: Index) -> dict[str, int]:
+    """Return the name of matrices that are plain numbers → how many there are, with `*` for the numbers in names."""
+    coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.beside
+    plain = (n for n, t in index.tensors.items() if len(t.shape) > 1 and n.endswith(".weight") and n not in coded)
+    return dict(Counter(NUMBER.sub("*", name) for name in plain))
+
+
+def of_format(one: Mapping[str, Any]) -> str:
+    """Return one format as text."""
+    block: Sequence[int] = one.get("block", ())
+    scale = f", a scale for {' × '.join(map(str, block))} numbers" if block else ""
+    return f"{one['weights']} weights as {one['format']}: {one['bits']:g} bits a number{scale}"
+
+
+def of_plain(found: Mapping[str, int]) -> str:
+    """Return the matrices that are not quantised as text."""
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in found.items())
