@@ -57,6 +57,16 @@ class Wanted:
         assert self.left is not None and self.right is not None, "factors come in pairs"
         return self.left, self.right
 
+    def part(self, first: int, rows: int) -> Wanted:
+        """Return rows of Δ; of its factors, those that are not zero there."""
+        cut = slice(first, first + rows)
+        if self.whole is not None:
+            return Wanted(None, None, self.whole[cut], self.before)
+        left, right = self.factors
+        used = left[cut].any(0)
+        return Wanted(left[cut][:, used], right[used], None, self.before) if bool(used.any()) else replace(
+            self, left=left[cut][:, :1], right=right[:1])  # fmt: skip
+
     def dense(self) -> Tensor:
         """Return Δ [out, cols]."""
         if self.whole is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from threading import local
@@ -58,13 +58,14 @@ class Maker:
         found: dict[str, Layer] = {}
         zeros = []
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
-        made = side_by_side(targets, lambda target: self._made(target, chosen.get(target.label)), self._nbytes, bound)
-        for target, layer in zip(targets, made, strict=True):
-            if layer is None:
-                zeros.append(target.label)
-            else:
-                keep(target.label, layer)
-                found[target.label] = replace(layer, tensors={})
+        made = side_by_side(targets, lambda target: self._made(target, chosen), self._nbytes, bound)
+        for target, layers in zip(targets, made, strict=True):
+            for part, layer in zip(target.stored, layers, strict=True):
+                if layer is None:
+                    zeros.append(part.label)
+                else:
+                    keep(part.label, layer)
+                    found[part.label] = replace(layer, tensors={})
             told(prod(target.shape) * self.dtype.itemsize)
         return found, zeros
 
@@ -75,17 +76,20 @@ class Maker:
         return 8 * min(6 * most_rank(target) * (out + cols) if factored else sys.maxsize,
                        (len(target.uses) + 3) * out * cols)  # fmt: skip
 
-    def _made(self, target: Target, rank: int | None) -> Layer | None:
-        """Return the layer of a weight; None where its change is zero."""
-        wanted = self._wanted(target)
-        if wanted is None:
-            return None
-        layer = self._layer(target, wanted, rank)
-        if not isfinite(layer.squares):
-            raise beyond_fp64(target.name)
-        where = f"{self.job.output}: {target.label}"
-        expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
-        return None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer
+    def _made(self, target: Target, ranks: Mapping[str, int]) -> list[Layer | None]:
+        """Return the layers that a weight is stored as; None where the change is zero."""
+        wanted, found = self._wanted(target), list[Layer | None]()
+        for part in target.stored:
+            if wanted is None:
+                found.append(None)
+                continue
+            layer = self._layer(part, _of_part(wanted, part, target), ranks.get(part.label))
+            if not isfinite(layer.squares):
+                raise beyond_fp64(part.name)
+            where = f"{self.job.output}: {part.label}"
+            expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
+            found.append(None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer)
+        return found
 
     def _wanted(self, target: Target) -> Wanted | None:
         """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64."""
@@ -142,8 +146,13 @@ class Maker:
         for target in self.sources.targets:
             wanted = self._wanted(target) if len(target.shape) > 1 else None
             if wanted is not None:
-                yield target.label, wanted
+                yield from ((part.label, _of_part(wanted, part, target)) for part in target.stored)
             told(prod(target.shape) * self.dtype.itemsize)
+
+
+def _of_part(wanted: Wanted, part: Target, target: Target) -> Wanted:
+    """Return the rows of a weight's change that a layer stores."""
+    return wanted if part is target else wanted.part(part.first, part.shape[0])
 
 
 def _has_kernel(target: Target) -> bool:

@@ -89,16 +89,17 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
     modules = {(m.name, m.parameter): m for m in group(made).modules}
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
     found, chosen = {}, _chosen(sources, claims.layers)
-    told = begin("prove", 8 * sum(map(_count, chosen)))
+    told = begin("prove", 8 * sum(_count(part) for _, part in chosen))
     with ThreadPoolExecutor(1) as pool, Reader([made]) as own:
         again = PerThread(lambda: Recomputation(facts, reader, pool, full=True))
 
-        def work(target: Target) -> tuple[float, float] | None:
-            held = _held(modules.get((target.name, target.parameter)), own, flat(target.shape))
-            return _squares(job, target, again.get(), held)
+        def work(layer: tuple[Target, Target]) -> tuple[float, float] | None:
+            part = layer[1]
+            held = _held(modules.get((part.name, part.parameter)), own, flat(part.shape))
+            return _squares(job, *layer, again.get(), held)
 
         compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
-        for target, squares in zip(chosen, compared, strict=True):
+        for (_, target), squares in zip(chosen, compared, strict=True):
             told(8 * _count(target))
             if squares is None:
                 continue
@@ -118,17 +119,19 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
 REDO: Final = "run it again; if it fails again, report it with the two inputs"
 
 
-def _chosen(sources: Sources, told: Mapping[str, Any]) -> list[Target]:
-    """Return layers evenly over the file, of all of them together at most BUDGET numbers, but one at least."""
-    written = [t for t in sources.targets if t.label in told and not t.values]
-    numbers = sum(_count(t) for t in written)
+def _chosen(sources: Sources, told: Mapping[str, Any]) -> list[tuple[Target, Target]]:
+    """Return layers with the weights that they are of, evenly over the file, of all of them together at most BUDGET
+    numbers, but one at least."""
+    written = [(whole, part) for whole in sources.targets for part in whole.stored
+               if part.label in told and not whole.values]  # fmt: skip
+    numbers = sum(_count(part) for _, part in written)
     step = max(1, -(-numbers // BUDGET))
     return written[::step]
 
 
-def _nbytes(target: Target) -> int:
+def _nbytes(layer: tuple[Target, Target]) -> int:
     """Return about how many bytes the comparison of a layer takes at most."""
-    return 8 * 4 * _count(target)
+    return 8 * 4 * _count(layer[0])
 
 
 def _count(target: Target) -> int:
@@ -136,7 +139,9 @@ def _count(target: Target) -> int:
     return out * cols
 
 
-def _squares(job: AdapterJob, target: Target, again: Recomputation, held: Held | None) -> tuple[float, float] | None:
+def _squares(
+    job: AdapterJob, whole: Target, target: Target, again: Recomputation, held: Held | None
+) -> tuple[float, float] | None:
     """Return ‖Δ‖² and ‖Δ − Δ̂‖², both in float64; None where a formula has no second one.
 
     Rows are taken a few at a time, where the formulas allow that: whole matrices would be new memory from the system
@@ -147,7 +152,7 @@ def _squares(job: AdapterJob, target: Target, again: Recomputation, held: Held |
         return None
     key = target.uses[0].piece.key
     shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
-    strengths = {u.patch.adapter: u.strength for u in target.uses}
+    strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
     scale = job.numbers.scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
     width = together(target.uses)[0].cols  # stacked experts have rows of their own
     step = rows if width != cols or any(map(costs_all, target.uses)) else max(1, BLOCK // max(cols, 1))
@@ -156,9 +161,8 @@ def _squares(job: AdapterJob, target: Target, again: Recomputation, held: Held |
         part = slice(first, min(first + step, rows))
         right, made = np.zeros((part.stop - first, cols)), Made(shaped, key)
         for one in together(target.uses):
-            right += again.whole(one, np.arange(first * cols // one.cols, part.stop * cols // one.cols), made).reshape(
-                right.shape
-            )
+            stored = np.arange((target.first + first) * cols // one.cols, (target.first + part.stop) * cols // one.cols)
+            right += again.whole(one, stored, made).reshape(right.shape)
         right *= scale
         squares += float(np.vdot(right, right))
         if held is not None:

@@ -156,7 +156,7 @@ def plan(job: AdapterJob) -> AdapterReport:
     dtype = output_dtype(job, sources.adapters)
     layers: dict[str, dict[str, Any]] = {}
     size = 0
-    for target in sources.targets:
+    for target in (part for whole in sources.targets for part in whole.stored):
         rank = planned_rank(job, target)
         out, cols = target.matrix
         whole = len(target.shape) < 2 or job.algorithm == WHOLE
@@ -224,7 +224,7 @@ def _entries(
     """Return the tensors of the output in the order of the layers; FitError where two have one name."""
     spelling = Spelling.of(sources.adapters[0])
     found = []
-    for target in sources.targets:
+    for target in (part for whole in sources.targets for part in whole.stored):
         layer = layers.get(target.label)
         if layer is None:
             continue

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..adapters.file import AdapterFile, FileValues, Module
 from ..adapters.peft.rules import rules
@@ -31,6 +32,15 @@ NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 
+class Part(NamedTuple):
+    """Rows of a weight that are a module of their own in the adapters, such as q of a fused qkv."""
+
+    name: str
+    parameter: str
+    start: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Target:
     """One weight of the model with everything that changes it. `name` and `parameter` are its name in the output."""
@@ -41,6 +51,17 @@ class Target:
     uses: tuple[PatchPart, ...]
     values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
     key: str = ""  # in the base
+    parts: tuple[Part, ...] = ()  # as which the change is stored; (): as one
+    first: int = 0  # the row of the base's weight with which it begins
+
+    @property
+    def stored(self) -> tuple[Target, ...]:
+        """The layers of the output that the change of the weight becomes."""
+        return tuple(
+            replace(self, name=p.name, parameter=p.parameter, shape=(p.rows, *self.shape[1:]), parts=(), first=p.start,
+                    uses=tuple(use for use in self.uses if use.piece.start == p.start))
+            for p in self.parts
+        ) or (self,)  # fmt: skip
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -101,7 +122,17 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
         uses = tuple(use for one in found for use in one.uses.get(key, ()))
         values = tuple((n, one.replaced[key], 1.0) for n, one in enumerate(found) if key in one.replaced)
         module, _, parameter = key.rpartition(".")
-        targets.append(Target(names.of(module), parameter, own[key].shape, uses, values, key))
+        targets.append(
+            Target(
+                names.of(module),
+                parameter,
+                own[key].shape,
+                uses,
+                values,
+                key,
+                names.parts(own[key].shape, uses, values),
+            )
+        )
     notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
     indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
     return Sources(inputs.adapters, tuple(targets), own, indexes, notes, inputs.names.architecture, inputs)
@@ -124,6 +155,22 @@ class Naming:
                 pair = common_end(module, name)
                 self.pairs[pair] = self.pairs.get(pair, 0) + 1
         self.own = {module: name for module, name in self.own.items() if name in first}
+        self.styles = frozenset(style for name in first for style in _styles_of(name))
+
+    def parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
+        """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
+        there, and where they have no such parts, or not in the words of the first adapter."""
+        found: dict[int, Part] = {}
+        for use in uses:
+            module, piece = use.patch.module, use.piece
+            part = Part(module.name, module.parameter, piece.start, piece.stop - piece.start)
+            plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
+            other = found.setdefault(piece.start, part)
+            if not plain or other.rows != part.rows or part.rows == shape[0] or not _styles_of(part.name) & self.styles:
+                return ()
+        ordered = [found[start] for start in sorted(found)]
+        apart = all(a.start + a.rows <= b.start for a, b in pairwise(ordered))
+        return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
 
     def of(self, module: str) -> str:
         """Return the output's name of a module of the base."""

@@ -136,8 +136,9 @@ class Changes:
         if base not in self._opened:
             self._opened[base] = open_sources(job)
         sources = self._opened[base]
-        target = next((t for t in sources.targets if name in (t.label, t.name)), None)
-        if target is None:
+        layers = ((t, p) for t in sources.targets for p in t.stored)
+        target, part = next(((t, p) for t, p in layers if name in (p.label, p.name)), (None, None))
+        if target is None or part is None:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
         with Reader(sources.indexes) as reader:
             cache = TensorCache(reader, frozenset(f for a in sources.adapters for f in a.index.files))
@@ -145,7 +146,8 @@ class Changes:
             if not changes:
                 return []
             wanted = combined(job, target, changes, [""] * len(self.terms))
-            with decomposing(target.name):
+            wanted = wanted if part is target else wanted.part(part.first, part.shape[0])
+            with decomposing(part.name):
                 return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
 
 

@@ -1,0 +1,78 @@
+"""Adapters with q, k and v apart on a base that has them fused: combined, resized and averaged in their own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from tests.adapters_out.test_convert import flux, of_flux
+from tests.support import Tensors, rand
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fused base, two adapters in diffusers' words, of which the second lacks every k, and one in the base's words."""
+    made = tmp_path_factory.mktemp("fused")
+    save_file(flux(), made / "base.safetensors")
+    save_file(of_flux(), made / "native.safetensors")
+    lora_merge.convert(
+        made / "native.safetensors", made / "a.safetensors", to="diffusers", base=made / "base.safetensors"
+    )
+    own = load_file(made / "a.safetensors")
+    save_file({k: rand(*v.shape, seed=n) for n, (k, v) in enumerate(own.items()) if ".to_k." not in k},
+              made / "b.safetensors")  # fmt: skip
+    return made
+
+
+def modules(path: Path) -> set[str]:
+    return {key.partition(".lora_")[0].removesuffix(".alpha").removesuffix(".diff") for key in load_file(path)}
+
+
+def changed(base: Path, given: Any, **options: Any) -> Tensors:
+    return lora_merge.merge_state_dict(load_file(base), given, compute_dtype="fp64", **options)
+
+
+@pytest.mark.parametrize(("options", "off"), [
+    ({}, 1e-5), ({"method": "mean"}, 1e-5), ({"method": "ties", "density": 0.5, "rank": "energy:1"}, 1e-5),
+    ({"algorithm": "full"}, 1e-5), ({"method": "slerp", "t": 0.3}, 1e-5), ({"rank": 4}, 0.9), ({"rank": "size:4KiB"}, 0.9),
+])  # fmt: skip
+def test_layers_of_the_output_are_modules_of_the_adapters(
+    folder: Path, options: dict[str, Any], off: float, tmp_path: Path
+) -> None:
+    """The method still sees the whole weight: what is merged is what merging by the method gives."""
+    base, output = folder / "base.safetensors", tmp_path / "out.safetensors"
+    given = [(folder / "a.safetensors", 0.75), (folder / "b.safetensors", -0.5)]
+    report = lora_merge.combine(given, output, base=base, dtype="fp32", **options)
+    apart = {m for m in modules(folder / "a.safetensors") if ".to_" in m or ".add_" in m or "proj_mlp" in m}
+    assert len(apart) == 12 and apart <= modules(output)
+    assert report.verified and report.verified["ok"]
+    numbers = {n: v for n, v in options.items() if n in ("method", "density", "t")}
+    wanted, made = changed(base, given, **numbers), changed(base, [output])
+    before = load_file(base)
+    for name, value in wanted.items():
+        assert (value - made[name]).norm() <= off * (value - before[name]).norm() + 1e-6, name
+
+
+def test_resize_and_average_keep_the_words_too(folder: Path, tmp_path: Path) -> None:
+    a, base = folder / "a.safetensors", folder / "base.safetensors"
+    lora_merge.resize(a, tmp_path / "r.safetensors", rank=1, base=base)
+    lora_merge.average([a, a], tmp_path / "m.safetensors", base=base)
+    apart = {m for m in modules(a) if ".to_" in m}
+    assert apart <= modules(tmp_path / "r.safetensors") and apart <= modules(tmp_path / "m.safetensors")
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    found = lora_merge.load_adapter(a)
+    assert found.rank(name, base=base) == 3 == len(found.spectrum(name))
+
+
+def test_a_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
+    """A fused module and its parts in one sum: the first adapter decides."""
+    given, base = [folder / "native.safetensors", folder / "a.safetensors"], folder / "base.safetensors"
+    lora_merge.combine(given, tmp_path / "out.safetensors", base=base, dtype="fp32")
+    assert modules(tmp_path / "out.safetensors") == modules(folder / "native.safetensors")
+    wanted, made = changed(base, given), changed(base, [tmp_path / "out.safetensors"])
+    assert all(torch.allclose(wanted[name], made[name], atol=1e-5) for name in wanted)
