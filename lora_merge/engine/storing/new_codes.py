@@ -43,10 +43,9 @@ class NewCodes:
             {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
         ]
         self._held: dict[Key, Held] = {}
-        on_host = all(at.device.type == "cpu" for at in merger.at)
-        self._room = (
-            min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
-        )  # bytes that may still be held
+        on_host = merger.at[0].device.type == "cpu"
+        self._room = min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
+        """Bytes that may still be held."""
 
     def measure(self, plan: int, change: Change, base: memoryview) -> Iterator[Future[Outcome]]:
         """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes.
@@ -71,10 +70,8 @@ class NewCodes:
 
     def block(self, plan: int, block: Block) -> tuple[Block, Held | None]:
         """Return a block of a weight with the scale of the whole weight, and its merged numbers where they are held."""
-        target, held = (
-            self._known[plan].get(block.target.name),
-            self._held.pop((plan, block.target.name, block.first), None),
-        )
+        target = self._known[plan].get(block.target.name)
+        held = self._held.pop((plan, block.target.name, block.first), None)
         if held is not None:
             self._room += self._size(block)
         return block if target is None else replace(block, target=target), held
