@@ -32,7 +32,8 @@ KEPT: Final = 2**24
 
 
 class TensorCache:
-    """Reads tensors from files on demand and keeps those of the current window; several threads may share it."""
+    """Reads tensors from files on demand and keeps those of the current window; several threads may share it. Two that
+    want the same tensor at once may both read it, which costs less than if all waited while one reads."""
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters

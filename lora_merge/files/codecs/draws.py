@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 
 from ...dtypes import TABLE
+from .arithmetic import a_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +43,13 @@ def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
     row = TABLE[dtype]
     values, cut = values.float().contiguous(), 24 - row.significand
     bits, mask = values.view(torch.int32), (1 << cut) - 1
-    raised = (bits + (uniform * (mask + 1)).to(torch.int32)).bitwise_and(~mask).view(torch.float32)
-    quantum = 2.0**row.smallest
-    tiny = (values.abs() / quantum + uniform).floor().mul(quantum).copysign(values)
-    found = torch.where(values.abs() < quantum * 2.0 ** (row.significand - 1), tiny, raised)
+    raised = (uniform * (mask + 1)).to(torch.int32).add_(bits).bitwise_and_(~mask).view(torch.float32)
+    quantum, size = 2.0**row.smallest, values.abs()
+    small = size < quantum * 2.0 ** (row.significand - 1)
+    tiny = size.div_(quantum).add_(uniform).floor_().mul_(quantum).copysign_(values)
+    found = torch.where(small, tiny, raised)
+    if not values.numel() or max(-float(values.amin()), float(values.amax())) <= row.room:
+        return found.clamp_(-row.largest, row.largest)
     near = (found.abs() > row.largest) & (values.abs() <= row.room)
     found = torch.where(near, found.clamp(-row.largest, row.largest), found)
     return torch.where(values.isfinite(), found, values)
@@ -58,8 +62,21 @@ def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
 
 def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
     """Return numbers of a table above or below each value; the outermost ones beyond its ends."""
-    levels: Tensor = table.sort().values
-    values = values.float()
-    above = torch.bucketize(values, levels, right=True).clamp(1, len(levels) - 1)
-    low, high = levels[above - 1], levels[above]
-    return torch.where(uniform * (high - low) < values - low, high, low)
+    from .nearest import ranks
+
+    made, values = _neighbours(tuple(table.tolist())), values.float()
+    place = ranks(values.reshape(-1).neg(), made[0, :-1])
+    low, gap = (n.index_select(0, place).view(values.shape) for n in (made[1], made[2] - made[1]))
+    up = uniform * gap < values - low
+    return made[1:].t().reshape(-1).index_select(0, place.mul_(2).add_(up.view(-1))).view(values.shape)
+
+
+@a_table
+def _neighbours(table: tuple[float, ...]) -> Tensor:
+    """Return [3, n + 1] for a table of n different numbers: what they are, times -1, in order; and for each count of
+    them that lie above a value its neighbours in the table."""
+    levels = torch.tensor(table, dtype=torch.float32).sort().values
+    ends = levels[torch.nn.functional.pad(levels[1:] > levels[:-1], (1, 0), value=1)]  # there may be two zeros
+    above = torch.bucketize(ends, levels, right=True).flip(0).clamp(1, len(levels) - 1)
+    above = torch.nn.functional.pad(above, (0, 1), value=1)
+    return torch.stack([torch.nn.functional.pad(ends.neg().flip(0), (0, 1)), levels[above - 1], levels[above]])

@@ -20,40 +20,46 @@ INFINITE: Final = 0x7F800000
 
 def nearest(levels: Tensor, table: Tensor) -> Tensor:
     """Return, as bytes, the places of the nearest numbers of a table; of two equally near ones, that of the smaller.
-    The levels may be overwritten.
-
-    A search for each number takes twenty times as long.
-    """
+    The levels may be overwritten."""
     found = table.sort()
     middles = (found.values[1:].to(levels.dtype) + found.values[:-1].to(levels.dtype)) / 2
     codes: Tensor = found.indices.to(torch.uint8)
-    buckets = _buckets(tuple(middles.tolist())) if levels.dtype == torch.float32 else middles[:0]
+    places = ranks(levels.reshape(-1), middles)
+    if torch.equal(found.indices, torch.arange(len(codes))):
+        return places.to(torch.uint8).view(levels.shape)
+    return codes.index_select(0, places).view(levels.shape)
+
+
+def ranks(values: Tensor, ends: Tensor) -> Tensor:
+    """Return how many of some ends, in order, lie below each of flat numbers, which may be overwritten.
+
+    A search for each number takes twenty times as long.
+    """
+    buckets = _buckets(tuple(ends.tolist())) if values.dtype == torch.float32 else ends[:0]
     if not buckets.numel():
-        return codes[torch.bucketize(levels, middles)]
-    bits = levels.reshape(-1).view(torch.int32)
+        return torch.bucketize(values, ends)
+    bits = values.view(torch.int32)
     low, sign = bits & LOW, bits >> 31
     low.bitwise_xor_(sign).sub_(sign)  # with the sign of the number, whose bits grow with its magnitude
-    ranks = buckets.index_select(0, bits.bitwise_right_shift_(16).bitwise_and_(LOW)).add_(low).bitwise_right_shift_(16)
-    if torch.equal(found.indices, torch.arange(len(codes))):
-        return ranks.to(torch.uint8).view(levels.shape)
-    return codes.index_select(0, ranks).view(levels.shape)
+    buckets = buckets.index_select(0, bits.bitwise_right_shift_(16).bitwise_and_(LOW))
+    return buckets.add_(low).bitwise_right_shift_(16)
 
 
 @a_table
-def _buckets(middles: tuple[float, ...]) -> Tensor:
-    """Return a number for each upper 16 bits of fp32, in whose upper bits is how many middles lie below a number, once
-    its lower 16 bits are added to it, or subtracted if it is negative. Empty if a bucket has two middles.
+def _buckets(places: tuple[float, ...]) -> Tensor:
+    """Return a number for each upper 16 bits of fp32, in whose upper bits is how many ends lie below a number, once its
+    lower 16 bits are added to it, or subtracted if it is negative. Empty if a bucket has two ends.
 
-    A middle in a bucket is stored so that the sum carries, or the difference borrows, for numbers beyond it.
+    An end in a bucket is stored so that the sum carries, or the difference borrows, for numbers beyond it.
     """
-    ends, points = torch.tensor(middles), torch.arange(KEYS, dtype=torch.int32) << 16
+    ends, points = torch.tensor(places), torch.arange(KEYS, dtype=torch.int32) << 16
     first, last = (torch.bucketize(p.view(torch.float32), ends) for p in (points, points | LOW))
     last = torch.where((points & INFINITE) == INFINITE, first, last)  # NaN beside the infinite numbers
     negative = points < 0
     splits = first != last
     if bool((first - last).abs().gt(1).any()):
         return torch.empty(0, dtype=torch.int32)
-    which = torch.where(negative, last, first).clamp(max=len(middles) - 1)
+    which = torch.where(negative, last, first).clamp(max=len(places) - 1)
     low = ends[which].view(torch.int32) & LOW
     beyond = torch.where(negative, torch.where(splits, low - 1, LOW), torch.where(splits, LOW - low, 0))
     return ((first << 16) + beyond).to(torch.int32)
