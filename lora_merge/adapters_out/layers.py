@@ -27,6 +27,9 @@ from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
 
+LEAST_SCALE: Final = 2.0**-126
+"""The smallest number that fp32 holds with all its digits."""
+
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
 
@@ -192,8 +195,10 @@ class Cut(NamedTuple):
     scale: float = 1.0
 
     def alpha_of(self, rank: int) -> float:
-        """Return α of a layer of this rank."""
-        return rank * self.scale if self.alpha is None else self.alpha
+        """Return α of a layer of this rank: the rank, where the α that is kept would be too small for fp32."""
+        if self.alpha is not None:
+            return self.alpha
+        return rank * self.scale if abs(self.scale) >= LEAST_SCALE else float(rank)
 
 
 def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype fp32") -> None:

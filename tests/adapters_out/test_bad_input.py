@@ -123,3 +123,14 @@ def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None
         report = lora_merge.convert(tmp_path / "a.safetensors", out, to=to)
         assert (key in load_file(out)) == (to != "diffusers")
         assert key in report.coverage["a.safetensors"]["ignored"]
+
+
+@pytest.mark.parametrize("alpha", [1.4e-45, 1e-40, 1e-20])
+@pytest.mark.parametrize("run", ["resize", "combine", "keep"])
+def test_a_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) -> None:
+    """α that is kept for fewer columns may be too small for fp32; the written change is the same."""
+    save_file(changed(alpha=torch.tensor(alpha)), tmp_path / "a.safetensors")
+    save_file(flux(), tmp_path / "base.safetensors")
+    out = tmp_path / "o.safetensors"
+    RUNS[run](tmp_path / "a.safetensors", out, tmp_path / "base.safetensors")
+    assert lora_merge.verify(out)["ok"]
