@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import fsum, sqrt
 from pathlib import Path
 from typing import Any
 
+from ..models.module_blocks import block_name, in_order, network_of
 from ..text import Shown, plural, size
 
 
@@ -23,6 +25,7 @@ class AdapterReport(Shown):
         layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
         energy: 1 − residual².
+        numbers: The layers in all, by network and by block: layers, norm, residual, energy; {} of a plan.
         written: Bytes.
         seconds: Of the whole run.
         notes: Remarks for the user.
@@ -51,6 +54,7 @@ class AdapterReport(Shown):
     verified: Mapping[str, Any] | None = None
     version: str = ""
     weights: int = 0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = field(default=False)
     schema: str = "lora-merge/adapter/1"
 
@@ -87,6 +91,24 @@ class AdapterReport(Shown):
         worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
         least = float(self.layers[worst]["energy"]) if worst else 1.0
         return f"{text}, keeps {_percent(self.energy)} of ‖ΔW‖², worst layer {worst} {_percent(least)}"
+
+
+def numbers_by_block(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of layers in all, by network and by block, whose names are those of the layers."""
+    kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
+    for name, one in layers.items():
+        for kind, group in (("components", network_of(name)), ("blocks", block_name(name))):
+            kinds[kind].setdefault(group, []).append(one)
+    return {"all": _together([*layers.values()]), **{
+        kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
+    }}  # fmt: skip
+
+
+def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    squares = fsum(one["norm"] ** 2 for one in layers)
+    lost = fsum((one["norm"] * one["residual"]) ** 2 for one in layers)
+    share = lost / squares if squares else 0.0
+    return {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
 
 
 def _percent(share: float) -> str:

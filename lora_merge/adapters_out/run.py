@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +34,7 @@ from .making import Maker, most_rank, ranks, weights_of
 from .metadata.entries import Known
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
-from .report import AdapterReport
+from .report import AdapterReport, numbers_by_block
 from .sources import Sources, Target, open_sources
 from .written import Content, Entry, Proof, Spelling, recipe, unique, write
 
@@ -73,15 +72,15 @@ class Outcome:
 
     def finish(self, reader: Reader, facts: Facts, prove: Callable[[Path], Proof], run: Run) -> AdapterReport:
         """Write the output, prove it, and return the report."""
-        squares, lost = (sum(getattr(layer, what) for layer in self.layers.values()) for what in ("squares", "lost"))
-        residual = sqrt(lost / squares) if squares else 0.0
+        numbers = numbers_by_block(self.told)
+        residual = numbers["all"]["residual"]
         known = Known(self.job, self.inputs, self.told, self.entries, self.model)
         entries = known.entries(lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest))
         entries |= self.kept
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
-            time.monotonic() - run.started, facts.notes, proof, __version__, facts.weights,
+            time.monotonic() - run.started, facts.notes, proof, __version__, facts.weights, numbers,
         )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def conclude(
     if done.saturated:
         rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))
     if done.verified is not None:
-        rows += proven({**done.verified, "numbers": done.numbers or done.verified["numbers"]}, verbose=verbose)
+        rows += proven({**done.verified, "numbers": done.numbers}, verbose=verbose)
     else:
         rows.append(("proven", f"not at all (--no-verify); later: lora-merge verify {quoted(done.output)}"))
         rows += [("", f"the change: {effect(done.numbers)}")] if done.numbers else []

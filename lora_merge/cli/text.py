@@ -132,7 +132,7 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
     if done.saturated:
         say(saturated(done.saturated))
     if done.verified is not None:
-        show_proof({**done.verified, "numbers": done.numbers or done.verified["numbers"]}, say, verbose=verbose)
+        show_proof({**done.verified, "numbers": done.numbers}, say, verbose=verbose)
     elif done.numbers:
         say(f"change   {effect(done.numbers)}")
 

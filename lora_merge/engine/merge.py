@@ -203,6 +203,10 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
 
 def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[str]) -> Report:
     plan, job, lost = written.plan, written.plan.job, () if proof else tuple(written.measures.lost(written.plan.job))
+    numbers = written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated)
+    if proof:  # whose numbers are a sample of these
+        numbers = numbers or proof["numbers"]
+        proof = {name: found for name, found in proof.items() if name != "numbers"}
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
@@ -210,7 +214,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
         codes=plan.codes, saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes, *lost),
-        numbers=written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated),
+        numbers=numbers,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ def merge_state_dict(
     state_dict: Mapping[str, Tensor],
     adapters: MemoryAdapters,
     *,
+    numbers: dict[str, Any] | None = None,
     progress: bool | Progress = False,
     **options: Unpack[PythonOptions],
 ) -> dict[str, Tensor]:
@@ -37,6 +38,7 @@ def merge_state_dict(
     Parameters:
         state_dict: Name → tensor, as `model.state_dict()` gives it.
         adapters: As for `merge`; also state dicts of adapters, and LoadedAdapter objects.
+        numbers: A table that gets what the merge did to the weights: `numbers` of a `Report`.
         progress: As for `merge`.
         device: As for `merge`. "keep": every result is made and stays on the device of its tensor.
 
@@ -58,6 +60,8 @@ def merge_state_dict(
     with watched(progress) as watcher:
         told = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
     warn_of(told)
+    if numbers is not None:
+        numbers.update(told.numbers)
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:

@@ -17,6 +17,7 @@ from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..matching.incomplete import gaps
+from ..models.module_blocks import block_name, in_order, network_of
 from ..models.names import guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
@@ -36,10 +37,6 @@ TRAINERS: Final = (
     ("ss_num_train_images",    "kohya sd-scripts"),
     ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
 )  # fmt: skip
-
-BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:blocks?|layers?|h|resblocks)[._][0-9]+)(?:[._]|$)")
-"""The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
-
 
 WORK: Final = {"te": "reads the prompt", "vae": "turns latents into pictures", "any": ""}
 """Beginning of the name of a network → what it does; denoisers make the picture."""
@@ -90,14 +87,20 @@ def parts(modules: Sequence[Module]) -> dict[str, Any]:
     """Return network → what it does, modules, parameters, and how many modules are of each kind of layer."""
     found: dict[str, dict[str, Any]] = {}
     for m in modules:
-        hint, body = innermost(m.name)
-        network = "model" if hint == "any" else hint.removeprefix("=")
+        hint, _ = innermost(m.name)
+        network = network_of(m.name)
         does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
         row = found.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
         row["modules"] += 1
         row["parameters"] += sum(prod(t.shape) for t in (*m.slots.values(), *m.shared.values()))
-        row["layers"][next((kind for kind, names in KINDS if names.search(body)), "other")] += 1
+        row["layers"][kind_of(m.name)] += 1
     return {name: {**row, "layers": dict(row["layers"].most_common())} for name, row in found.items()}
+
+
+def kind_of(name: str) -> str:
+    """Return what the layer of a module or of a weight does, by its name; "other" where that does not tell it."""
+    _, body = innermost(name)
+    return next((kind for kind, names in KINDS if names.search(body)), "other")
 
 
 def algorithm_of(module: Module) -> str:
@@ -145,21 +148,6 @@ def _patterns(
         }
         for pattern, names in by_pattern(by_name).items()
     }  # fmt: skip
-
-
-def block_name(name: str) -> str:
-    """Return the path of the block that a module of an adapter belongs to; its prefix where it is in none."""
-    found = BLOCK.match(name)
-    if found:
-        return found[1]
-    prefix = next((p for p in sorted((p for p, _ in PREFIXES), key=len, reverse=True) if name.startswith(p)), "")
-    return f"{prefix}…" if prefix else "…"
-
-
-def in_order(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key that sorts the names of blocks, and numbers inside them by their size."""
-    parts = re.split("([0-9]+)", name)
-    return tuple((1, int(p), "") if p.isdecimal() else (0, 0, p) for p in parts)
 
 
 def _blocks(

@@ -18,12 +18,13 @@ from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..job import make_job
 from ..models.blocks import blocks
+from ..models.module_blocks import block_name, in_order
 from ..models.names import names
 from ..models.prefixes import DENOISERS, prefixed
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
-from .adapter import block_name, in_order, rank_of
+from .adapter import rank_of
 from .changes import changes
 from .deltas import Delta, Deltas
 

@@ -11,8 +11,8 @@ from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
+from ..models.module_blocks import in_order
 from ..text import size
-from .adapter import in_order
 from .facts import schema
 from .inspect import is_adapter
 from .text import COUNT, line, table

@@ -17,7 +17,7 @@ from .facts import schema
 from .fit import fit
 from .hashes import hashes_of, stored_hashes
 
-SCHEMA = schema("inspect")
+SCHEMA = schema("inspect", 2)
 
 
 def inspect(
@@ -31,7 +31,8 @@ def inspect(
     """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
-    bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change.
+    bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
+    of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     """
     index = open_checkpoint(path)
@@ -49,10 +50,9 @@ def inspect(
         file = group(index)
         facts |= adapter_facts(file)
         facts |= {"weights": _numbers(file, pictures=pictures)} if weights else {}
-    elif weights:
-        raise UsageError("the numbers of a base alone are not looked at", "--weights", "name an adapter after the base")
     else:
         facts |= base_facts(index)
+        facts |= {"sizes": _sizes(index)} if weights else {}
     found = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
     facts |= {"hashes": {**found, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     notes = [*index.notes, *facts.get("notes", ()), *_changed(index)]
@@ -68,6 +68,13 @@ def _numbers(file: AdapterFile, *, pictures: bool) -> dict[str, Any]:
     from .numbers import adapter_numbers  # torch
 
     found: dict[str, Any] = adapter_numbers(file, pictures=pictures)
+    return found
+
+
+def _sizes(index: Index) -> dict[str, Any]:
+    from .numbers import base_sizes  # torch
+
+    found: dict[str, Any] = base_sizes(index)
     return found
 
 

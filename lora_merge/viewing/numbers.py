@@ -1,10 +1,10 @@
-"""Numbers of adapters: norms, stable ranks and energies of ΔW, and how much of a merge the base's dtype keeps."""
+"""Numbers: norms, stable ranks and energies of ΔW, how much of a merge the base's dtype keeps, sizes of weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Final
 
@@ -13,24 +13,30 @@ from torch import Tensor
 
 from ..adapters.file import AdapterFile
 from ..disk.reader import Reader
+from ..dtypes import FLOATS
 from ..engine.blocks import Block
 from ..engine.devices import place
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, convert, stage
 from ..engine.storing.recoding import Codes, read_back, refitted
-from ..engine.tensors import TensorCache, stored_numbers
+from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
-from ..measure import RETAINED
-from ..models.blocks import blocks
+from ..files.checkpoint import Index
+from ..measure import RETAINED, Measure, Measures, Share, total
+from ..models.blocks import groups
+from ..models.module_blocks import block_name, in_order
 from ..models.names import names
+from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..proof.findings import remedy
 from ..text import listed
-from .adapter import block_name, in_order, rank_of, spread
+from .adapter import kind_of, rank_of, spread
 from .changes import merged_blocks
 from .deltas import Delta, Deltas
 from .pictures import merge_pictures
 from .pictures import pictures as pictured
+
+PART: Final = 2**20  # numbers that are added up in fp32
 
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 """Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
@@ -80,104 +86,60 @@ def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass
-class Sums:
-    """Sums over the elements of weights: squares of W and ΔW, and what of ΔW is left after rounding."""
-
-    weight: float = 0.0
-    delta: float = 0.0
-    applied: float | None = (
-        0.0  # ⟨applied, intended⟩; None where the weight is padded, and its storage is not looked at
-    )
-    noise: float = 0.0  # ‖applied − intended‖²
-    largest: float = 0.0
-
-    def add(self, other: Sums) -> None:
-        """Add the sums of another weight."""
-        self.weight, self.delta = self.weight + other.weight, self.delta + other.delta
-        self.applied = None if self.applied is None or other.applied is None else self.applied + other.applied
-        self.noise, self.largest = self.noise + other.noise, max(self.largest, other.largest)
-
-    @property
-    def retained(self) -> float | None:
-        """⟨applied, intended⟩ / ‖intended‖²; None where it is not known, or nothing is intended."""
-        return None if self.applied is None or not self.delta else self.applied / self.delta
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return norms, the largest element, the share that is retained, and ‖applied − intended‖ / ‖intended‖."""
-        return {
-            "weight": sqrt(self.weight), "delta": sqrt(self.delta), "largest": self.largest, "retained": self.retained,
-            "noise": None if self.retained is None else sqrt(self.noise / self.delta),
-        }  # fmt: skip
-
-
-@dataclass
-class Measured:
-    """The numbers of a merge that is not written: in all, by component, by block, by tensor."""
-
-    total: Sums = field(default_factory=Sums)
-    components: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
-    blocks: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
-    tensors: dict[str, Sums] = field(default_factory=dict)
-
-
 @undisturbed()
 def merge_numbers(plan: Plan, *, pictures: bool = False) -> dict[str, Any]:
-    """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep.
+    """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep: what
+    `numbers` of a merge's report are, of every number, and `warnings`.
 
     Computed tensor by tensor; nothing is written. `pictures`: also the spectrum and the histogram of each change.
     """
     shown = merge_pictures(plan) if pictures else {}
-    lookup = names(plan.base, plan.job.map)
-    block_of, found = blocks(lookup).of, Measured()
+    measures = Measures()
     indexes = [plan.base, *(m.adapter.index for m in plan.adapters)]
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
         for target in (t for f in plan.files for t in f.targets if t.uses):
-            sums = found.tensors[target.name] = _measured(target, tensors)
-            component = lookup.component(target.name)
-            found.total.add(sums)
-            found.components[component].add(sums)
-            found.blocks[f"{component} {block_of(target.name)}".strip()].add(sums)
+            measures.tensors[target.name] = _measured(target, tensors)
             factors.forget()
             tensors.kept.clear()
-    return {"total": found.total.to_dict(), "warnings": list(_warnings(plan, found)), **{
-        kind: {name: table[name].to_dict() for name in sorted(table, key=in_order)}
-        for kind, table in (("components", found.components), ("blocks", found.blocks))
-    }, "tensors": {
-        name: sums.to_dict() | shown.get(name, {}) for name, sums in found.tensors.items()
-    }}  # fmt: skip
+    found = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
+    for name, one in found.get("tensors", {}).items():
+        one |= shown.get(name, {})
+    return {**found, "warnings": list(_warnings(plan, measures))} if found else {}
 
 
-def _warnings(plan: Plan, found: Measured) -> Iterator[str]:
+def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     """Yield a warning if the storage of the output loses more of the change than a tenth."""
-    shares = {name: share for name, sums in found.tensors.items() if (share := sums.retained) is not None}
-    below = sorted((name for name, share in shares.items() if share < RETAINED), key=lambda name: shares[name])
-    if found.total.retained is None or found.total.retained >= RETAINED:
+    every, below = total(measures.tensors.values()).all.retained, measures.below
+    if every is None or every >= RETAINED:
         return
+    shares = {name: one.all.retained or 0.0 for name, one in below.items()}
     stored, _, fix = remedy(plan)
-    names = listed(f"{name} ({max(shares[name], 0):.0%})" for name in below)
+    least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
-        f"only {max(found.total.retained, 0):.0%} of the change would be in the output: it is smaller than "
-        f"{stored} can hold beside the weights; {fix}; {len(below)} of {len(found.tensors)} weights keep less than "
-        f"90%: {names}"
+        f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold beside "
+        f"the weights; {fix}; {len(below)} of {len(measures.tensors)} weights keep less than {RETAINED:.0%}: {least}"
     )
 
 
-def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Sums:
-    """Return the sums of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
-    sums, largest, covered = Sums(), 0.0, True
+def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Measure:
+    """Return the measure of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
+    found, largest, covered = Measure(), 0.0, True
     for block, rows, merged in merged_blocks(target, tensors):
-        delta, applied, noise = merged - rows, None, 0.0
+        delta, applied, noise, changed, cut = merged - rows, None, 0.0, 0, 0
         written = _written(target, block, merged, tensors)
         largest, covered = max(largest, float(merged.abs().max())), covered and written is not None
         if written is not None and not (target.packed is not None and target.weight.padded):
-            rest = stage([written], place("cpu", "F64"))[0].view(rows.shape) - rows
+            stored = stage([written], place("cpu", "F64"))[0].view(rows.shape)
+            rest, cut = stored - rows, int((merged.isfinite() & ~stored.isfinite()).sum())
             applied, noise = float((rest * delta).sum(dtype=torch.float64)), _squared(rest - delta)
-        sums.add(Sums(_squared(rows), _squared(delta), applied, noise, float(delta.abs().max())))
+            changed = int(rest.count_nonzero())
+        squares, count = _squared(delta), rows.numel()
+        whole = Share(squares, squares, applied)
+        found += Measure(count, count, changed, cut, _squared(rows), noise, float(delta.abs().max()), whole, {0: whole})
     if covered or not refit or not isfinite(largest):
-        return sums
+        return found
     return _measured(refitted(target, largest, tensors.fetch), tensors, refit=False)
 
 
@@ -192,6 +154,67 @@ def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchT
     written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
     convert(merged, written)
     return written
+
+
+@dataclass
+class Size:
+    """Sums over the numbers of some weights."""
+
+    of: int = 0
+    squares: float = 0.0
+    largest: float = 0.0
+    zeros: int = 0
+    broken: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.of + other.of, self.squares + other.squares, max(self.largest, other.largest),
+                    self.zeros + other.zeros, self.broken + other.broken)  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers of `sizes`."""
+        sound = max(self.of - self.broken, 1)
+        return {"of": self.of, "norm": sqrt(self.squares), "rms": sqrt(self.squares / sound), "largest": self.largest,
+                "zeros": self.zeros, "broken": self.broken}  # fmt: skip
+
+
+@undisturbed()
+def base_sizes(index: Index) -> dict[str, Any]:
+    """Return how large the weights of a model are: in all, by part, by block, by kind of layer and by tensor.
+
+    One tensor is in memory at a time. Numbers that are NaN or infinite are counted, and left out of the sums.
+    """
+    of = groups(names(index))
+    kinds: dict[str, dict[str, Size]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
+    every = Size()
+    with Reader([index]) as reader, torch.no_grad():
+        cache = TensorCache(reader, frozenset())
+        numeric = (name for name, info in index.tensors.items() if info.dtype in FLOATS or name in index.packed)
+        for name in numeric:  # others are positions and counts, whose sizes say nothing
+            info = index.tensors[name]
+            values = weight_values(Weight(info.shape, info, index.packed.get(name)), cache.fetch)
+            found = _size(values.reshape(-1))
+            every += found
+            for kind, group in (*of(name), ("kinds", kind_of(name)), ("tensors", name)):
+                kinds[kind][group] = kinds[kind].get(group, Size()) + found
+            cache.forget()
+    return {"all": every.to_dict(), **{
+        kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
+    }}  # fmt: skip
+
+
+def _size(values: Tensor) -> Size:
+    """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
+    found = Size()
+    for part in torch.split(values, PART):
+        numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
+        if not bool((norm := numbers.norm()).isfinite()):
+            broken = int((~numbers.isfinite()).sum())
+            numbers = numbers.nan_to_num(0.0, 0.0, 0.0).double()
+            found, norm = found + Size(broken=broken, zeros=-broken), numbers.norm()
+        low, high = numbers.aminmax()
+        zeros = numbers.numel() - int(numbers.count_nonzero())
+        found += Size(part.numel(), float(norm) ** 2, max(-float(low), float(high)), zeros)
+    return found
 
 
 def _squared(values: Tensor) -> float:

@@ -31,7 +31,7 @@ FEW: Final = 12  # values of a list
 
 SECTIONS: Final = frozenset({
     "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
-    "formats", "not_quantised", "alpha_range", "parts", "weights", "incomplete", "notes",
+    "formats", "not_quantised", "alpha_range", "parts", "weights", "sizes", "incomplete", "notes",
 })  # fmt: skip
 """Facts that are printed below the plain ones, or only in JSON."""
 
@@ -54,6 +54,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield line("merged" if not n else "  before that", of_merge(one))
     yield from _blocks(facts)
     yield from _weights(facts.get("weights", {}))
+    yield from _sizes(facts.get("sizes", {}))
     yield from _metadata(facts.get("metadata", {}), told=TOLD if "trained" in facts else frozenset())
     for note in facts.get("notes", ()):
         yield line("note", cut(note, 2 * WIDTH))
@@ -119,11 +120,11 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
 
 def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the size of a change, by part and block."""
-    total = found["total"]
-    yield line("  change", f"‖ΔW‖ {total['delta']:.4g}, {_share(total)} of ‖W‖ {total['weight']:.4g}; "
+    total = found["all"]
+    yield line("  change", f"‖ΔW‖ {total['change']:.4g}, {_share(total)} of ‖W‖ {total['weight']:.4g}; "
                            f"{_kept(total)} of it is kept in the base's dtype")  # fmt: skip
     yield from table(
-        (name, f"‖ΔW‖ {n['delta']:.3g}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in found["blocks"].items()
+        (name, f"‖ΔW‖ {n['change']:.3g}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in found["blocks"].items()
     )
     for warning in found["warnings"]:
         yield line("warning", warning)
@@ -148,7 +149,7 @@ def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _share(n: Mapping[str, Any]) -> str:
-    return f"{n['delta'] / n['weight']:.2%}" if n["weight"] else "all"
+    return "all" if n["ratio"] is None else f"{n['ratio']:.2%}"
 
 
 def _kept(n: Mapping[str, Any]) -> str:
@@ -183,9 +184,14 @@ def _training(found: Mapping[str, Any]) -> Iterator[str]:
         elif name == "trigger_words":
             yield line("trigger words", cut(", ".join(value)))
         elif name == "preview":
-            yield line("preview", f"a picture in {value['in']}")
+            yield line("preview", of_preview(value))
         else:
             yield line(name, cut(str(value)))
+
+
+def of_preview(found: Mapping[str, Any]) -> str:
+    """Return where a preview picture is, in words."""
+    return f"a picture in {found['in']} ({found['type']}, {size(found['bytes'])})"
 
 
 def _blocks(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -224,6 +230,25 @@ def _weights(found: Mapping[str, Any]) -> Iterator[str]:
     for share, rank in found["rank_for_energy"].items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
     yield from table((name, f"‖ΔW‖ {norm:.3g}") for name, norm in found["blocks"].items())
+
+
+def _sizes(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how large the weights of a base are."""
+    if not found:
+        return
+    every = found["all"]
+    yield line("‖W‖", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    if broken := every["broken"]:
+        yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
+    for kind, rows in (("kinds", "kind"), ("components", "part"), ("blocks", "block")):
+        if len(found[kind]) > 1:
+            yield line("", f"by {rows}")
+            yield from table((name, of_size(row)) for name, row in found[kind].items())
+
+
+def of_size(row: Mapping[str, Any]) -> str:
+    """Return how large some weights are, in words."""
+    return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -75,7 +75,8 @@ FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_direct
 """Entries that name a data set: of sd-scripts, of musubi-tuner (dataset/image_video_dataset.py), of OneTrainer."""
 
 THUMBNAIL: Final = "modelspec.thumbnail"
-PICTURES: Final = (".preview.png", ".preview.jpg", ".preview.jpeg", ".preview.webp", ".png", ".jpg", ".jpeg", ".webp")
+PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+"""Ending of a picture beside a file → its type. `x.preview.png` comes before `x.png`."""
 
 
 def training(index: Index) -> dict[str, Any]:
@@ -229,10 +230,15 @@ def of_dataset(one: Mapping[str, Any]) -> str:
 
 
 def preview(index: Index) -> dict[str, Any]:
-    """Return where a picture of the adapter is: in the metadata, or in a file beside it; empty without one."""
+    """Return where a picture of the adapter is, in the metadata or in a file beside it, its type and its bytes; empty
+    without one."""
     text = index.metadata.get(THUMBNAIL, "")
     if text.startswith("data:"):
-        return {"in": THUMBNAIL, "type": text[5:].partition(";")[0][:40], "characters": len(text)}
+        kind, _, data = text[5:].partition(",")
+        count = 3 * len(data) // 4 - data[-2:].count("=") if kind.endswith(";base64") else len(data)
+        return {"in": THUMBNAIL, "type": kind.partition(";")[0][:40], "bytes": count}
     path = index.files[0] if len(index.files) == 1 else index.path
-    names: list[Path] = [path.with_name(path.stem + ending) for ending in PICTURES]
-    return next(({"in": str(p)} for p in names if p.is_file()), {})
+    stems = f"{path.stem}.preview", path.stem
+    names: list[Path] = [path.with_name(stem + ending) for stem in stems for ending in PICTURES]
+    found = next((p for p in names if p.is_file()), None)
+    return {"in": str(found), "type": PICTURES[found.suffix], "bytes": found.stat().st_size} if found else {}

@@ -202,7 +202,11 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
     assert merged.numbers["all"]["change"] == pytest.approx(float(delta.norm()), rel=1e-4)
     assert merged.numbers["all"]["retained"] < 0.9
     with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
-        lora_merge.merge_state_dict(layer.state_dict(), tmp_path / "a.safetensors")
+        numbers: dict[str, Any] = {}
+        layer["q_proj"].weight.data.zero_()
+        merged.undo()
+        lora_merge.merge_state_dict(layer.state_dict(), tmp_path / "a.safetensors", numbers=numbers)
+    assert numbers == merged.numbers
 
 
 @pytest.mark.parametrize("wrong", [False, True])

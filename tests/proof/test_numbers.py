@@ -104,7 +104,7 @@ def test_a_sample_estimates_the_whole(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora.safetensors", out)
     assert report.verified is not None
-    few, every = report.verified["numbers"]["all"], lora_merge.verify(out, full=True)["numbers"]["all"]
+    few, every = lora_merge.verify(out)["numbers"]["all"], lora_merge.verify(out, full=True)["numbers"]["all"]
     assert 0 < few["elements"] < every["elements"] == 512 * 64
     for entry in ("weight", "change", "ratio"):
         assert few[entry] == pytest.approx(every[entry], rel=0.5)
@@ -116,5 +116,5 @@ def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: py
     lora(tmp_path / "lora.safetensors", NAMES, 0.1, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "lora", "out")))
     assert report.verified is not None
-    numbers = report.verified["numbers"]
+    numbers = lora_merge.verify(report.output)["numbers"]
     assert (numbers["tensors"], numbers["unlisted"], len(numbers["blocks"])) == ({}, 4, 2)

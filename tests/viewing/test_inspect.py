@@ -167,3 +167,24 @@ def test_a_folder_whose_configuration_says_so_is_quantised(tmp_path: Path) -> No
     for said, how in (({}, None), ({"quantization_config": {"quant_method": "fp8"}}, "fp8, says its config.json")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **said}))
         assert inspect(tmp_path).get("quantised") == how
+
+
+def test_the_sizes_of_a_bases_weights_are_those_of_its_numbers(tmp_path: Path) -> None:
+    """By part, block and kind of layer; numbers that are not finite are counted and left out."""
+    tensors = sd1()
+    name = next(name for name, t in tensors.items() if t.is_floating_point() and t.ndim == 2)
+    tensors[name][0, :3] = torch.tensor([torch.nan, torch.inf, 0.0])
+    sizes = inspect(save(tensors, tmp_path / "base.safetensors"), weights=True)["sizes"]
+    numbers = {key: t.double()[t.isfinite()] for key, t in tensors.items() if t.is_floating_point()}
+    assert sizes["tensors"].keys() == numbers.keys() != tensors.keys()
+    assert sizes["all"]["broken"] == sizes["tensors"][name]["broken"] == 2
+    for key, found in sizes["tensors"].items():
+        assert found["norm"] == pytest.approx(float(numbers[key].norm()), rel=1e-5)
+        assert found["largest"] == pytest.approx(float(numbers[key].abs().max()))
+        assert (found["of"], found["zeros"]) == (tensors[key].numel(), int((tensors[key] == 0).sum()))
+    squares = sum(float(values.square().sum()) for values in numbers.values())
+    for kind in ("components", "kinds", "tensors"):
+        assert sum(row["norm"] ** 2 for row in sizes[kind].values()) == pytest.approx(squares, rel=1e-5)
+        assert sum(row["of"] for row in sizes[kind].values()) == sizes["all"]["of"]
+    assert {"cross-attention", "feed-forward"} <= sizes["kinds"].keys()
+    assert "unet B02" in sizes["blocks"]

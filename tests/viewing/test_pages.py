@@ -218,7 +218,7 @@ def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:
     told, match = dict(fits["summary"]), facts[1]["match"]
     assert told["strength × alpha / rank"] == "te (0.5), unet (0.5)"
     assert told["expected size"] == size(match["output_bytes"])
-    assert told["kept in the base's dtype"] == f"{match['numbers']['total']['retained']:.1%} of the change"
+    assert told["kept in the base's dtype"] == f"{match['numbers']['all']['retained']:.1%} of the change"
     tables = {table["title"]: table["rows"] for one in (fits, adapter) for table in one["tables"]}
     assert tables["Where it fits"] == [[name, n] for name, n in match["patterns"].items()]
     assert [row[1] for row in tables["Networks"]] == ["reads the prompt", "makes the picture"]

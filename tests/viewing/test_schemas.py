@@ -68,13 +68,19 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
         if not found["planned"]:
             lost, wanted = (sum((row["norm"] * row.get(by, 1.0)) ** 2 for row in layers) for by in ("residual", ""))
             assert found["residual"] == pytest.approx((lost / wanted) ** 0.5, rel=1e-6, abs=1e-9)
+            numbers = found["numbers"]
+            for rows in (numbers["components"].values(), numbers["blocks"].values()):
+                assert sum(row["layers"] for row in rows) == numbers["all"]["layers"] == len(layers)
+                assert sum(row["norm"] ** 2 for row in rows) == pytest.approx(wanted)
+                assert sum((row["norm"] * row["residual"]) ** 2 for row in rows) == pytest.approx(lost, abs=1e-9)
+            assert numbers["blocks"]
     assert described.keys() == {f.name for f in fields(AdapterReport)}
 
 
 def test_facts_and_comparisons(scene: Scene) -> None:
     for facts in (
         inspect(scene.base, hashes=True), inspect(scene.ink, weights=True, pictures=True), inspect(scene.base, scene.oil, weights=True),
-        inspect(scene.base, scene.ink),
+        inspect(scene.base, scene.ink), inspect(scene.base, weights=True),
     ):  # fmt: skip
         check(facts, "inspect")
     check(compare(scene.ink, scene.oil), "compare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,3 +119,23 @@ def _adapter(folder: Path, metadata: dict[str, str], *names: str) -> Path:
     tensors = {f"{n}.lora_{s}.weight": torch.zeros((4, 2) if s == "up" else (2, 4))
                for n in names or ("lora_unet_down_blocks_0_attentions_0_proj_in",) for s in ("up", "down")}  # fmt: skip
     return save(tensors, folder / "a.safetensors", metadata)
+
+
+def test_a_preview_picture_is_told_by_its_place_its_type_and_its_bytes(tmp_path: Path) -> None:
+    """In the metadata as base64; a file whose name says so comes before one of the adapter's own name."""
+    data = base64.b64encode(b"12345").decode()
+    tensors, path = (
+        {"a.lora_up.weight": torch.ones(2, 1), "a.lora_down.weight": torch.ones(1, 2)},
+        tmp_path / "a.safetensors",
+    )
+    stored = inspect(save(tensors, path, {"modelspec.thumbnail": f"data:image/webp;base64,{data}"}))["trained"][
+        "preview"
+    ]
+    assert stored == {"in": "modelspec.thumbnail", "type": "image/webp", "bytes": 5}
+    save(tensors, path)
+    for n, name in enumerate(("a.jpg", "a.png", "a.preview.webp"), start=1):
+        (tmp_path / name).write_bytes(b"0" * n)
+        facts = inspect(path)
+        kind = name.rpartition(".")[2].replace("jpg", "jpeg")
+        assert facts["trained"]["preview"] == {"in": str(tmp_path / name), "type": f"image/{kind}", "bytes": n}
+        assert any(line.endswith(f"{name} (image/{kind}, {n} B)") for line in lines(facts))

@@ -11,6 +11,7 @@ from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = list[Any]
+Column: TypeAlias = str | Mapping[str, Any]
 
 COSINE: Final = "cosine"
 """The unit of numbers from −1 to 1."""
@@ -35,6 +36,19 @@ class Metric(NamedTuple):
     join: Callable[[Sequence[float]], float] = mean
 
 
+CHANGED: Final = (
+    Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
+    Metric("change", "‖ΔW‖", join=root),
+    Metric("retained", "retained", "%"),
+    Metric("changed", "numbers that differ", "%"),
+    Metric("noise", "noise / change", "%"),
+    Metric("largest", "largest |ΔW|", join=max),
+)
+"""Numbers of the change of a weight."""
+
+CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
+
+
 class Content:
     """The sections of one page. `data` is what the page's script reads."""
 
@@ -57,9 +71,7 @@ class Content:
         """Add rows of the summary; those without a value are left out."""
         self.data["summary"] += [[name, str(value)] for name, value in rows if value not in (None, "", [], {}, ())]
 
-    def table(
-        self, title: str, columns: Sequence[str | Mapping[str, Any]], rows: Iterable[Row], caption: str = ""
-    ) -> None:
+    def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], caption: str = "") -> None:
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers."""
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if found := list(rows):
@@ -106,6 +118,25 @@ class Content:
                 "weights": {name: _of_one(weights[name], known) for name in at},
             }
         )
+
+    def change(self, numbers: Found, kept: str, title: str) -> None:
+        """Add what a merge does to the weights, if it is known. `kept`: how the summary names the retained share."""
+        if not numbers:
+            return
+        every = numbers["all"]
+        self.summary(
+            ("the change", "" if every["ratio"] is None else f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)"),
+            (kept, "" if every["retained"] is None else f"{every['retained']:.1%} of the change"),
+        )
+        if unlisted := numbers["unlisted"]:
+            self.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
+        self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
+        for kind, of in (("components", "part"), ("blocks", "block")):
+            rows = numbers[kind].items()
+            self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
+            columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in CHANGED]
+            if len(rows) > 1:
+                self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in CHANGED)] for name, row in rows))
 
     def command(self, label: str, *words: str) -> None:
         """Add a command with a button to copy it."""

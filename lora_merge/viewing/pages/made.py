@@ -7,19 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import size
-from .content import Content, Found, Metric, root, strengths
-from .heat_map import places, short
-
-STRONGER: Final = "The stronger the colour, the larger. Click a cell for its weights."
-
-MERGED: Final = (
-    Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
-    Metric("change", "‖ΔW‖", join=root),
-    Metric("retained", "retained", "%"),
-    Metric("changed", "numbers that differ", "%"),
-    Metric("noise", "noise / change", "%"),
-    Metric("largest", "largest |ΔW|", join=max),
-)
+from .content import CLICK, Content, Found, Metric, root, strengths
+from .heat_map import short
 
 MADE: Final = (
     Metric("rank", "rank", join=max),
@@ -33,8 +22,6 @@ def of_merge(found: Found) -> dict[str, Any]:
     """Return the content of the page of a merge."""
     page = Content("Merge", Path(found["output"]).name)
     proof = found["verified"] or {}
-    numbers = found.get("numbers") or proof.get("numbers") or {}
-    every = numbers.get("all") or {}
     page.summary(
         ("output", f"{found['output']} ({size(found['written'])})"),
         ("base", f"{found['base']} ({found['architecture']})"),
@@ -44,8 +31,6 @@ def of_merge(found: Found) -> dict[str, Any]:
         ("device", f"{found['device']}, computed in {found['compute_dtype']}"),
         ("time", f"{found['seconds']:.1f} s"),
         ("peak memory", size(found["peak_memory"])),
-        ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
-        ("retained", f"{every['retained']:.1%} of the change is in the output" if every.get("retained") else ""),
         ("proof", _proof(proof)),
     )
     page.data["warnings"] = list(proof.get("warnings", ()))
@@ -62,7 +47,7 @@ def of_merge(found: Found) -> dict[str, Any]:
             for name, c in found["coverage"].items()
         ),
     )
-    _merged_numbers(page, numbers)
+    page.change(found["numbers"], "retained", "What changed, by block and layer")
     page.table(
         "Not merged",
         ["adapter", "module", "why"],
@@ -79,26 +64,6 @@ def of_merge(found: Found) -> dict[str, Any]:
         "Undo it (the base is unchanged):", "rm", *(["-r"] if not Path(found["output"]).suffix else []), found["output"]
     )
     return page.data
-
-
-def _merged_numbers(page: Content, numbers: Found) -> None:
-    """Add what a merge did to the weights."""
-    if not numbers:
-        return
-    if unlisted := numbers.get("unlisted"):
-        page.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
-    page.heat_map(
-        "What changed, by block and layer",
-        "The stronger the colour, the larger. Click a cell for its weights.",
-        MERGED,
-        numbers["tensors"],
-    )
-    for kind, of in (("components", "part"), ("blocks", "block")):
-        rows = numbers[kind].items()
-        page.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-        columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in MERGED]
-        if len(rows) > 1:
-            page.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in MERGED)] for name, row in rows))
 
 
 def _proof(proof: Found) -> str:
@@ -136,11 +101,11 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     )
     page.heat_map(
         "Layers of the output",
-        STRONGER,
+        CLICK,
         MADE,
         found["layers"],
     )
-    _by_block(page, found["layers"])
+    _by_block(page, found["numbers"])
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
@@ -151,22 +116,16 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     return page.data
 
 
-def _by_block(page: Content, layers: Found) -> None:
-    """Add how large the change of each block is, and how much of it is kept, of layers whose loss is known."""
-    known = [name for name, one in layers.items() if one.get("norm") is not None and one.get("residual") is not None]
-    blocks: dict[str, list[str]] = {}
-    for name, (block, _) in places(known).items():
-        blocks.setdefault(block, []).append(name)
-    labels = short(blocks)
-    rows: list[list[Any]] = []
-    for block, names in blocks.items():
-        norm = root([layers[n]["norm"] for n in names])
-        lost = root([layers[n]["norm"] * layers[n]["residual"] for n in names])
-        rows.append([labels[block], len(names), norm, 1 - (lost / norm) ** 2 if norm else None])
-    page.bars("‖ΔW‖ by block", "block", ((label, norm) for label, _, norm, _ in rows))
-    if len(rows) > 1:
-        page.table("By block", ["block", "layers", {"title": "‖ΔW‖", "bar": True},
-                                {"title": "energy kept", "unit": "%", "bar": True}], rows)  # fmt: skip
+def _by_block(page: Content, numbers: Found) -> None:
+    """Add how large the change of each network and block is, and how much of it is kept."""
+    for kind, of in (("components", "network"), ("blocks", "block")):
+        found = numbers.get(kind, {})
+        labels = short(found)
+        page.bars(f"‖ΔW‖ by {of}", of, ((labels[name], one["norm"]) for name, one in found.items()))
+        if len(found) > 1:
+            energy = {"title": "energy kept", "unit": "%", "bar": True}
+            rows = [[labels[name], one["layers"], one["norm"], one["energy"]] for name, one in found.items()]
+            page.table(f"By {of}", [of, "layers", {"title": "‖ΔW‖", "bar": True}, energy], rows)
 
 
 def of_jobs(found: Sequence[Found]) -> dict[str, Any]:

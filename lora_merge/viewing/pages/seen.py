@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from ...text import listed, size
 from ..formats import of_format, of_plain
-from ..text import COUNT, FEW, of_merge
+from ..text import COUNT, FEW, of_merge, of_preview, of_size
 from ..training import of_dataset
-from .content import COSINE, Content, Found, Metric, root, strengths
+from .content import CLICK, COSINE, Column, Content, Found, Metric, root, strengths
 from .heat_map import short
 from .preview import preview
 
@@ -21,10 +21,10 @@ MEASURED: Final = (
     Metric("largest", "largest singular value", join=max),
 )
 
-PLANNED: Final = (
-    Metric("delta", "‖ΔW‖", join=root),
-    Metric("retained", "retained", "%"),
-    Metric("largest", "largest |ΔW|", join=max),
+SIZES: Final = (
+    Metric("rms", "root mean square"),
+    Metric("norm", "‖W‖", join=root),
+    Metric("largest", "largest |W|", join=max),
 )
 
 DIFFERENT: Final = (
@@ -119,10 +119,26 @@ def of_file(found: Found) -> dict[str, Any]:
             ([name, b["modules"], _range(b["ranks"]), _range(b["alphas"])] for name, b in blocks.items()),
         )
     elif not match:
+        if sizes := found.get("sizes"):
+            _sized(page, sizes)
         page.bars("Parameters by block", "block", blocks.items())
     if match:
         _matched(page, found, match)
     return page.data
+
+
+def _sized(page: Content, sizes: Found) -> None:
+    """Add how large the weights of a model are."""
+    every = sizes["all"]
+    page.summary(("the weights", of_size(every)), ("zeros", f"{every['zeros']:,} of {every['of']:,} numbers"))
+    if every["broken"]:
+        page.data["warnings"].append(f"{every['broken']:,} numbers are NaN or infinite: a merge copies them")
+    matrices = {name: one for name, one in sizes["tensors"].items() if not name.endswith(".bias")}
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices)
+    for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
+        columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
+        rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
+        page.table(f"Weights by {of}", columns, rows if len(rows) > 1 else [])
 
 
 def _matched(page: Content, found: Found, match: Found) -> None:
@@ -145,17 +161,8 @@ def _matched(page: Content, found: Found, match: Found) -> None:
         ([n, _plain(w)] for n, w in (match.get("unmatched") or {}).items()),
     )
     if numbers := match.get("numbers"):
-        total = numbers["total"]
-        page.summary(
-            (
-                "the change",
-                f"{total['delta'] / total['weight']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if total["weight"] else "",
-            ),
-            ("kept in the base's dtype", "" if total["retained"] is None else f"{total['retained']:.1%} of the change"),
-        )
         page.data["warnings"].extend(numbers["warnings"])
-        page.heat_map("What the merge would change", "Click a cell for its weights.", PLANNED, numbers["tensors"])
-        page.bars("‖ΔW‖ by block", "block", ((name, row["delta"]) for name, row in numbers["blocks"].items()))
+        page.change(numbers, "kept in the base's dtype", "What the merge would change, by block and layer")
     page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
     page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
 
@@ -270,7 +277,7 @@ def _fact(name: str, value: Any) -> str:
     """Return a fact of the training in words."""
     if name == "datasets":
         return ", ".join(f"{one['name']} ({of_dataset(one)})" for one in value)
-    return f"a picture in {value['in']}" if name == "preview" else _plain(value)
+    return of_preview(value) if name == "preview" else _plain(value)
 
 
 def _plain(value: Any) -> str:
