@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +20,10 @@ from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
 from ..limits import from_json
+from ..models.strengths import on_base
 from ..planning.cache import CheckpointCache
 from ..planning.outputs import Contents, differing
-from ..planning.recipe import KEY, blanks, parsed, recipes, sha256
+from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
 """The same, and what a run tells of its result, in the recipe of an adapter."""
 
-VARIES: Final = frozenset({"name", "version", "format"})
-"""The entries that may differ between equal recipes: the names of files, and the version of this program."""
+VARIES: Final = frozenset({"name", "version", "format", STRENGTHS})
+"""The entries that may differ between equal recipes: names of files, the version of this program, and what a recipe
+says for people, which follows from the rest."""
 
 
 class Hashes:
@@ -119,7 +122,8 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
 
 def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: Hashes) -> bool:
     """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
-    base, _ = opened.base(job.base, job.map)
+    base, names_of_base = opened.base(job.base, job.map)
+    job = replace(job, adapters=tuple(on_base(ref, names_of_base) for ref in job.adapters))
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
 

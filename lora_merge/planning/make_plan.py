@@ -198,7 +198,7 @@ def _files(
         by_file[path].append(target)
     check_tensors(job, base, (t for targets in by_file.values() for t in targets))
     adapters = [m.adapter.index for m in matched]
-    found = entries(job, base, adapters, blanks(base, adapters))
+    found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched])
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
         kept = kept_entries(job, base, path)

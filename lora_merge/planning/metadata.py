@@ -58,7 +58,8 @@ def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
     in the planned header, because the base's names and texts may look like one: our own entries are made a second time.
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order.
     """
-    found = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    adapters = [m.adapter.index for m in plan.adapters]
+    found = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
     for file, own in zip(plan.files, found, strict=True):
         header = with_metadata(file.header, {**file.kept, **own})
         yield sealed(header) if SEAL in own else header

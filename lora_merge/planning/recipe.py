@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
@@ -17,6 +17,7 @@ from ..files.side_files import output_name
 from ..job import Job
 from ..limits import from_json
 from ..options import OPTIONS, Kind
+from ..text import by_component
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2
@@ -39,6 +40,12 @@ STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
 )
 """Kind of an option → its value in a recipe. The text of a file that a merge reads becomes part of the recipe."""
 
+STRENGTHS: Final = "strengths"
+"""What a recipe says of an adapter for people: component → strength → modules, as the report does."""
+
+Applied: TypeAlias = Sequence[Mapping[str, Mapping[float, int]]]
+"""For each adapter component → strength → modules."""
+
 LIMIT: Final = 2**22  # most characters of a recipe
 LEGACY: Final = (0x100000, 0x10000)  # offset and count of the bytes whose hash old web UIs show for a model
 
@@ -54,10 +61,13 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
     return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
 
 
-def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, str]]:
+def entries(
+    job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str], strengths: Applied
+) -> Iterator[dict[str, str]]:
     """Yield our own metadata entries of every output file, in the order of the base's files; none for --no-metadata.
 
-    `digests`: SHA-256 of the base's files and each adapter's.
+    `digests`: SHA-256 of the base's files and each adapter's. `strengths`: those that each adapter has in the parts of
+    the base.
     """
     if job.no_metadata:
         yield from ({} for _ in base.files)
@@ -65,17 +75,19 @@ def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
     others = _web_ui(job, base, adapters, digests) if single else {}
-    for found in recipes(job, base, adapters, digests):
+    for found in recipes(job, base, adapters, digests, strengths):
         yield {KEY: _json(found), SEAL: ZEROS, "modelspec.merged_from": names, **others}
 
 
-def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, Any]]:
+def recipes(
+    job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str], strengths: Applied = ()
+) -> Iterator[dict[str, Any]]:
     """Yield the recipe of every output file: the first has all of it, every other shard the part about itself.
 
     If every shard named all files of the base, the text would grow with the square of their number: 150 MB in 1000
     shards.
     """
-    whole = recipe(job, base, adapters, digests)
+    whole = recipe(job, base, adapters, digests, strengths)
     yield whole
     common = {key: value for key, value in whole.items() if key != "map"}
     of_base = {key: value for key, value in whole["base"].items() if key != "recipe"}
@@ -84,7 +96,9 @@ def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
         yield {**common, "base": {**of_base, "files": [file]}, "whole_in": whole_in}
 
 
-def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
+def recipe(
+    job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str], strengths: Applied = ()
+) -> dict[str, Any]:
     """Return the whole recipe: names, sizes, hashes, strengths, and every option that changes a byte."""
     from ..version import __version__
 
@@ -98,6 +112,8 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[s
             for ref, index in zip(job.adapters, adapters, strict=True)
         ],
     }
+    for one, applied in zip(found["adapters"], strengths, strict=False):
+        one[STRENGTHS] = by_component(applied)
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         found["base"]["recipe"] = earlier

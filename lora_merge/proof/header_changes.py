@@ -153,7 +153,8 @@ def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapp
     digests = [*of_base, *chain.from_iterable(others)]
     if len(digests) != len(plan.inputs):
         return {}
-    own = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    adapters = [m.adapter.index for m in plan.adapters]
+    own = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
     return {key: text for key, text in next(islice(own, number, None)).items() if key != SEAL}
 
 

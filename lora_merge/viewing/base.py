@@ -63,7 +63,7 @@ def former_merges(index: Index) -> Iterator[dict[str, Any]]:
         yield {
             "base": str(base.get("name", "")), "by": f"lora-merge {recipe.get('version', '')}",
             "adapters": [
-                {key: one.get(key) for key in ("name", "strength", "parts")} for one in adapters
+                {key: one.get(key) for key in ("name", "strength", "parts", "strengths")} for one in adapters
                 if isinstance(one, Mapping)
             ],
         }  # fmt: skip

@@ -96,10 +96,12 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     yield line("adapter", f"{match['adapter']}, strength {match['strength']:g}")
     if match["matched"] is None:
         yield line("match", f"does not fit: none of its {match['total']} modules can be merged")
-        yield f"  why: {cut(match['why'], 3 * WIDTH)}"
+        yield line("  why", cut(match["why"], 3 * WIDTH))
         return
     parts = ", ".join(f"{name} {n}" for name, n in match["components"].items())
     yield line("match", f"{match['matched']} of {match['total']} modules" + (f" ({parts})" if parts else ""))
+    if match["why"]:
+        yield line("  why", match["why"])
     for part, counts in match["strengths"].items():
         yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
     for part, found in match["effective"].items():
@@ -114,8 +116,6 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     yield line("  changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
     if numbers := match.get("numbers"):
         yield from number_lines(numbers)
-    if match["why"]:
-        yield f"  why: {match['why']}"
 
 
 def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -160,8 +160,14 @@ def of_merge(one: Mapping[str, Any]) -> str:
     """Return one merge of those that made a model, in words."""
     if "inputs" in one:
         return cut(one["inputs"])
-    adapters = ", ".join(f"{a['name']}:{a['strength']}" for a in one["adapters"])
+    adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in one["adapters"])
     return cut(f"{one['base']} + {adapters} ({one['by']})")
+
+
+def _parts(found: object) -> str:
+    """Return the parts in a recipe as they are typed behind an adapter, ",te=0.0"; "" for what is no list of them."""
+    pairs = [p for p in found if isinstance(p, list) and len(p) == 2] if isinstance(found, list) else []
+    return "".join(f",{part}={factor}" for part, factor in pairs)
 
 
 def _incomplete(found: Sequence[str]) -> Iterator[str]:
@@ -264,8 +270,8 @@ def _metadata(found: Mapping[str, str], told: Set[str]) -> Iterator[str]:
     shown = {key: found[key] for key in SHOWN if key in found and key not in told}
     for key, value in shown.items():
         yield line("metadata", cut(f"{key} {value}"))
-    if left := len(found) - len(shown):
-        yield line("metadata", f"{left} of {len(found)} entries are not shown (--json has all)")
+    if left := len(found.keys() - shown.keys() - told):
+        yield line("metadata", f"{left} of {len(found)} entries are neither here nor above (--json has all)")
 
 
 def _text(key: str, value: Any) -> str:

@@ -188,6 +188,17 @@ def test_a_second_run_redoes_nothing(models: Path) -> None:
     assert fates(run(renamed)) == ["skipped"] * 3  # the same by size and hash, whatever it is called
 
 
+def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
+    for word, fate in (
+        ("text_encoder", "merged"),
+        ("text_encoder", "skipped"),
+        ("te", "skipped"),
+        ("clip_l", "skipped"),
+    ):
+        assert fates(run([job(models, "a.safetensors", strength_for={word: 0.5})])) == [fate]
+    assert fates(run([job(models, "a.safetensors", strength_for={"unet": 0.5})])) == ["failed"]
+
+
 @pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated"])
 def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
     jobs, output = grid(models, 2), models / "out" / "1.safetensors"

@@ -53,7 +53,7 @@ def test_hundreds_of_modules_without_a_place_are_told_by_pattern(tmp_path: Path)
         lora_merge.plan(base(tmp_path / "b.safetensors"), [adapter], output=tmp_path / "o.safetensors")
     pattern = "base_model.model.model.layers.{i}.mlp.experts.{i}.gate"
     example = "base_model.model.model.layers.0.mlp.experts.0.gate"
-    assert f"{pattern} × {len(modules)}, e.g. {example}; the base is" in failure.value.where
+    assert f"{pattern} × {len(modules)}, e.g. {example}" in failure.value.where
 
 
 def test_the_alphas_are_read_ahead_before_they_are_read_with_the_pages_that_they_lie_in(
