@@ -38,8 +38,12 @@ def is_file(path: str | Path) -> bool:
 
 
 def expand(path: str | Path) -> Path:
-    """Return the path with `~` expanded, made absolute without resolving links."""
-    return absolute(home(path))
+    """Return the path with `~` expanded, made absolute without resolving links; without `..`, unless it leaves a link."""
+    found = absolute(home(path))
+    if ".." not in found.parts:
+        return found
+    plain = Path(os.path.normpath(found))
+    return plain if os.path.realpath(plain) == os.path.realpath(found) else found
 
 
 def home(path: str | Path) -> Path:
