@@ -38,7 +38,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def expand(path: str | Path) -> Path:
-    """Return the path with `~` expanded, made absolute without resolving links; without `..`, unless it leaves a link."""
+    """Return the path with `~` expanded, made absolute without resolving links; without a `..` that leaves no link."""
     found = absolute(home(path))
     if ".." not in found.parts:
         return found

@@ -28,4 +28,4 @@ def test_a_step_upwards_out_of_a_link_leads_where_the_link_points(
     (tmp_path / "far" / "x").write_text("this")
     monkeypatch.chdir(tmp_path)
     assert expand("link/../x").read_text() == "this"
-    assert not expand("loop/../x").exists() or os.path.samefile(expand("loop/../x"), "loop/../x")
+    assert expand("loop/../x").name == "x"
