@@ -7,11 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import lora_merge
 
+from ..files import quantised_forms
+from ..files.quantised_forms import FORMS
 from ..support import Tensors, load, rand, save
 
 SIZES: dict[str, Any] = {
@@ -163,3 +166,38 @@ def test_experts_of_gpt_oss_are_merged_as_the_model_knows_them(tmp_path: Path) -
     made = load(tmp_path / "clean" / "model.safetensors")
     assert made.keys() == plain.keys()
     torch.testing.assert_close(made[f"{stem}gate_up_proj"], want)
+
+
+@pytest.mark.parametrize(("name", "noise"), [("compressed-tensors fp8", 0.05), ("compressed-tensors int4", 0.2)])
+def test_compressed_tensors_load_and_compute_base_and_adapter(name: str, noise: float, tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "intermediate_size": 128}))
+    form, lora = FORMS[name], {}
+    plain, packed = {}, {}
+    for key, value in model.state_dict().items():
+        plain[key] = packed[key] = value.clone()
+        if "_proj" not in key:
+            continue
+        stem = key.removesuffix(".weight")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantised_forms, "SHAPE", tuple(value.shape))
+            layer = form.make(packed.pop(key))
+            plain[key] = form.read(layer).float()
+        packed |= {f"{stem}.{last}": part for last, part in layer.items()}
+        if "q_proj" in key or "up_proj" in key:
+            down, up = rand(4, value.shape[1], seed=len(lora)), rand(value.shape[0], 4, seed=len(lora) + 1)
+            lora |= {f"base_model.model.{stem}.lora_A.weight": down, f"base_model.model.{stem}.lora_B.weight": up}
+    told = {**form.config, "quantization_status": "compressed", "ignore": ["lm_head"]}
+    config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    for folder, tensors, more in (("base", packed, {"quantization_config": told}), ("plain", plain, {})):
+        (tmp_path / folder).mkdir()
+        save(tensors, tmp_path / folder / "model.safetensors", {"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **more}, default=str))
+    adapter = save(lora, tmp_path / "lora.safetensors")
+    for base, out in (("base", "merged"), ("plain", "sum")):
+        lora_merge.merge(tmp_path / base, adapter, tmp_path / out)
+    right, before, found = (logits(tmp_path / name) for name in ("sum", "plain", "merged"))
+    change = (right - before).norm()
+    assert (found - right).norm() < noise * change
