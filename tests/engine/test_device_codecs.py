@@ -78,7 +78,7 @@ def test_codes_are_decoded_and_encoded_on_the_device(
     assert "cuda:0" in used and not cuda.races and not cuda.faults
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q3_K", "Q5_K", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q3_K", "Q5_K", "IQ4_XS", "MXFP4", "NVFP4", "TQ1_0"])
 def test_blocks_of_gguf_are_made_on_the_device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = by_library.write(tmp_path / "base.gguf", "flux", flux(kind))
     lora = save(style(), tmp_path / "lora.safetensors")

@@ -297,8 +297,7 @@ def test_rotated_rows_with_one_scale_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "o.safetensors").exists()
 
 
-@pytest.mark.parametrize("told", ["bias", "orig_shape"])
-@pytest.mark.parametrize("rows", [130, 7])
+@pytest.mark.parametrize(("told", "rows"), [("bias", 130), ("orig_shape", 7)])
 @pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4"])
 def test_rows_that_fill_up_a_weight_are_none_of_the_model(name: str, rows: int, told: str, tmp_path: Path) -> None:
     """comfy-kitchen stores a multiple of 32 or 16 rows; a bias, or the JSON, says how many there are."""
