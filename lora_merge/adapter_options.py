@@ -22,7 +22,7 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("include", "texts", (), "The components to write, or to compare.", "given"),
         Option("exclude", "texts", (), "The components to leave out.", "given"),
         Option("others", "text", None, "What becomes of biases and norms that differ: diff, skip or error.", "given"),
-        Option("format", "text", None, "The dialect of what is extracted.", "given"),
+        Option("format", "text", None, "The dialect of what is written.", "given"),
         Option("factor", "whole", None, "The smaller factor of lokr, as LyCORIS takes it.", "given"),
         Option("weights", "list", None, "One number for each snapshot; by default they are equal.", "given"),
         Option("ema", "number", None, "Exponential moving average.", "given"),
@@ -45,12 +45,12 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "merge": tuple(name for name, option in OPTIONS.items() if option.in_batch),
     "unmerge": tuple(name for name, option in OPTIONS.items() if option.in_batch and name != "method"
                      and name not in NAMES),
-    "combine": (*SHARED, "method", *NAMES, *MADE),
-    "resize": (*SHARED, *MADE),
+    "combine": (*SHARED, "method", *NAMES, *MADE, "format"),
+    "resize": (*SHARED, *MADE, "format"),
     "convert": (*SHARED, "to", *MADE, "include"),
     "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others",
                 "format", "factor"),
-    "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space"),
+    "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space", "format"),
 })  # fmt: skip
 """Command of a jobs file → the options that it takes."""
 

@@ -88,6 +88,7 @@ class AdapterOptions(AdapterReading, total=False):
     conv_rank: str | int | None
     max_rank: int | None
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]]
+    format: str
 
 
 class ResizeOptions(AdapterOptions, total=False):

@@ -18,6 +18,7 @@ from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
 from .average.task import MOVING, Averaging, make_average
 from .average.task import OWN as OF_AVERAGE
+from .conversion.formatted import run
 from .convert import OWN as OF_CONVERT
 from .convert import make_conversion
 from .convert import run as run_conversion
@@ -26,7 +27,6 @@ from .extract.task import OWN as OF_EXTRACT
 from .extract.task import make_extraction
 from .job import OWN, make_adapter_job
 from .report import AdapterReport
-from .run import run
 from .written import CONTENTS
 
 

@@ -38,6 +38,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
             "size:100MiB"; `conv_rank`, `max_rank` and `rank_for` as pairs of a part and a rule.
         algorithm: "lora", "full" (whole matrices), or "auto".
         alpha: "rank" (α = rank), "keep", or a number.
+        format: A dialect of `convert`, such as "comfy" or "peft"; "keep": that of the first adapter.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
 
     Returns:
@@ -49,7 +50,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
     """
-    from .run import run
+    from .conversion.formatted import run
 
     own = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
     with interruptible(), watched(progress) as watcher:
@@ -84,7 +85,7 @@ def resize(
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
         'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
     """
-    from .run import run
+    from .conversion.formatted import run
 
     with interruptible(), watched(progress) as watcher:
         return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}), watcher)

@@ -106,8 +106,11 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
 
 
 @undisturbed()
-def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
-    """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
+def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None) -> AdapterReport:
+    """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
+
+    `recipe`: of a command whose result is converted; it is recorded in place of the conversion's.
+    """
     task, sources, there, everywhere = opened(task)
     job, this = task.job, Run(task.job, progress)
     with ExitStack() as stack:
@@ -124,7 +127,9 @@ def run(task: Conversion, progress: Progress = unwatched) -> AdapterReport:
         entries += [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
-        outcome = Outcome(job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources))
+        outcome = Outcome(
+            job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
+        )
         notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made))
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())

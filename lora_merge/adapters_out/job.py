@@ -18,6 +18,7 @@ from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..options import is_finite, pairs, shown
 from ..paths import absolute, expand, is_folder
+from .dialects import dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
@@ -37,6 +38,8 @@ class AdapterJob:
     numbers: Numbers = field(default_factory=Numbers)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
+    format: str = "keep"
+    """The dialect in which the result is written; "keep": that of the first adapter."""
     options: tuple[tuple[str, Any], ...] = ()
     """The command's own options as given, for the recipe."""
 
@@ -57,7 +60,7 @@ FILES: Final = ("combine", "resize", "average")
 OWN: Final[Mapping[str, Any]] = {
     "method": SUM, "rank": EXACT, "conv_rank": None, "max_rank": None, "rank_for": (), "density": None, "gamma": None,
     "epsilon": None, "t": None, "elect": "sum", "normalise": "count", "agree": None, "scale": 1.0, "seed": 0,
-    "algorithm": FACTORS, "alpha": "rank",
+    "algorithm": FACTORS, "alpha": "rank", "format": "keep",
 }  # fmt: skip
 """Option of these commands → default."""
 
@@ -81,7 +84,14 @@ def make_adapter_job(
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     job = make_job(base if base is not None else "no base", adapters, output, **common)
-    if output is None or (command in FILES and (str(output).endswith(("/", os.sep)) or is_folder(job.output))):
+    to = dialect(own["format"]) if isinstance(own["format"], str) else None
+    if to is None:
+        raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
+                         f"use one of {', '.join(names())}")  # fmt: skip
+    folder = to.folder
+    if output is None or (
+        command in FILES and not folder and (str(output).endswith(("/", os.sep)) or is_folder(job.output))
+    ):
         job = _named(job, command, str(own["rank"]), absolute(Path()) if output is None else job.output)
     job = replace(job, method=method)
     if command in ("resize", "convert") and len(job.adapters) != 1:
@@ -102,7 +112,7 @@ def make_adapter_job(
     recorded = tuple(sorted((name, value) for name, value in given.items() if value != OWN[name]))
     found = None if base is None else expand(base)
     return AdapterJob(
-        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]), recorded
+        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]), to.name, recorded
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class Outcome:
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
     kept: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
+    made_by: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
 
     @cached_property
     def told(self) -> dict[str, dict[str, Any]]:
@@ -75,7 +76,9 @@ class Outcome:
         numbers = numbers_by_block(self.told)
         residual = numbers["all"]["residual"]
         known = Known(self.job, self.inputs, self.told, self.entries, self.model)
-        entries = known.entries(lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest))
+        entries = known.entries(
+            lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest)
+        )
         entries |= self.kept
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
         return AdapterReport(

@@ -78,9 +78,9 @@ def _adapter_task(request: Request, adapters: Sequence[Adapter], options: Mappin
     job = make_adapter_job(request.command, adapters, request.output, request.base, options)
 
     def does(what: str, *progress: Progress) -> AdapterReport:
-        from ..adapters_out import run
+        from ..adapters_out.conversion import formatted
 
-        found: AdapterReport = getattr(run, what)(job, *progress)
+        found: AdapterReport = getattr(formatted, what)(job, *progress)
         return found
 
     return Task(job, partial(does, "plan"), partial(does, "run"))

@@ -41,14 +41,14 @@ class Averaging:
 
     def plan(self) -> AdapterReport:
         """Return what `run` would do, from headers."""
-        from ..run import plan
+        from ..conversion.formatted import plan
 
         return plan(self.job)
 
     def run(self, progress: Progress = unwatched) -> AdapterReport:
         """Write the average."""
         if self.space == CHANGES:
-            from ..run import run
+            from ..conversion.formatted import run
 
             return run(self.job, progress)
         from .tensors import run as run_on_tensors
@@ -95,7 +95,8 @@ def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[st
     """Raise UsageError for an option that means nothing where tensors are averaged."""
     parts = any(a.parts for a in job.adapters)
     ruled = given["rank"] != SAME or any(given.get(n) for n in ("conv_rank", "max_rank", "rank_for"))
-    for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting")):
+    other = job.format != "keep"
+    for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format")):
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
                              f"leave it out, or average changes: --space {CHANGES}")  # fmt: skip

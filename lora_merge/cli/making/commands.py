@@ -53,7 +53,7 @@ def _takes(*names: str) -> Callable[[Command], Command]:
     return with_options(*(OWN.get(name) or OPTIONS[name] for name in ("output", *names, *SHARED, *PRINTED)))
 
 
-@_takes("base", *METHOD, *RANKS, "algorithm", "alpha", *ADAPTERS)
+@_takes("base", *METHOD, *RANKS, "algorithm", "alpha", "format", *ADAPTERS)
 def combine(
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Files or PEFT folders.")],
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="32, same, energy:0.99 … Default: exact.")] = None,
@@ -63,7 +63,7 @@ def combine(
     _carry_out("combine", adapters, {"rank": rank, **options})
 
 
-@_takes("base", *RANKS, "algorithm", "alpha", *ADAPTERS)
+@_takes("base", *RANKS, "algorithm", "alpha", "format", *ADAPTERS)
 def resize(
     adapter: Adapter,
     rank: Annotated[str, typer.Option(metavar="RULE", help="16, energy:0.99, fro:0.9, size:50MiB …")],
@@ -111,7 +111,7 @@ def convert(
     show("convert", task, printed)
 
 
-@_takes("base", "ema", "ema_to", "sigma_rel", "space", *ADAPTERS[1:])
+@_takes("base", "ema", "ema_to", "sigma_rel", "space", "format", *ADAPTERS[1:])
 def average(
     snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT...", help="Files, the oldest first.")],
     weights: Annotated[str | None, typer.Option(metavar="W,W…", help="One number for each. Default: equal.")] = None,
@@ -131,7 +131,8 @@ def average(
 
         given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
         named, found = _given([named_adapter(a) for a in expanded(snapshots)], {"rank": rank, **options})
-        made = make_average(named, with_ending(output, file=True), base, {"weights": given, **found})
+        to = with_ending(output, file=options.get("format") != "peft")
+        made = make_average(named, to, base, {"weights": given, **found})
         return Task(made.job, made.plan, made.run)
 
     show("average", task, printed)
@@ -165,12 +166,13 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
     output, base, printed = _taken(options)
 
     def task() -> Task:
+        from ...adapters_out.conversion.formatted import plan, run
         from ...adapters_out.job import make_adapter_job
-        from ...adapters_out.run import plan, run
         from ...batch.commands import Task
 
         named, found = _given([named_adapter(a) for a in expanded(adapters)], options)
-        job = make_adapter_job(command, named, with_ending(output, file=True), base, found)
+        output_file = with_ending(output, file=options.get("format") != "peft")
+        job = make_adapter_job(command, named, output_file, base, found)
         return Task(job, partial(plan, job), partial(run, job))
 
     show(command, task, printed)

@@ -1,0 +1,50 @@
+"""`combine`, `resize` and `average` with `--format`: the result in the words of the first adapter, written again in
+another dialect. Factors stay as they are where the dialect can hold them, so nothing is lost the second time."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from ...files.checkpoint import open_checkpoint
+from ...planning.recipe import KEY
+from ...progress import Progress, unwatched
+from ..convert import make_conversion
+from ..convert import run as run_conversion
+from ..dialects import KEEP
+from ..job import AdapterJob
+from ..report import AdapterReport
+from ..run import plan as plan_in_own
+from ..run import run as run_in_own
+
+
+def plan(job: AdapterJob) -> AdapterReport:
+    """Return what `run` would do, from headers."""
+    return replace(plan_in_own(job), format=job.format)
+
+
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
+    if job.format == KEEP:
+        return run_in_own(job, progress)
+    there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
+    with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
+        whole = Path(folder) / "whole.safetensors"
+        first = run_in_own(replace(job, format=KEEP, inputs=replace(job.inputs, output=whole)), progress)
+        given = {
+            name: getattr(job.inputs, name)
+            for name in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")
+        }
+        again = make_conversion(whole, job.output, job.base, {"to": job.format, **given})
+        told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
+        second = run_conversion(again, progress, recipe=told)
+    residual = sqrt(first.residual**2 + second.residual**2)
+    return replace(
+        first, output=second.output, format=second.format, dtype=second.dtype, residual=residual,
+        energy=1 - residual**2, written=second.written, seconds=first.seconds + second.seconds,
+        notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
+    )  # fmt: skip

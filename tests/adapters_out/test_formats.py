@@ -1,0 +1,55 @@
+"""`--format` of combine, resize and average: the same change in the words of another program, with its recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.errors import UsageError
+from tests.adapters_out.test_convert import flux, of_flux
+from tests.support import in_process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("formats")
+    save_file(flux(), made / "base.safetensors")
+    save_file(of_flux(), made / "a.safetensors")
+    save_file({k: v if k.endswith("alpha") else -0.5 * v.flip(0) for k, v in of_flux().items()}, made / "b.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("to", ["diffusers", "comfy", "peft"])
+def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, to: str, tmp_path: Path) -> None:
+    base, out = folder / "base.safetensors", tmp_path / ("out" if to == "peft" else "out.safetensors")
+    given = [(folder / "a.safetensors", 0.5), (folder / "b.safetensors", 2.0)]
+    report = lora_merge.combine(given, out, base=base, format=to, dtype="fp32")
+    assert report.format == to and report.verified and report.written > 0
+    before = load_file(base)
+    wanted, made = (lora_merge.merge_state_dict(before, g, compute_dtype="fp64") for g in (given, [out]))
+    assert all(torch.allclose(wanted[n], made[n], atol=1e-5) for n in before)
+    keys = load_file(out / "adapter_model.safetensors" if to == "peft" else out)
+    first = {"diffusers": "transformer.", "comfy": "diffusion_model.", "peft": "base_model.model."}[to]
+    assert all(key.startswith(first) for key in keys)
+    assert lora_merge.verify(out, search=[folder])["same_bytes"]
+    assert [*folder.glob(".lora-merge-*")] == [*tmp_path.glob(".lora-merge-*")] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [("resize", ["--rank", "2"]), ("average", []), ("combine", ["--rank", "4"])]
+)
+def test_the_commands_take_it(folder: Path, command: str, more: list[str], tmp_path: Path) -> None:
+    words: list[Any] = [command, folder / "a.safetensors", "--base", folder / "base.safetensors", *more]
+    code, told = in_process(*words, "--format", "diffusers", "-o", tmp_path / "out.safetensors")
+    assert code == 0, told
+    assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
+
+
+def test_a_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        lora_merge.combine([tmp_path / "none.safetensors"], tmp_path / "out.safetensors", format="sdnext")
