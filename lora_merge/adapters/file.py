@@ -208,8 +208,8 @@ def _e4m3(byte: int) -> float:
 
 def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
-    if index.packed or index.quantised.parts:
-        how = index.quantised.how or f"{next(iter(index.packed))} is {next(iter(index.packed.values())).encoding.title}"
+    scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
+    if how := index.quantised.how if index.quantised.parts else scaled:
         raise InputError("an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16")
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []

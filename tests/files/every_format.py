@@ -183,6 +183,8 @@ EXAMPLES: dict[str, Callable[[Shape], Example]] = {
         )
     },
     "ComfyUI old style": _old_style,
+    "e4m3fnuz": lambda shape: Example({"weight": rand(*shape).to(torch.float8_e4m3fnuz)}),
+    "e5m2fnuz": lambda shape: Example({"weight": rand(*shape).to(torch.float8_e5m2fnuz)}),
     "torchao Int8Tensor": _torchao,
     **{f"torchao {name}": partial(_stored_by_torchao, name) for name in STORED},
     "gpt-oss": _experts,

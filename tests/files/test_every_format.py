@@ -81,7 +81,7 @@ def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
 
 NAN = {
     "F32": b"\0\0\xc0\x7f", "F16": b"\0\x7e", "BF16": b"\xc0\x7f",
-    "F8_E4M3": b"\x7f", "F8_E5M2": b"\x7d", "F8_E8M0": b"\xff",
+    "F8_E4M3": b"\x7f", "F8_E5M2": b"\x7d", "F8_E8M0": b"\xff", "F8_E4M3FNUZ": b"\x80", "F8_E5M2FNUZ": b"\x80",
 }  # fmt: skip
 """Dtype → the bytes of a number that is none."""
 

@@ -288,3 +288,22 @@ def test_the_proof_finds_what_was_changed(what: str, tmp_path: Path) -> None:
     out.write_bytes(raw)
     done = cli("verify", out, "--full")
     assert done.returncode == VerificationFailed.exit_code, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_fp8_without_a_negative_zero_is_read_and_never_written(kind: str, tmp_path: Path) -> None:
+    """A byte of it read as e4m3fn or e5m2 would be twice the number."""
+    name, out = "model.layers.0.self_attn.q_proj", tmp_path / "out.safetensors"
+    weight = rand(64, 48).to(getattr(torch, kind))
+    down, up = rand(4, 48, seed=1), rand(64, 4, seed=2)
+    source = save({f"{name}.weight": weight, "norm.weight": torch.ones(8)}, tmp_path / "base.safetensors")
+    lora = save({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, tmp_path / "lora.safetensors")
+    lora_merge.merge(source, lora, out, dtype="fp32")
+    torch.testing.assert_close(load(out)[f"{name}.weight"], weight.float() + up @ down)
+    assert lora_merge.verify(out, full=True)["full"]
+    with pytest.raises(InputError, match="only some devices of AMD") as caught:
+        lora_merge.merge(source, lora, tmp_path / "kept.safetensors")
+    assert "--dtype bf16" in caught.value.fix
+    scaled = {f"{name}.weight": weight, f"{name}.weight_scale": torch.tensor(0.5)}
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(save(scaled, source), lora, tmp_path / "kept.safetensors", dtype="bf16")

@@ -9,6 +9,7 @@ from . import (
     bitsandbytes,
     codebooks,
     compressed_tensors,
+    fnuz,
     folders,
     fp4,
     fp8_scaled,
@@ -24,6 +25,6 @@ from .base import Checkpoint, Claim
 CODECS: Final[tuple[Callable[[Checkpoint], Iterable[Claim]], ...]] = (
     fp8_scaled.claim, fp4.comfy, codebooks.comfy, folders.blocks, folders.fbgemm, folders.modelopt, fp4.modelopt,
     fp4.gpt_oss, compressed_tensors.claim, bitsandbytes.claim, gptq.claim, codebooks.aqlm, mlx.claim,
-    torchao.claim, halves.quanto, halves.hqq, sdnq.claim, trainers.claim,
+    torchao.claim, halves.quanto, halves.hqq, sdnq.claim, trainers.claim, fnuz.claim,
 )  # fmt: skip
 """Functions that yield the weights that a codec reads. All tensors that none of them claims are plain numbers."""

@@ -45,9 +45,9 @@ TABLES: Final[list[Callable[[], None]]] = []
 
 
 @a_table
-def _fp8_values(dtype: str) -> Tensor:
-    """Return the number that each byte stands for, in fp32."""
-    return torch.arange(256, dtype=torch.uint8).view(FP8[dtype]).float()
+def byte_values(dtype: str) -> Tensor:
+    """Return the number that each byte of a dtype stands for, in fp32."""
+    return torch.arange(256, dtype=torch.uint8).view(getattr(torch, TABLE[dtype].library)).float()
 
 
 def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
         signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
         wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
         return wide.mul_(256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
-    return _times(_fp8_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
+    return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 
 def _times(values: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..grids import Grid
 from ..reference.floats import Array
-from .codes import BadPart, bnb4, fp4, halves, packed_ints, scaled, transposed
+from .codes import BadPart, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .grids import points
 from .streams import streams
@@ -20,6 +20,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "awq_w4a16": columns,
     "bnb4": bnb4,
     "gptq": transposed,
+    "fnuz": bytes_of_fnuz,
     "fp4": fp4,
     "packed_ints": packed_ints,
     "scaled": scaled,

@@ -69,6 +69,11 @@ def scaled(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[A
     return levels, Grid(grid, scale[at], shift, turned(encoding.rotation))
 
 
+def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
+    """Return fp8 numbers without a negative zero."""
+    return decode(raw["codes"], encoding.dtype).astype(np.float64), Grid(Floats(encoding.dtype))
+
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
