@@ -21,7 +21,7 @@ from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..models.prefixes import PREFIXES
 from ..options import Unmatched
-from ..text import by_pattern, counted, listed
+from ..text import by_pattern, counted
 from .patch import Match
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -236,7 +236,8 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
         why, fix = _parted(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
         others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
-        raise type(worst)(why or worst.what, f"{path}: {listed(same, FEW)}", (fix or worst.fix) + others)
+        count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
+        raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", (fix or worst.fix) + others)
     left = counted(by_pattern(result.unmatched), FEW)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])

@@ -95,7 +95,7 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     """Yield how an adapter fits."""
     yield line("adapter", f"{match['adapter']}, strength {match['strength']:g}")
     if match["matched"] is None:
-        yield line("match", f"does not fit: none of its {match['total']} modules can be merged")
+        yield line("match", f"does not fit ({match['total']} modules)")
         yield line("  why", cut(match["why"], 3 * WIDTH))
         return
     parts = ", ".join(f"{name} {n}" for name, n in match["components"].items())

@@ -84,7 +84,6 @@ def test_an_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ["batch", "jobs.json", "--dry-run"],
         ["batch", "wrong.json"],
-        ["batch", "jobs.json", "--redo"],
         [*MERGE, "--dry-run"],
     ],
 )
