@@ -382,7 +382,7 @@ def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
     matching = report.verified["matching"]
     assert matching["alone"] == ["lora_unet_time_embed_0"]
     assert matching["modules"] == matching["proven"] + 1 > 20
-    for proof in (report.verified, prove(out), prove(out, full=True)):
+    for proof in ({**report.verified, "numbers": report.numbers}, prove(out), prove(out, full=True)):
         said: list[str] = []
         show_proof(proof, said.append)
         assert said[-1] == (f"matching proven a second way for {matching['proven']} of {matching['modules']} modules; "
