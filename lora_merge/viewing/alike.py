@@ -26,13 +26,10 @@ from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
 from .adapter import rank_of
 from .changes import changes
-from .deltas import Delta, Deltas
+from .deltas import NOISE, Delta, Deltas
 
 Spaces: TypeAlias = tuple[Tensor, Tensor] | None
 """Orthonormal bases of a column space and a row space."""
-
-NOISE: Final = 1e-4
-"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
 
 MORE: Final = 8
 """Random columns more than the rank: with just as many, a direction can be lost by chance."""
@@ -110,14 +107,15 @@ def _plain(name: str) -> tuple[str, str]:
     return "" if hint in ("any", *DENOISERS) else hint, body.lower().replace(".", "_")
 
 
-def _pair(a: Delta | None, b: Delta | None) -> Alike | None:
-    if a is None or b is None:
-        return None
-    if a.shape != b.shape:
+def _pair(
+    a: Delta | None, b: Delta | None, of: tuple[OutputTensor | None, OutputTensor | None] = (None, None)
+) -> Alike | None:
+    """Return the sums of two changes of one weight; `of`: the weights of two plans whose changes they are."""
+    if a is None or b is None or a.shape != b.shape:
         return None
     one, other = a.inner(a), b.inner(b)
-    overlaps = [*_overlap(a.spaces(), b.spaces())] if one > 0 and other > 0 else []  # zeros span no space
-    return Alike(one, other, a.inner(b), overlaps)
+    known = one > 0 and other > 0  # zeros span no space
+    return Alike(one, other, a.inner(b), [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else [])
 
 
 def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
@@ -130,14 +128,17 @@ def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
             yield float((p.T @ q).square().sum()) / count
 
 
-def _spaces(change: Tensor, target: OutputTensor) -> Spaces:
+def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
     """Return orthonormal bases of the column space and the row space of a change; None where it is not known to be a
     product of few columns.
 
-    A product with random columns, a few more than the rank, spans the same space. Halko, Martinsson and Tropp 2011,
-    doi:10.1137/090771806, section 4.1.
+    Of a whole matrix, a product with random columns, a few more than the rank, spans the same space. Halko, Martinsson
+    and Tropp 2011, doi:10.1137/090771806, section 4.1.
     """
-    if any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in target.uses):
+    change = delta.full
+    if change is None:
+        return delta.spaces()
+    if target is None or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in target.uses):
         return None
     rank = min(sum(rank_of(u.patch.module) for u in target.uses), *change.shape)
     random = torch.Generator().manual_seed(0)
@@ -162,13 +163,6 @@ def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike |
             if name not in second:
                 yield name, "", "a"
                 continue
-            x, y = one(target), other(second[name])
             block = f"{lookup.component(name)} {block_of(name)}".strip()
-            overlap = [] if x.shape != y.shape else _overlap(_spaces(x, target), _spaces(y, second[name]))
-            same = x.shape == y.shape
-            yield name, block, Alike(_dot(x, x), _dot(y, y), _dot(x, y), [*overlap]) if same else None
+            yield name, block, _pair(one(target), other(second[name]), (target, second[name]))
         yield from ((name, "", "b") for name in second if name not in first)
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum(dtype=torch.float64))

@@ -34,6 +34,8 @@ from .adapter import algorithm_of
 
 SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
 LARGEST: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
+NOISE: Final = 1e-4
+"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
 STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
 
 
@@ -95,11 +97,14 @@ class Delta:
         return largest
 
     def spaces(self) -> tuple[Tensor, Tensor] | None:
-        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r]; None if ΔW is not
-        a product of two factors."""
+        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r], without directions
+        that are rounding; None if ΔW is not a product of two factors."""
         if self.left is None or self.right is None:
             return None
-        return torch.linalg.qr(self.left).Q, torch.linalg.qr(self.right.T).Q
+        (left, upper), (right, lower) = torch.linalg.qr(self.left), torch.linalg.qr(self.right.T)
+        columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+        kept = sizes > NOISE * sizes[:1]
+        return left @ columns[:, kept], right @ rows.T[:, kept]
 
 
 def _svdvals(matrix: Tensor) -> Tensor:

@@ -7,14 +7,8 @@ from typing import Any, Final
 import torch
 
 from ..disk.reader import Reader
-from ..engine.blocks import block
-from ..engine.devices import place
-from ..engine.measuring.factors import factored
-from ..engine.patch_tensors import PatchTensors
-from ..engine.placement import DeviceStream
-from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
-from ..planning.plan import OutputTensor, Plan
+from ..planning.plan import Plan
 from .changes import changes
 from .deltas import Delta
 
@@ -48,29 +42,9 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     targets = [t for f in plan.files for t in f.targets if t.uses and min(t.matrix) > 0]
     found: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
-        cache = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
-        tensors, whole = PatchTensors(cache.fetch, plan.weights), changes(plan, reader)
+        change = changes(plan, reader)
         for target in targets[:: max(1, -(-len(targets) // MOST))]:
-            delta = _factors(target, tensors) or Delta(full=whole(target))
+            delta = change(target)
             if torch.isfinite(torch.tensor(delta.size)):
                 found[target.name] = pictures(delta)
-            cache.forget()
-            tensors.kept.clear()
     return found
-
-
-def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
-    """Return the change of a whole weight as two factors; None where it is not such a product."""
-    (rows, cols), at = target.matrix, place("cpu", "F32")
-    whole = all((u.piece.start, u.piece.stop) == (0, rows) for u in target.uses)
-    if target.combining is not None or not whole or not all(map(factored, target.uses)):
-        return None
-    left, right = [], []
-    for s in tensors.stacks([block(target, 0, rows)], at, DeviceStream(at)):
-        if s.taken is not None or s.view is not None or s.algorithm.low_rank is None:
-            return None
-        one, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
-        left.append(one[0] * s.strength[0])
-        right.append(other[0])
-    found = Delta(torch.cat(left, 1), torch.cat(right))
-    return found if sum(part.shape[1] for part in left) < min(rows, cols) else None

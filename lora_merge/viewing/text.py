@@ -243,12 +243,12 @@ def _sizes(found: Mapping[str, Any]) -> Iterator[str]:
     if not found:
         return
     every = found["all"]
-    yield line("‖W‖", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    yield line("weights", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
     if broken := every["broken"]:
         yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
     for kind, rows in (("kinds", "kind"), ("components", "part"), ("blocks", "block")):
         if len(found[kind]) > 1:
-            yield line("", f"by {rows}")
+            yield line(f"by {rows}", f"{len(found[kind])}")
             yield from table((name, of_size(row)) for name, row in found[kind].items())
 
 

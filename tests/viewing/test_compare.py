@@ -106,12 +106,26 @@ def test_spaces_that_share_nothing_have_no_overlap(tmp_path: Path) -> None:
     assert total["cosine"] == pytest.approx(0)
 
 
-def test_the_overlap_of_spaces_is_the_same_with_a_base_and_without(scene: Scene) -> None:
-    """With a base only the changes themselves are known; two independent adapters of rank 4 share a part of them."""
+@pytest.mark.parametrize("way", ["_whole", "_factors"])
+def test_the_overlap_of_spaces_is_the_same_with_a_base_and_without(
+    way: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the changes themselves, or from factors alone: then no weight of the base is read. Two independent adapters
+    of rank 4 share a part of their spaces."""
+    monkeypatch.setattr(f"lora_merge.viewing.changes.{'_factors' if way == '_whole' else '_whole'}", lambda *_: None)
     by_name, on_base = compare(scene.ink, scene.oil), compare(scene.ink, scene.oil, scene.base)
     assert on_base["common"] == by_name["common"]
     assert 0.05 < by_name["total"]["overlap"] < 0.6
     assert on_base["total"]["overlap"] == pytest.approx(by_name["total"]["overlap"], abs=2e-3)
+
+
+def test_directions_that_cancel_belong_to_no_space(tmp_path: Path) -> None:
+    """Columns of the first adapter take each other back where the second one works."""
+    eye = torch.eye(8)
+    up, down = torch.stack([eye[0], eye[2], -eye[2]], 1), torch.stack([eye[0], eye[2], eye[2]])
+    files = [save({"lora_unet_a.lora_up.weight": u, "lora_unet_a.lora_down.weight": d}, tmp_path / f"{n}.safetensors")
+             for n, (u, d) in enumerate([(up, down), (eye[:, 2:3].contiguous(), eye[2:3])])]  # fmt: skip
+    assert compare(*files)["total"]["overlap"] == pytest.approx(0, abs=1e-5)
 
 
 def test_a_change_of_zeros_shares_no_space(scene: Scene, tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def heat_map(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator
 
 def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
     """Yield the names of the numbered columns, as many on a line as there is room for."""
-    labels = [f"{n + 1} {name}" for n, name in enumerate(names)]
+    digits = len(str(len(names))) + 1
+    labels = [f"{n + 1} {shortened(name, width - digits - GAP)}" for n, name in enumerate(names)]
     wide = min(max(map(len, labels)) + GAP, width)
     count = max(width // wide, 1)
     for first in range(0, len(labels), count):

@@ -28,6 +28,8 @@ def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
     told = dict(facts)
     if facts.get("weights"):
         told["weights"] = {**facts["weights"], "blocks": {}}
+    if facts.get("sizes"):
+        told["sizes"] = {**facts["sizes"], "blocks": {}}
     if match and match.get("numbers"):
         told["match"] = {**match, "numbers": {**match["numbers"], "blocks": {}}}
     _show(match_lines(told["match"]) if again and match else lines(told), facts)

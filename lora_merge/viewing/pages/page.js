@@ -109,6 +109,12 @@ function stages(found) {
   })), layout({ barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal" }, xaxis: { title: { text: "seconds" }, gridcolor: colour("--line"), automargin: true }, yaxis: { visible: false } }), still));
 }
 
+const LONGEST = 28; // letters of a label at a picture; a cell tells the whole name
+
+function label(text, most) {
+  return escaped(text.length > most ? "…" + text.slice(1 - most) : text);
+}
+
 function escaped(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
@@ -177,8 +183,8 @@ function heatMap(found) {
       colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", len: 0.6, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
       shapes: frame(),
-      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map(escaped), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false },
-      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((row) => escaped(narrow && row.length > 18 ? "…" + row.slice(-17) : row)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
+      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map((name) => label(name, LONGEST)), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false },
+      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((name) => label(name, narrow ? 18 : 2 * LONGEST)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
     }), still);
     if (!plot.dataset.bound) {
       plot.dataset.bound = "1";
@@ -187,7 +193,8 @@ function heatMap(found) {
       plot.on("plotly_click", (event) => { const [p] = event.points; const one = at.get(p.y + "|" + p.x); if (one) show(one); });
     }
   };
-  const plot = picture(Math.max(200, 130 + 20 * found.rows.length), `${found.title}. Arrow keys move from cell to cell, Enter shows the weights of one.`, draw);
+  const above = 40 + 5 * Math.min(LONGEST, Math.max(...found.columns.map((name) => name.length)));
+  const plot = picture(Math.max(200, above + 60 + 20 * found.rows.length), `${found.title}. Arrow keys move from cell to cell, Enter shows the weights of one.`, draw);
   plot.setAttribute("role", "application");
   plot.tabIndex = 0;
   plot.style.minWidth = `${190 + 15 * found.columns.length}px`; // a phone scrolls
