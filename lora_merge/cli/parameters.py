@@ -21,8 +21,19 @@ PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as
 QUIET = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")]
 SILENT = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing: the exit code tells.")]
 
-DEVICES: Final = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")
-"""Devices that the shell offers."""
+
+def dialects(incomplete: str) -> list[str]:
+    """Return the dialects of adapters whose names begin so, for the shell's completion."""
+    from ..adapters_out.dialects import names
+
+    return offered(names())(incomplete)
+
+
+OFFERED: Final = {
+    "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects,
+    "algorithm": offered(("lora", "full", "auto", "lokr")), "alpha": offered(("rank", "keep")),
+}  # fmt: skip
+"""Option that takes other words too → the words that the shell offers."""
 
 
 def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
@@ -58,7 +69,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     text = "As for merge, where there is no recipe." if stated else option.help
     made = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
-        autocompletion=offered(DEVICES) if option.kind == "device" else None,
+        autocompletion=OFFERED.get(option.name),
     )  # fmt: skip
     annotation = Annotated[kind if default is not None else kind | None, made]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -140,6 +140,10 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
     assert offered("merge", "base.safetensors", "x", "--device", "cu") == ["cuda", "cuda:0"]
     assert offered("merge", "base.safetensors", "x", "--deb") == ["--debug"]
     assert offered("inspect", "--c") == ["--color"] and "--html" in offered("inspect", "-")
+    for option in ("--format", "--to"):
+        command = "combine" if option == "--format" else "convert"
+        assert "diffusers" in offered(command, "a", option, "d")
+    assert offered("extract", "a", "b", "--algorithm", "l") == ["lora", "lokr"]
     assert offered("merge", "ba") == [], "bash itself offers files then"
 
 

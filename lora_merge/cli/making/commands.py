@@ -12,8 +12,8 @@ import typer
 from ...options import OPTIONS
 from ...progress import unwatched
 from ..habits import completed, expanded, with_ending
-from ..helping import examples, offered
-from ..parameters import Command, read, with_options
+from ..helping import examples
+from ..parameters import Command, dialects, read, with_options
 from ..stages import watching
 from ..text import leave_lost_folder, put
 from ..values import named_adapter, named_parts, with_strengths
@@ -76,19 +76,12 @@ def resize(
     _carry_out("resize", [adapter], {"rank": rank, **options})
 
 
-def _dialects(incomplete: str) -> list[str]:
-    """Return the dialects whose names begin so, for the shell's completion."""
-    from ...adapters_out.dialects import names
-
-    return offered(names())(incomplete)
-
-
 @_takes("base", *RANKS, "algorithm", "alpha", *ADAPTERS)
 def convert(
     adapter: Adapter,
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.", autocompletion=_dialects),
+        typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.", autocompletion=dialects),
     ] = "keep",
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
     include: Annotated[
