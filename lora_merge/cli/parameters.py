@@ -31,7 +31,7 @@ def dialects(incomplete: str) -> list[str]:
 
 OFFERED: Final = {
     "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects,
-    "algorithm": offered(("lora", "full", "auto", "lokr")), "alpha": offered(("rank", "keep")),
+    "alpha": offered(("rank", "keep")),
 }  # fmt: skip
 """Option that takes other words too → the words that the shell offers."""
 

@@ -143,7 +143,7 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
     for option in ("--format", "--to"):
         command = "combine" if option == "--format" else "convert"
         assert "diffusers" in offered(command, "a", option, "d")
-    assert offered("extract", "a", "b", "--algorithm", "l") == ["lora", "lokr"]
+    assert offered("extract", "a", "b", "--alpha", "r") == ["rank"]
     assert offered("merge", "ba") == [], "bash itself offers files then"
 
 

@@ -112,7 +112,7 @@ def one_by_one(found: Naming, module: str, parameter: str) -> Any:
     for name in written(module):
         views: list[WeightView | None] = []
         for hint, body in found._readings(name):
-            places = [(part.role, *part.find(body, parameter)) for part in found._hinted(hint)]
+            places = [(part.role, *part.find(body, parameter)) for part in found.hinted(hint)]
             denoisers = [view for role, view, known in places if known and role == "denoiser"]
             views += denoisers or [view for _, view, known in places if known]
         if views:
