@@ -11,10 +11,10 @@ from .content import CLICK, Content, Found, Metric, root, strengths
 from .heat_map import short
 
 MADE: Final = (
+    Metric("norm", "‖ΔW‖", join=root),
+    Metric("residual", "what is lost", "%"),
     Metric("rank", "rank", join=max),
     Metric("rank_before", "rank before", join=max),
-    Metric("residual", "what is lost", "%"),
-    Metric("norm", "‖ΔW‖", join=root),
 )
 
 

@@ -38,9 +38,9 @@ function facts(rows) {
     ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))))));
 }
 
-function cell(value, column) {
+function cell(value, column, first) {
   if (value && typeof value === "object" && "href" in value) return element("td", {}, element("a", { href: value.href }, value.text));
-  const made = element("td", column.numeric ? { class: "number" } : {}, number(value, column.unit));
+  const made = element(first ? "th" : "td", { class: column.numeric ? "number" : null, scope: first ? "row" : null }, number(value, column.unit));
   if (column.bar && typeof value === "number" && column.most) {
     made.append(element("span", { class: "bar", "aria-hidden": "true", style: `width:${Math.max(0, Math.min(100, 100 * value / column.most))}%` }));
   }
@@ -63,7 +63,7 @@ function table(found) {
         return (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true })) * (down ? -1 : 1);
       });
     }
-    body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at])))));
+    body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)))));
   };
   const heads = columns.map((column, at) => {
     const head = element("th", { scope: "col", class: column.numeric ? "number" : null });
@@ -99,7 +99,7 @@ function bars(found) {
   const names = found.rows.map((row) => row[0]), values = found.rows.map((row) => row[1]);
   return picture(40 + 30 * names.length, found.title, (plot) => Plotly.react(plot, [{
     type: "bar", orientation: "h", y: names, x: values, marker: { color: colour("--accent") }, text: values.map((v) => number(v, found.unit)),
-    textposition: "auto", cliponaxis: false, hoverinfo: "y+text",
+    textposition: "auto", insidetextfont: { color: colour("--paper") }, cliponaxis: false, hoverinfo: "y+text",
   }], layout({ yaxis: { automargin: true, autorange: "reversed" }, xaxis: { visible: false, rangemode: "tozero" } }), still));
 }
 
