@@ -25,18 +25,18 @@ def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
 
 
 def places(shape: tuple[int, int], block: tuple[int, int], count: int, *, tiles: bool = False) -> Array:
-    """Return, for each of `count` numbers from the first row of a block on, the place of its scale.
+    """Return, for each of `count` numbers, in whole rows from the first one of a block on, the place of its scale.
 
     `shape` is that of one matrix, `block` are the rows and columns with one scale. In tiles of 128 rows and 4 columns,
     the scale (r, c) lies at ((r // 128) * C + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4.
     """
     (rows, cols), (high, wide) = shape, block
-    row, column = np.divmod(np.arange(count), cols)
-    across, c = -(-cols // wide), column // wide
+    row, c, across = np.arange(count // cols)[:, None], np.arange(cols) // wide, -(-cols // wide)
     if tiles:
-        return np.asarray((row // 128 * -(-across // 4) + c // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + c % 4)
+        of_row = row // 128 * -(-across // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
+        return np.asarray(of_row + (c // 4 * 512 + c % 4)).reshape(-1)
     matrix, inside = (row // rows, row % rows) if rows % high else (0, row)
-    return np.asarray((matrix * -(-rows // high) + inside // high) * across + c)
+    return np.asarray((matrix * -(-rows // high) + inside // high) * across + c).reshape(-1)
 
 
 def turned(size: int) -> Any:
