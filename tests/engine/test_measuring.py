@@ -191,6 +191,25 @@ def test_codes_are_measured_as_they_are_decoded(dtype: str, tmp_path: Path) -> N
         base = out
 
 
+def test_blocks_that_are_folded_in_one_call_are_measured_where_a_scale_does_not_cover_one_of_them(
+    tmp_path: Path,
+) -> None:
+    names = [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
+    save({f"{n}.weight": rand(32, 64, seed=k) * 0.05 for k, n in enumerate(names)}, tmp_path / "plain.safetensors")
+    factors = {f"{n}.lora_A.weight": rand(4, 64, seed=k) for k, n in enumerate(names)}
+    for k, name in enumerate(names):
+        factors[f"{name}.lora_B.weight"] = rand(32, 4, seed=k + 9) * (3.0 if k == 1 else 0.01)
+    save(factors, tmp_path / "a.safetensors")
+    base, out = tmp_path / "fp8.safetensors", tmp_path / "out.safetensors"
+    lora_merge.merge(tmp_path / "plain.safetensors", tmp_path / "a.safetensors", base, dtype="fp8_scaled", verify=False)
+    report = lora_merge.merge(base, [(tmp_path / "a.safetensors", 20.0)], out, verify=False)
+    want = lora_merge.verify(out, full=True)["numbers"]["tensors"]
+    assert len(want) == len(names)
+    for key, numbers in report.numbers["tensors"].items():
+        own = {entry: numbers[entry] for entry in ("elements", "weight", "change", "retained")}
+        assert own == pytest.approx({entry: want[key][entry] for entry in own}, rel=1e-3)
+
+
 def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
     """A live model has the numbers of the merge; changes that are lost in the rounding are told."""
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)})

@@ -9,7 +9,10 @@ import torch
 
 import lora_merge
 from lora_merge.errors import UsageError
+from lora_merge.files.codecs.arithmetic import E2M1
 from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
+from lora_merge.files.codecs.ggml_blocks import IQ4
+from lora_merge.files.codecs.making import NF4
 
 from ..support import Tensors, load, rand, save
 from .quantised_forms import FORMS, SHAPE
@@ -53,6 +56,18 @@ def test_integers_and_tables_become_a_neighbour_and_stay_right_on_average() -> N
         inside = values.clamp(float(made.min()), float(made.max()))
         assert ((made.mean(0) - inside).abs() <= 0.05).all()
         assert all(len(column.unique()) <= 2 for column in made.T)
+
+
+@pytest.mark.parametrize("table", [E2M1, NF4, tuple(reversed(NF4)), IQ4, (3.0, 1.0)], ids=len)
+def test_a_draw_chooses_between_the_two_numbers_of_a_table_beside_a_value(table: tuple[float, ...]) -> None:
+    """Held against a search, also where the table has zeros of both signs, at its numbers, and beyond its ends."""
+    levels = torch.tensor(sorted({float(n) for n in table}))
+    near = torch.cat([levels, (levels[1:] + levels[:-1]) / 2, levels * 1.01, levels * 0.99, torch.tensor([-0.0, 1e30])])
+    values, uniform = near.repeat_interleave(3), torch.tensor([0.0, 0.5, 1 - 2**-24]).repeat(len(near))
+    above = torch.tensor([int((levels <= v).sum()) for v in values]).clamp(1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    want = torch.where(uniform * (high - low) < values - low, high, low)
+    assert torch.equal(to_table(values, torch.tensor(table), uniform), want)
 
 
 def small(name: str = NAMES[0]) -> Tensors:
