@@ -185,25 +185,40 @@ class Measures:
         tensors = {n: one.told(self.norms.get(n, NONE), cut.get(n, 0)) for n, one in self.tensors.items()}
         if not tensors:
             return {}
-        kinds: dict[str, dict[str, Measure]] = {"components": {}, "blocks": {}}
+        kinds: dict[str, dict[str, list[Measure]]] = {"components": {}, "blocks": {}}
         for name, one in tensors.items():
             for kind, group in groups(name):
-                rows = kinds[kind]
-                rows[group] = rows[group] + one if group in rows else one
+                kinds[kind].setdefault(group, []).append(one)
         listed = tensors if len(tensors) <= MOST_LISTED else {}
         below = self.below
         return {
             "all": total(tensors.values()).to_dict(adapters), "below": len(below),
             "worst": min(below, key=lambda name: below[name].all.retained or 0.0, default=None),
             "unlisted": len(tensors) - len(listed),
-            **{kind: {name: one.to_dict(adapters) for name, one in rows.items()}
-               for kind, rows in {**kinds, "tensors": listed}.items()},
+            **{kind: {name: total(own).to_dict(adapters) for name, own in rows.items()}
+               for kind, rows in kinds.items()},
+            "tensors": {name: one.to_dict(adapters) for name, one in listed.items()},
         }  # fmt: skip
 
 
 def total(measures: Iterable[Measure]) -> Measure:
     """Return the sum of several measures."""
-    found = Measure()
-    for one in measures:
-        found = found + one
-    return found
+    every = list(measures)
+    if len(every) < 2:
+        return every[0] if every else Measure()
+    shares: dict[int, list[Share]] = {}
+    for one in every:
+        for number, share in one.adapters.items():
+            shares.setdefault(number, []).append(share)
+    return Measure(
+        sum(m.of for m in every), sum(m.elements for m in every), sum(m.changed for m in every),
+        sum(m.cut for m in every), sum(m.weight for m in every), sum(m.noise for m in every),
+        max((m.largest for m in every), default=0.0), _sum([m.all for m in every]),
+        {number: _sum(own) for number, own in shares.items()},
+    )  # fmt: skip
+
+
+def _sum(shares: Sequence[Share]) -> Share:
+    applied = [s.applied for s in shares if s.applied is not None]
+    known = sum(applied) if len(applied) == len(shares) else None
+    return Share(sum(s.change for s in shares), sum(s.intended for s in shares), known)

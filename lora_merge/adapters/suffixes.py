@@ -173,6 +173,8 @@ _BY_SIGN: Final = {sign: [row[1:] for row in REWRITES if row[0] == sign] for sig
 _SIGNS: Final = re.compile("|".join(_BY_SIGN))
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
+_FIRST: Final = {ending.split(".")[1] for ending in _BY_ENDING}
+"""The first part of every ending."""
 DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
 
 
@@ -181,8 +183,11 @@ def split(key: str) -> tuple[str, Suffix] | None:
     if _SIGNS.search(key):
         key = _rewritten(key)
     head, *tail = key.rsplit(".", LONGEST)
-    found = _longest(tuple(tail if head else tail[1:]))
-    return (key[: -found[0]], found[1]) if found else None
+    for first in range(0 if head else 1, len(tail)):
+        if tail[first] in _FIRST:
+            found = _longest(tuple(tail[first:]))
+            return (key[: -found[0]], found[1]) if found else None
+    return None
 
 
 def _rewritten(key: str) -> str:

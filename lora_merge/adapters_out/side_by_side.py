@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import local
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ..engine.devices import one_core, threads
 from ..engine.placement import HOST, Placement
@@ -16,6 +16,9 @@ R = TypeVar("R")
 
 AHEAD = 2
 """The most results of each thread that may wait for an earlier one."""
+
+ERRAND: Final = 2**16
+"""Bytes of smaller tasks that a thread gets at once: to get a tiny one takes as long as to do it."""
 
 
 class PerThread(Generic[T]):
@@ -45,16 +48,35 @@ def side_by_side(
         at: Where most of the work is done: each device has as many threads as it can use.
     """
     count = threads([at])
-    waiting: deque[tuple[Future[R], int]] = deque()
-    left = deque(tasks)
+    waiting: deque[tuple[Future[list[R]], int]] = deque()
+    left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
+
+    def all_of(errand: Sequence[T]) -> list[R]:
+        return [work(task) for task in errand]
+
     pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=one_core)
     try:
         while left or waiting:
             taken = sum(size for future, size in waiting if not future.done())
-            while left and len(waiting) < count * AHEAD and (not taken or taken + nbytes(left[0]) <= bound):
-                task = left.popleft()
-                waiting.append((pool.submit(work, task), nbytes(task)))
-                taken += waiting[-1][1]
-            yield waiting.popleft()[0].result()
+            while left and len(waiting) < count * AHEAD and (not taken or taken + left[0][1] <= bound):
+                errand, size = left.popleft()
+                waiting.append((pool.submit(all_of, errand), size))
+                taken += size
+            yield from waiting.popleft()[0].result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[tuple[list[T], int]]:
+    """Yield the tasks in order, some of them together while they take no more bytes than `most`, and their bytes."""
+    some: list[T] = []
+    total = 0
+    for task in tasks:
+        size = nbytes(task)
+        if some and total + size > most:
+            yield some, total
+            some, total = [], 0
+        some.append(task)
+        total += size
+    if some:
+        yield some, total

@@ -196,3 +196,12 @@ def test_a_tensor_that_stands_alone_is_merged_or_refused_in_one_way(tmp_path: Pa
         adapter = save({f"layers.0.q{row.ending}": torch.ones(1, 1)}, tmp_path / "a.safetensors")
         with contextlib.suppress(MergeError):
             lora_merge.plan(base, adapter, output=tmp_path / "out.safetensors")
+
+
+def test_numbers_of_layers_do_not_fill_the_memory_of_endings() -> None:
+    """Else each of ten thousand layers is looked for anew, by every ending that it might have."""
+    suffixes._longest.cache_clear()
+    for n in range(500):
+        assert suffixes.split(f"layers.{n}.q.w_norm") == (f"layers.{n}.q", suffixes._BY_ENDING[".w_norm"])
+        assert suffixes.split(f"layers.{n}.q.weight.{n}") is None
+    assert suffixes._longest.cache_info().currsize < 5

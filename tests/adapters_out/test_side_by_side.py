@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Barrier, Lock
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +57,17 @@ def test_the_first_error_ends_the_work() -> None:
     with pytest.raises(ValueError, match="two"):
         [*side_by_side(range(1000), work, lambda _: 1, 10)]
     assert len(begun) < 20
+
+
+def test_tiny_tasks_go_to_a_thread_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a megabyte has ten thousand layers of one number, and a thread takes longer to get one than to do it."""
+    sent: list[int] = []
+
+    class Counted(ThreadPoolExecutor):
+        def submit(self, function: Any, /, *given: Any, **more: Any) -> Future[Any]:
+            sent.append(1)
+            return super().submit(function, *given, **more)
+
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Counted)
+    assert [*side_by_side(range(10_000), lambda task: -task, lambda _: 10, 2**30)] == [-n for n in range(10_000)]
+    assert len(sent) < 10
