@@ -203,5 +203,5 @@ def test_numbers_of_layers_do_not_fill_the_memory_of_endings() -> None:
     suffixes._longest.cache_clear()
     for n in range(500):
         assert suffixes.split(f"layers.{n}.q.w_norm") == (f"layers.{n}.q", suffixes._BY_ENDING[".w_norm"])
-        assert suffixes.split(f"layers.{n}.q.weight.{n}") is None
+        assert suffixes.split(f"layers.{n}.self_attn.q_proj.table") is None
     assert suffixes._longest.cache_info().currsize < 5
