@@ -148,7 +148,7 @@ def test_the_report_says_what_was_applied(files: Path, monkeypatch: pytest.Monke
     ]
     for more in ([], ["--dry-run"]):
         result = CliRunner().invoke(app, [*words, "--overwrite", *more], catch_exceptions=False)
-        assert "0.4 to 0.8× model (3), model 0: 1 left out" in result.stdout
+        assert "0.8× model (2), 0.4× model (1), model 0: 1 left out" in result.stdout
         (told,) = json.loads((files / "r.json").read_text())["coverage"].values()
         assert told["strengths"] == {"model": {"0": 1, "0.4": 1, "0.8": 2}}
 
