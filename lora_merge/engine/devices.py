@@ -251,12 +251,15 @@ def _omp_set_num_threads() -> Any:
 
 
 def stack_size(rows: int, cols: int) -> int:
-    """Return how many blocks may go into one batched call on a CPU: as many as fit its caches.
+    """Return how many blocks may go into one batched call on a CPU: as many as fit its caches."""
+    return max(1, CPU_STACK // max(rows * cols, 1))
 
-    Narrow matrices go one by one: a CPU rounds their batched products differently from single ones, and the number of
-    blocks in a window depends on the memory limit.
-    """
-    return max(1, CPU_STACK // max(rows * cols, 1)) if min(rows, cols) >= NARROW else 1
+
+def narrow(rows: int, cols: int) -> bool:
+    """Return whether a CPU may round batched products of such matrices otherwise than single ones, or otherwise where
+    they do not begin with a cache line. The number of blocks in a window depends on the memory limit, so that their
+    formulas are computed one by one."""
+    return min(rows, cols) < NARROW
 
 
 def device_bytes(max_vram: int | None) -> int:

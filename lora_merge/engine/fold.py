@@ -6,15 +6,17 @@ The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from ..algorithms import Algorithm, dora
+from ..algorithms import ALGORITHMS, Algorithm, dora
 from .combining import combined
+from .devices import narrow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +44,29 @@ class StackedPatch:
         """Whether ΔW depends on W."""
         return self.algorithm.reads_base or self.magnitude is not None
 
+    def single(self, number: int) -> StackedPatch:
+        """Return the formula for one of the n weights, in memory of its own: a CPU rounds by where tensors begin."""
+        view = None if self.view is None else _single(self.view, number)
+        magnitude = self.magnitude and (self.magnitude[0], _single(self.magnitude[1], number))
+        tensors = {f.name: _single(getattr(self.tensors, f.name), number) for f in fields(self.tensors)}
+        return replace(self, tensors=replace(self.tensors, **tensors), strength=_single(self.strength, number),
+                       view=view, magnitude=magnitude)  # fmt: skip
+
     def region(self, block: Tensor) -> Tensor:
         """Return the part of a block [n, rows, cols] that the formula changes, transposed if the formula is."""
         part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
         return part.transpose(1, 2) if self.transposed else part
+
+
+def _single(value: Any, number: int) -> Any:
+    return value[number : number + 1].clone() if isinstance(value, torch.Tensor) else value
+
+
+def separable(block: Block) -> bool:
+    """Return whether the formulas of stacked blocks can be computed one by one, where a CPU asks for that."""
+    target, rows = block.target, [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
+    several = target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
+    return not (narrow(block.last - block.first, block.cols) and (several or any(row.prepare for row in rows)))
 
 
 class Watching(Protocol):
@@ -94,8 +115,7 @@ def new_weights(
     `fold`. `watch` is told of the change of each adapter."""
     combining = blocks[0].target.combining
     if combining is None:
-        rule = RULES[blocks[0].target.method.name]
-        return rule(base, stacks) if watch is None else rule(base, stacks, watch)
+        return _by_rule(RULES[blocks[0].target.method.name], base, stacks, watch)
     parts: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
         parts.setdefault(s.adapter, []).append(k)
@@ -109,6 +129,17 @@ def new_weights(
         strengths = [own[0].strength for own in uses]
         base[n] += combined(combining.method.name, [c[n] for c in changes], strengths, combining.numbers, seeds,
                             vector=len(block.target.shape) < 2)  # fmt: skip
+    return base
+
+
+def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None) -> Tensor:
+    if watch is not None:
+        rule = partial(rule, watch=watch)
+    if base.device.type != "cpu" or not narrow(*base.shape[1:]):
+        return rule(base, stacks)
+    for n in range(len(base)):
+        own = stacks if len(base) == 1 else [s.single(n) for s in stacks]
+        base[n] = rule(base[n : n + 1].clone(), own)[0]
     return base
 
 

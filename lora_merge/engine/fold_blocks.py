@@ -25,6 +25,7 @@ from .blocks import Block, groups
 from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
+from .fold import separable
 from .measuring.codes import looked, told
 from .measuring.watch import Looks, Read, Together, Watch, bring, watched
 from .patch_tensors import PatchTensors
@@ -115,7 +116,7 @@ class BlockMerger:
         share of a device's memory and its pinned memory."""
         size = self.size(block)
         if not size:
-            return stack_size(block.last - block.first, block.cols)
+            return 1 if not separable(block) else stack_size(block.last - block.first, block.cols)
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
         return max(1, min(self.share // size, self.staged // moved))
 
