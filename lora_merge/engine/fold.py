@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -133,13 +132,12 @@ def new_weights(
 
 
 def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None) -> Tensor:
-    if watch is not None:
-        rule = partial(rule, watch=watch)
+    told = () if watch is None else (watch,)
     if base.device.type != "cpu" or not narrow(*base.shape[1:]):
-        return rule(base, stacks)
+        return rule(base, stacks, *told)
     for n in range(len(base)):
         own = stacks if len(base) == 1 else [s.single(n) for s in stacks]
-        base[n] = rule(base[n : n + 1].clone(), own)[0]
+        base[n] = rule(base[n : n + 1].clone(), own, *told)[0]
     return base
 
 

@@ -250,7 +250,8 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
         "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
         "untouched": compared, "retained": shares, "saturated": f.cut,
-        "warnings": list(_warnings(plan, merged, shares)), "numbers": _numbers(plan, f),
+        "warnings": list(_warnings(plan, merged, shares)),
+        "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
 
