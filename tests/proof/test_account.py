@@ -48,7 +48,7 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     account = report.verified["account"]
     assert prove(out, full=True)["account"] == account
     said: list[str] = []
-    show_proof(report.verified, said.append)
+    show_proof({**report.verified, "numbers": report.numbers}, said.append)
     assert [line.startswith("unused") for line in said].count(True) == bool(account["unused"])
     assert isinstance(account, dict)
     return account
