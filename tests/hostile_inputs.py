@@ -379,8 +379,10 @@ def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -
     import lora_merge.batch.run
     import lora_merge.engine.merge
     import lora_merge.proof.replay
+    from lora_merge.process import collect_rarely
 
     torch.set_num_threads(1)
+    collect_rarely()  # as the program does
     assert lora_merge.__version__
     for number, (name, files, act) in enumerate(given):
         folder = root / str(number)
