@@ -173,7 +173,7 @@ def _halved(example: Callable[[Shape], Example], dtype: torch.dtype) -> Callable
 
 EXAMPLES: dict[str, Callable[[Shape], Example]] = {
     **{name: of_form(form) for name, form in FORMS.items()},
-    **{f"stored by {name}": of_library(name) for name in BY_LIBRARIES},
+    **{f"stored by {name}": of_library(name) for name in sorted(BY_LIBRARIES)},
     **{
         f"{name}, {str(dtype)[6:]} scales": _halved(of_form(FORMS[name]), dtype)
         for dtype in (torch.float16, torch.bfloat16)
