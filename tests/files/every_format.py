@@ -220,7 +220,7 @@ def _made(make: Callable[[StoredTensor], Any]) -> Weight:
 
 
 NEW: dict[str, Callable[[], Weight]] = {
-    **{f"GGUF {kind}": partial(_blocks, kind) for kind in KINDS.keys() | READ_ONLY},
+    **{f"GGUF {kind}": partial(_blocks, kind) for kind in sorted(KINDS.keys() | READ_ONLY)},
     **{f"new GGUF {kind}": partial(_blocks, kind, zeros=True) for kind in KINDS},
     **{f"new {name}, a file": partial(_made, form.make) for name, form in FILES.items()},
     **{f"new {name}, a folder": partial(_made, form.make) for name, form in FOLDERS.items()},
