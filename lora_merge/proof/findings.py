@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ..dtypes import spoken
+from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES, spoken
 from ..measure import Measure, Measures, Share, total
 from ..planning.plan import Plan
 from .reference.floats import Array
@@ -20,11 +20,16 @@ EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
 def remedy(plan: Plan) -> tuple[str, str, str]:
-    """Return how the changed weights are stored, a wider dtype, and what to do where their changes do not survive."""
+    """Return the dtypes that changes of weights are too small for, the option that takes a wider one, and all that can
+    be done."""
     changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
+    computed = COMPUTE_DTYPES[plan.job.compute_dtype]
+    if all(e.plain and ITEM_BYTES[e.title] > ITEM_BYTES[computed] for e in changed):
+        fix = "compute with --compute-dtype fp64"
+        return spoken(computed), fix, fix
     small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
-    wider = "bf16 or fp32" if small else "fp32"
-    ways = [f"write --dtype {wider}"]
+    wider = "write --dtype bf16 or fp32" if small else "write --dtype fp32"
+    ways = [wider]
     if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
         ways.append("round with --rounding stochastic, which keeps the change on average")
     return ", ".join(sorted({spoken(e.title) for e in changed})), wider, ", or ".join(ways)

@@ -277,7 +277,4 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
                 f"than {dtypes} can hold beside the weights; {fix}"
             )
         elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
-            yield (
-                f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: "
-                f"write --dtype {wider}"
-            )
+            yield (f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: {wider}")

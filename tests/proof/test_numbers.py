@@ -118,3 +118,15 @@ def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: py
     assert report.verified is not None
     numbers = lora_merge.verify(report.output)["numbers"]
     assert (numbers["tensors"], numbers["unlisted"], len(numbers["blocks"])) == ({}, 4, 2)
+
+
+def test_a_change_below_the_digits_of_the_sum_asks_for_more_of_them(tmp_path: Path) -> None:
+    """A base in fp64 that is merged in fp32: the report's counts are those of fp32 and confirmed; the output's dtype is
+    not to blame."""
+    base = sd1()
+    save({key: value.double() / 3 for key, value in base.items()}, tmp_path / "base.safetensors")
+    lora(tmp_path / "a.safetensors", NAMES, 1e-9, 1)
+    given = (tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
+    (told,) = lora_merge.merge(*given).verified["warnings"]
+    assert "than fp32 can hold" in told and told.endswith("compute with --compute-dtype fp64")
+    assert not lora_merge.merge(*given, compute_dtype="fp64", overwrite=True).verified["warnings"]
