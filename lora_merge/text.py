@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any, Final
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
@@ -89,6 +88,7 @@ class Shown:
 
 def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
     """Return a table of names and values as HTML, all of it escaped."""
+
     cells = "".join(
         f"<tr><th style='text-align:left;vertical-align:top'>{_plain(name)}</th>"
         f"<td style='text-align:left'>{_plain(value)}</td></tr>"
@@ -98,6 +98,8 @@ def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> str:
+    from html import escape  # its table of names takes long to load
+
     return escape(one_line(str(value)))
 
 

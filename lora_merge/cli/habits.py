@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -52,18 +50,15 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_SPELLINGS: Final = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"<lora:(?P<path>.+?):(?P<value>[0-9.]+)(?::.*)?>",
-        r"(?P<path>.+?\.\w+) ?[*x](?P<value>-?[0-9.,]+)(?P<percent>%?)",
-        r"(?P<path>.+?\.\w+) (?P<value>-?[0-9.,]+)(?P<percent>%?)",
-        r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
-        r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
-        r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
-        r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
-        r"(?P<path>.+?):",
-    )
+_SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
+    r"<lora:(?P<path>.+?):(?P<value>[0-9.]+)(?::.*)?>",
+    r"(?P<path>.+?\.\w+) ?[*x](?P<value>-?[0-9.,]+)(?P<percent>%?)",
+    r"(?P<path>.+?\.\w+) (?P<value>-?[0-9.,]+)(?P<percent>%?)",
+    r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
+    r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
+    r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
+    r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
+    r"(?P<path>.+?):",
 )
 _NUMBER: Final = re.compile(r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?")
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
@@ -122,7 +117,9 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
         adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
     for flag, values in (("-o", given["output"]), ("--dtype", given["dtype"])):
         rest += [flag, values[-1]] if values else []
-    return shlex.join(["lora-merge", base, *adapters, *rest])
+    from shlex import join
+
+    return join(["lora-merge", base, *adapters, *rest])
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
@@ -166,7 +163,9 @@ def completed(path: str) -> str:
     if is_address(path):
         fix = "download it first; from the Hub: hf download OWNER/NAME"
         if path.lower().startswith("http"):
-            fix = f"download it first: curl -L -O -J {shlex.quote(path[:200])}; from the Hub: hf download OWNER/NAME"
+            from shlex import quote
+
+            fix = f"download it first: curl -L -O -J {quote(path[:200])}; from the Hub: hf download OWNER/NAME"
         elif found := re.fullmatch(r"civitai:/*(?:models/)?([0-9]+).*", path, re.IGNORECASE):
             fix = f"download it first: curl -L -O -J https://civitai.com/api/download/models/{found[1]}"
         elif found := re.fullmatch(r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", path, re.IGNORECASE):
@@ -202,8 +201,10 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
             yield word
             continue
         pattern, strength = split_strength(word)
-        found = sorted(glob.glob(word)) or sorted(glob.glob(pattern))  # noqa: PTH207
-        if not found and not any(spelling.fullmatch(word) for spelling in _SPELLINGS):
+        from glob import glob
+
+        found = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
+        if not found and not any(re.fullmatch(spelling, word) for spelling in _SPELLINGS):
             raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
         behind = "" if strength is None else f":{strength:g}"
         yield from [f"{path}{behind}" for path in found] or [word]
@@ -217,7 +218,7 @@ def check_adapter(text: str) -> None:
         fix = f"write it behind its file: ADAPTER:{value}; or all of them in one option: -s {value},0.5"
         raise UsageError("a number where an adapter belongs", text, fix)
     for pattern in _SPELLINGS:
-        if match := pattern.fullmatch(text):
+        if match := re.fullmatch(pattern, text):
             found = match.groupdict()
             value = _value(found) if found.get("value") else "0.8"
             path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"

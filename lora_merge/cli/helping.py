@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -102,7 +101,9 @@ def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 def files(incomplete: str) -> list[str]:
     """Return the files and folders whose paths begin so, for the shell's completion."""
-    found = sorted(glob.glob(f"{glob.escape(incomplete)}*"))  # noqa: PTH207
+    from glob import escape, glob
+
+    found = sorted(glob(f"{escape(incomplete)}*"))  # noqa: PTH207
     return [f"{path}/" if Path(path).is_dir() else path for path in found]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def merge_state_dict(
     state_dict: Mapping[str, Tensor],
     adapters: MemoryAdapters,
     *,
-    numbers: dict[str, Any] | None = None,
+    numbers: dict[str, object] | None = None,
     progress: bool | Progress = False,
     **options: Unpack[PythonOptions],
 ) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -226,7 +227,7 @@ def test_parts_of_a_recipe_share_theirs() -> None:
 
 
 def names_of_nothing() -> Names:
-    return cast("Names", None)  # asked only for the blocks that a part names
+    return cast("Names", SimpleNamespace(parts=()))  # asked only for parts, and for the blocks that a part names
 
 
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])

@@ -51,6 +51,7 @@ def test_the_example_merges_a_file(example_module: ModuleType, monkeypatch: pyte
     monkeypatch.setattr(algorithms, "ALGORITHMS", table)
     rows = {f".{slot}": conventions.Suffix(f".{slot}", slot, ("gain",)) for slot in row.slots}
     monkeypatch.setattr(conventions, "_BY_ENDING", {**conventions._BY_ENDING, **rows})
+    monkeypatch.setattr(conventions, "_FIRST", conventions._FIRST | row.slots.keys())
     weight, gain, shift = torch.randn(12, 10), torch.randn(12), torch.randn(12)
     save_file({"a.b.weight": weight, "a.c.weight": weight.clone()}, tmp_path / "base.safetensors")
     save_file({"a.b.gain": gain, "a.b.shift": shift, "a.c.gain": gain.clone()}, tmp_path / "gain.safetensors")
