@@ -40,7 +40,7 @@ def is_file(path: str | Path) -> bool:
 def expand(path: str | Path) -> Path:
     """Return the path with `~` expanded, made absolute without resolving links; without a `..` that leaves no link."""
     found = absolute(home(path))
-    if ".." not in found.parts:
+    if ".." not in str(found) or ".." not in found.parts:
         return found
     plain = Path(os.path.normpath(found))
     return plain if os.path.realpath(plain) == os.path.realpath(found) else found
@@ -48,19 +48,22 @@ def expand(path: str | Path) -> Path:
 
 def home(path: str | Path) -> Path:
     """Return the path with `~` expanded; UsageError for an unknown user, or a path that no file system allows."""
-    if "\0" in str(path) or str(path) == "":
-        raise UsageError("the path is empty or contains a NUL character", ascii(str(path))[:200], "correct the path")
-    if str(path).startswith("file://"):
-        path = unquote(str(path).removeprefix("file://"))
+    text = str(path)
+    if "\0" in text or not text:
+        raise UsageError("the path is empty or contains a NUL character", ascii(text)[:200], "correct the path")
+    if text.startswith("file://"):
+        path = text = unquote(text.removeprefix("file://"))
     try:
         os.fsencode(path)
+        if not text.startswith("~"):
+            return path if isinstance(path, Path) else Path(path)
         found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
     except TypeError as e:
         raise unlike(path, "a path", "a str or a Path") from e
     except UnicodeEncodeError as e:
-        raise UsageError("the path contains an unpaired surrogate", ascii(str(path))[:200], "correct the path") from e
-    if str(found).startswith("~") and str(path).startswith("~"):
-        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so")
+        raise UsageError("the path contains an unpaired surrogate", ascii(text)[:200], "correct the path") from e
+    if str(found).startswith("~"):
+        raise UsageError("there is no such user", text, "write ./~… for a name that begins so")
     return found
 
 
