@@ -66,10 +66,8 @@ class Target:
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
-        if not self.uses:
-            return flat(self.shape)
-        cols = self.uses[0].piece.cols
-        return prod(self.shape) // max(cols, 1), cols
+        cols = self.uses[0].piece.cols if self.uses else 0
+        return (prod(self.shape) // cols, cols) if cols else flat(self.shape)
 
     @property
     def stacked(self) -> bool:

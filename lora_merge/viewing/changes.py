@@ -29,8 +29,11 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
     tensors = PatchTensors(factors.fetch, plan.weights)
 
     def change(target: OutputTensor) -> Delta:
-        with torch.no_grad():
-            found = _factors(target, tensors) or Delta(full=_whole(target, tensors))
+        try:
+            with torch.no_grad():
+                found = _factors(target, tensors) or Delta(full=_whole(target, tensors))
+        except DoesNotFit as e:
+            raise misfit(target.name, e) from e
         factors.forget()
         tensors.kept.clear()
         return found

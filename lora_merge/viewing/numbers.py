@@ -205,7 +205,7 @@ def base_sizes(index: Index) -> dict[str, Any]:
 def _size(values: Tensor) -> Size:
     """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
     found = Size()
-    for part in torch.split(values, PART):
+    for part in torch.split(values, PART) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
         if not bool((norm := numbers.norm()).isfinite()):
             broken = int((~numbers.isfinite()).sum())

@@ -121,10 +121,11 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
 def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the size of a change, by part and block."""
     total = found["all"]
-    yield line("  change", f"‖ΔW‖ {total['change']:.4g}, {_share(total)} of ‖W‖ {total['weight']:.4g}; "
+    yield line("  change", f"‖ΔW‖ {_norm(total['change'])}, {_share(total)} of ‖W‖ {_norm(total['weight'])}; "
                            f"{_kept(total)} of it is kept in the base's dtype")  # fmt: skip
     yield from table(
-        (name, f"‖ΔW‖ {n['change']:.3g}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in found["blocks"].items()
+        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {_kept(n)}")
+        for name, n in found["blocks"].items()
     )
     for warning in found["warnings"]:
         yield line("warning", warning)
@@ -148,7 +149,13 @@ def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[str]:
     yield line("recomputed", f"{found['recomputed']} of {found['layers']} layers; its inputs give the same bytes")
 
 
+def _norm(value: float | None, digits: int = 4) -> str:
+    return "too large to tell" if value is None else f"{value:.{digits}g}"
+
+
 def _share(n: Mapping[str, Any]) -> str:
+    if n["change"] is None:
+        return "?"
     return "all" if n["ratio"] is None else f"{n['ratio']:.2%}"
 
 

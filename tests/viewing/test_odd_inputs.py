@@ -1,0 +1,53 @@
+"""Odd files are looked at, or refused with one error: empty tensors, huge numbers, factors that the file lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import MergeError
+
+from ..support import rand, save
+
+PAIR = {"a.lora_down.weight": rand(2, 4), "a.lora_up.weight": rand(4, 2)}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save({"a.weight": rand(4, 4), "b.bias": torch.zeros(4)}, tmp_path / "base.safetensors")
+    return tmp_path / "base.safetensors"
+
+
+def test_a_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
+    save({"a.weight": rand(4, 4), "b.weight": torch.zeros(0, 4), "c": torch.zeros(0)}, tmp_path / "m.safetensors")
+    found = lora_merge.inspect(tmp_path / "m.safetensors", weights=True)
+    assert "‖W‖" in str(found)
+
+
+def test_a_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:
+    save(
+        {name: torch.full(t.shape, 1e300, dtype=torch.float64) for name, t in PAIR.items()}, tmp_path / "a.safetensors"
+    )
+    try:
+        told = str(lora_merge.inspect(base, tmp_path / "a.safetensors", weights=True))
+    except MergeError as refused:
+        told = str(refused)
+    assert "too large" in told
+
+
+def test_factors_that_the_file_lacks_are_told_with_their_weight(base: Path, tmp_path: Path) -> None:
+    save({"a.vera_lambda_b": torch.ones(4), "a.vera_lambda_d": torch.ones(2)}, tmp_path / "a.safetensors")
+    save(PAIR, tmp_path / "b.safetensors")
+    with pytest.raises(MergeError, match="seed"):
+        lora_merge.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", base=base)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_adapters_without_numbers_are_written(rows: int, tmp_path: Path) -> None:
+    empty = {"b.lora_down.weight": torch.zeros(2, 4 - rows), "b.lora_up.weight": torch.zeros(rows, 2)}
+    save({**PAIR, **empty}, tmp_path / "a.safetensors")
+    lora_merge.resize(tmp_path / "a.safetensors", tmp_path / "o.safetensors", rank=1)
+    assert lora_merge.verify(tmp_path / "o.safetensors")["ok"]
