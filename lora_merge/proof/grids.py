@@ -10,6 +10,8 @@ import numpy as np
 
 from .reference.floats import Array, beyond, precision, rounded, saturated, step
 
+DECODED: Final = 2.0**-20  # the error of decoding in fp32, as a share of what is added up
+
 
 class Levels(Protocol):
     """The numbers that a code can stand for, before scale and shift. Arrays are float64."""
@@ -123,6 +125,15 @@ class Grid:
     def value(self, levels: Array) -> Array:
         """Return the numbers that levels stand for."""
         return levels if self._bare else np.asarray(levels * self.scale + self.shift)
+
+    def lost(self, values: Array) -> Array:
+        """Return by how much decoding in fp32 may miss each value of codes.
+
+        A value may be the small difference of its level times the scale and a large shift; in a rotated row it is a sum
+        over that row.
+        """
+        terms = np.abs(values) + np.abs(self.shift)
+        return np.asarray(DECODED * (terms if self.turn is None else np.max(terms, initial=0.0)))
 
     def at(self, choose: Any) -> Grid:
         """Return the grid of some of the values, as an index or a shape chooses them."""

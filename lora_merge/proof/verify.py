@@ -30,7 +30,7 @@ from ..progress import Progress, counted, unwatched
 from ..text import listed, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
-from .grids import plain_grid
+from .grids import DECODED, plain_grid
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import decode
@@ -39,8 +39,6 @@ from .second_reading import read_again
 from .stored import coded_output
 
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
-DECODED: Final = 2.0**-20  # a number of codes is decoded in fp32: its error, as a share of it, or of the largest in a
-# rotated row
 
 
 def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
@@ -198,11 +196,11 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
     low, high = made.count(first), min(made.count(first + count), prod(target.shape))
     if (coded := merged.stored.coded(source)) is not None:
         exact, grid = coded.span(low, high)
-        slack = DECODED * (np.abs(exact) if grid.turn is None else np.abs(exact).max(initial=0.0))
+        slack = grid.lost(exact)
     else:
         scale = ITEM_BYTES[source.dtype]
         exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
-        slack = DECODED * np.abs(exact) if target.packed else 0.0
+        slack = np.asarray(DECODED * np.abs(exact) if target.packed else 0.0)
     if target.name in merged.outputs:
         got, grid = merged.outputs[target.name].span(low, high)
     else:

@@ -379,7 +379,7 @@ def _read_awq(t: Tensors) -> Tensor:
         out[:, :, AWQ_ORDER] = found
         return out.flatten(1)
 
-    group = torch.arange(SHAPE[1]) // 64
+    group = torch.arange(SHAPE[1]) // (SHAPE[1] // len(t["scales"]))
     return ((unpacked(t["qweight"]) - unpacked(t["qzeros"])[group]) * t["scales"].float()[group]).t()
 
 
@@ -536,7 +536,8 @@ def aqlm(books: int, dtype: torch.dtype) -> Form:
         return {"codes": signed, "codebooks": book, "scales": w.abs().amax(1).view(-1, 1, 1, 1).half()}
 
     def read(t: Tensors) -> Tensor:
-        rows = [[sum(t["codebooks"][n, c % 256, 0].float() for n, c in enumerate(place)) for place in row]
+        entries = t["codebooks"].shape[1]
+        rows = [[sum(t["codebooks"][n, c % entries, 0].float() for n, c in enumerate(place)) for place in row]
                 for row in t["codes"].tolist()]  # fmt: skip
         return torch.stack([torch.cat(row) for row in rows]) * t["scales"].float().view(-1, 1)
 

@@ -91,9 +91,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
 
 
-@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
-def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
-    form = FORMS[name]
+def kept(form: Form, tmp_path: Path) -> None:
+    """Merge into a base of the form, and hold the output to what its library reads."""
     source, tensors = base(form, tmp_path / "base", ALL)
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     report = lora_merge.merge(source, save(adapter(ALL), tmp_path / "lora.safetensors"), out)
@@ -114,6 +113,11 @@ def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     assert report.verified["tensors"] == len(ALL) - 1
     if source.is_dir():
         assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
+def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
+    kept(FORMS[name], tmp_path)
 
 
 SURVIVING = (
@@ -148,9 +152,8 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
     assert len(numbers["warnings"]) == (numbers["all"]["retained"] < 0.9) <= below
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
-    form = FORMS[name]
+def made_plain(form: Form, tmp_path: Path) -> None:
+    """Merge a base of the form into plain numbers, and hold them to what its library reads."""
     source, tensors = base(form, tmp_path / "base", ALL)
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     lora = save(adapter(ALL), tmp_path / "lora.safetensors")
@@ -166,6 +169,11 @@ def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> No
         assert config == {"model_type": "x", "torch_dtype": "bfloat16"}
         assert not (out / "hf_quant_config.json").exists()
     assert not open_checkpoint(out).packed
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
+    made_plain(FORMS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.decode_only])
