@@ -93,11 +93,14 @@ class AdapterReport(Shown):
         return f"{text}, keeps {_percent(self.energy)} of ‖ΔW‖², worst layer {worst} {_percent(least)}"
 
 
-def numbers_by_block(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of layers in all, by network and by block, whose names are those of the layers."""
+def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:
+    """Return the numbers of layers in all, by network and by block, whose names are those of the layers.
+
+    `denoiser`: what the denoiser of their model is called.
+    """
     kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
     for name, one in layers.items():
-        for kind, group in (("components", network_of(name)), ("blocks", block_name(name))):
+        for kind, group in (("components", network_of(name, denoiser)), ("blocks", block_name(name))):
             kinds[kind].setdefault(group, []).append(one)
     return {"all": _together([*layers.values()]), **{
         kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()

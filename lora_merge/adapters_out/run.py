@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import torch
 
-from ..adapters.file import AdapterFile
+from ..adapters.file import AdapterFile, weight_shape
+from ..adapters.suffixes import split
+from ..algorithms import Shape
 from ..disk.destination import check_output
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
@@ -23,6 +25,7 @@ from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
+from ..models.names import denoiser_of
 from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
 from ..version import __version__
@@ -73,7 +76,7 @@ class Outcome:
 
     def finish(self, reader: Reader, facts: Facts, prove: Callable[[Path], Proof], run: Run) -> AdapterReport:
         """Write the output, prove it, and return the report."""
-        numbers = numbers_by_block(self.told)
+        numbers = numbers_by_block(self.told, denoiser_of(self._shapes()))
         residual = numbers["all"]["residual"]
         known = Known(self.job, self.inputs, self.told, self.entries, self.model)
         entries = known.entries(
@@ -85,6 +88,14 @@ class Outcome:
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
             time.monotonic() - run.started, facts.notes, proof, __version__, facts.weights, numbers,
         )  # fmt: skip
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Return layer → [out, in] of the weight that it changes, as far as its tensors show it."""
+        slots: dict[str, dict[str, Shape]] = {}
+        for one in self.entries:
+            if found := split(one.name):
+                slots.setdefault(found[0], {})[found[1].slot] = one.shape
+        return {name: weight_shape(own) for name, own in slots.items()}
 
 
 class Run:

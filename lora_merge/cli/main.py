@@ -196,14 +196,16 @@ def _merge(
 
 
 def _with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
-    """Return a report with the spectrum and the histogram of each weight's change, if the inputs are still there."""
+    """Return a report with the recipe that the output holds, and with the spectrum and the histogram of each weight's
+    change, if the inputs are still there."""
+    from ..viewing.base import recipe_of
     from ..viewing.pictures import merge_pictures
 
     found = asdict(done)
     shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
     for name, one in found["numbers"].get("tensors", {}).items():
         one |= shown.get(name, {})
-    return found
+    return {**found, "recipe": recipe_of(plan.job.output)}
 
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:

@@ -11,10 +11,13 @@ BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:blocks?|layers?|h|resblocks)[._][0-
 """The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
 
 
-def network_of(name: str) -> str:
-    """Return the network that the prefixes of a module's name tell; "model" where they tell none."""
+def network_of(name: str, denoiser: str = "denoiser") -> str:
+    """Return the network that the prefixes of a module's name tell; "model" where they tell none.
+
+    `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
+    """
     hint, _ = innermost(name)
-    return "model" if hint == "any" else hint.removeprefix("=")
+    return {"any": "model", "denoiser": denoiser}.get(hint, hint.removeprefix("="))
 
 
 def block_name(name: str) -> str:

@@ -303,6 +303,13 @@ def guess(modules: Mapping[str, Shape]) -> str:
     return described(architectures(found), found)
 
 
+def denoiser_of(modules: Mapping[str, Shape]) -> str:
+    """Return what a merge calls the denoiser that an adapter is for, such as "unet"; "denoiser" where its modules, with
+    the shapes of their weights, do not tell."""
+    labels = {a.component for a in architectures(seen(of_the_denoiser(modules)))}
+    return labels.pop() if len(labels) == 1 else "denoiser"
+
+
 def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the modules that are not for an encoder or a VAE, without their prefixes."""
     inside = {module: innermost(module) for module in modules}

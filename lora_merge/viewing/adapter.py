@@ -12,13 +12,13 @@ from typing import Any, Final
 from ..adapters.file import AdapterFile, FileValues, Module, weight_shapes
 from ..adapters.peft.rules import rules
 from ..adapters.suffixes import split_row_part
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, Shape
 from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..matching.incomplete import gaps
 from ..models.module_blocks import block_name, in_order, network_of
-from ..models.names import guess
+from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
@@ -74,7 +74,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        "made_for": guess({split_row_part(name)[0]: shape for name, shape in weight_shapes(file.modules).items()}),
+        "made_for": guess(_shapes(file.modules)),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(file.modules, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
         "trained": training(index),
@@ -83,12 +83,18 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _shapes(modules: Sequence[Module]) -> dict[str, Shape]:
+    """Return module → [out, in] of its weight, for guesses of the architecture."""
+    return {split_row_part(name)[0]: shape for name, shape in weight_shapes(modules).items()}
+
+
 def parts(modules: Sequence[Module]) -> dict[str, Any]:
     """Return network → what it does, modules, parameters, and how many modules are of each kind of layer."""
     found: dict[str, dict[str, Any]] = {}
+    denoiser = denoiser_of(_shapes(modules))
     for m in modules:
         hint, _ = innermost(m.name)
-        network = network_of(m.name)
+        network = network_of(m.name, denoiser)
         does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
         row = found.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
         row["modules"] += 1

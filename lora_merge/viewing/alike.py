@@ -31,6 +31,9 @@ from .deltas import NOISE, Delta, Deltas
 Spaces: TypeAlias = tuple[Tensor, Tensor] | None
 """Orthonormal bases of a column space and a row space."""
 
+OPPOSED: Final = -0.1
+"""The cosine below which two changes fight: those of independent trainings are within a few hundredths of 0."""
+
 MORE: Final = 8
 """Random columns more than the rank: with just as many, a direction can be lost by chance."""
 
@@ -83,9 +86,11 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
     told = [f"{len(notes)} modules need a base: name it with --base"] if notes else []
     if not table and base is None:
         told.append("no module has the same name in both; if they spell names in other words, give --base")
+    by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
-        "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}, "modules": table,
+        "blocks": by_block, "modules": table,
+        "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
     }  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
 from ..disk.files import StoredTensor
 from ..dtypes import spoken
-from ..files.checkpoint import Index
+from ..errors import MergeError
+from ..files.checkpoint import Index, open_checkpoint
 from ..files.lookalikes import foreign
 from ..models.blocks import blocks
 from ..models.names import Names, names
@@ -47,6 +49,14 @@ def block_sizes(index: Index, lookup: Names) -> dict[str, int]:
         if (block := found.of(key)) in counts:
             counts[block] += prod(info.shape)
     return {block: count for block, count in counts.items() if count}
+
+
+def recipe_of(path: Path) -> dict[str, Any] | None:
+    """Return the recipe that a model holds; None without one, or where the model cannot be read."""
+    try:
+        return parsed(open_checkpoint(path).metadata.get(KEY, ""))
+    except MergeError:
+        return None
 
 
 def former_merges(index: Index) -> Iterator[dict[str, Any]]:

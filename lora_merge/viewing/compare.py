@@ -15,6 +15,7 @@ from ..models.module_blocks import in_order
 from ..text import size
 from .facts import schema
 from .inspect import is_adapter
+from .pages.heat_map import short
 from .text import COUNT, line, table
 
 if TYPE_CHECKING:
@@ -123,10 +124,18 @@ def _of_adapters(found: Mapping[str, Any]) -> Iterator[str]:
         yield line("note", note)
     if found["common"]:
         yield line("alike", _alike(found["total"]))
+        yield line("fight", of_fight(found))
         yield from table((name, _alike(row)) for name, row in found["blocks"].items())
+
+
+def of_fight(found: Mapping[str, Any]) -> str:
+    """Return in how many blocks the changes of two adapters point against each other, in words."""
+    fight, labels = found["fight"], short(found["blocks"])
+    most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: found["blocks"][name]["cosine"])[:3])
+    return f"in {len(fight)} of {len(found['blocks'])} blocks" + (f", most in {most}" if fight else "")
 
 
 def _alike(row: Mapping[str, Any]) -> str:
     cosine = "cosine ?" if row["cosine"] is None else f"cosine {row['cosine']:+.3f}"
-    overlap = "" if row.get("overlap") is None else f", spaces overlap {row['overlap']:.1%}"
+    overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
     return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"

@@ -197,9 +197,10 @@ def base_sizes(index: Index) -> dict[str, Any]:
             for kind, group in (*of(name), ("kinds", kind_of(name)), ("tensors", name)):
                 kinds[kind][group] = kinds[kind].get(group, Size()) + found
             cache.forget()
-    return {"all": every.to_dict(), **{
-        kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
-    }}  # fmt: skip
+    made = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
+    for name, one in made["tensors"].items():
+        one["dimensions"] = len(index.tensors[name].shape)
+    return {"all": every.to_dict(), **made}
 
 
 def _size(values: Tensor) -> Size:

@@ -10,7 +10,7 @@ from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..planning.plan import Plan
 from .changes import changes
-from .deltas import Delta
+from .deltas import NOISE, Delta
 
 SHOWN: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts
@@ -46,5 +46,12 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
         for target in targets[:: max(1, -(-len(targets) // MOST))]:
             delta = change(target)
             if torch.isfinite(torch.tensor(delta.size)):
-                found[target.name] = pictures(delta)
+                found[target.name] = pictures(delta) | _rank(delta)
     return found
+
+
+def _rank(delta: Delta) -> dict[str, int]:
+    """Return the numeric rank of ΔW; {} where not all singular values are known."""
+    values = delta.singular_values()
+    known = len(values) > 1 or min(delta.shape) == 1
+    return {"rank": int((values > NOISE * values[0]).sum())} if known else {}

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..text import by_reason, size
 from .formats import of_format, of_plain
+from .hashes import spoken
 from .training import FIELDS, of_dataset
 
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
@@ -48,7 +49,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from _incomplete(facts.get("incomplete", ()))
     yield from _training(facts.get("trained", {}))
     for name, value in facts.get("hashes", {}).items():
-        yield line("hash", f"{name} {value}")
+        yield line("hash", f"{spoken(name)} {value}")
     yield from _formats(facts)
     for n, one in enumerate(facts.get("merged", ())):
         yield line("merged" if not n else "  before that", of_merge(one))

@@ -22,7 +22,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.diagnosis import absence, doubt, explain
-from lora_merge.models.names import Names, guess, names
+from lora_merge.models.names import Names, denoiser_of, guess, names
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
 from ..support import blob, index, steps
@@ -736,6 +736,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
 )
 def test_what_an_adapter_was_made_for(name: str, prefix: str, title: str) -> None:
     assert guess(adapter(name, prefix)) == title
+    assert denoiser_of(adapter(name, prefix)) == base(name).parts[0].label  # one word, before a merge and after it
 
 
 @pytest.mark.parametrize(("name", "part", "title"), [

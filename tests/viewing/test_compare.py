@@ -92,6 +92,10 @@ def test_an_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Sc
     for other, cosine in ((scene.ink, 1.0), (save(negative, tmp_path / "n.safetensors"), -1.0)):
         found = compare(scene.ink, other)
         assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
+        assert found["fight"] == (list(found["blocks"]) if cosine < 0 else [])
+        assert any(
+            f"in {len(found['fight'])} of {len(found['blocks'])} blocks" in line for line in compare_lines(found)
+        )
         assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
 
 

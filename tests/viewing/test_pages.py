@@ -20,9 +20,10 @@ from lora_merge.text import size
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
+from lora_merge.viewing.pages.content import Content
 from lora_merge.viewing.pages.heat_map import places, short
 
-from ..support import load, rand, save
+from ..support import load, metadata, rand, save
 from .conftest import Scene
 from .test_fit import run
 
@@ -70,6 +71,9 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     assert {name: row["change"] for name, row in heat["weights"].items()} == {
         name: row["change"] for name, row in numbers["tensors"].items()
     }
+    assert json.loads(content(page.read_text(encoding="utf-8"))["commands"][-1]["text"]) == json.loads(
+        metadata(out)["lora_merge.recipe"]
+    )
     assert sorted(n for cell in heat["cells"] for n in cell["names"]) == sorted(numbers["tensors"])
     tags = re.sub("<script.*?</script>", "", dom, flags=re.S)
     assert not re.search(r'(?:src|href)="?(?:https?:)?//', tags)  # nothing is fetched
@@ -111,7 +115,7 @@ def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     dom = shown(page, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
     assert 'data-theme="dark"' in dom
     name = "lora_te_text_model_encoder_layers_1_self_attn_out_proj"
-    (aloud,) = re.findall(r'class="unseen"[^>]*>(.*?)<', dom)
+    (aloud,) = re.findall(r'class="unseen" aria-live="polite">(.*?)<', dom)
     assert aloud.startswith("te_text_model_encoder_layers_1, self_attn_out_proj: ‖ΔW‖ ")
     assert f"{found['weights']['modules'][name]['norm']:.5g}" in aloud
     for picture in ("singular values", "elements of ΔW"):
@@ -162,6 +166,7 @@ def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_pa
             exact = torch.linalg.svdvals(delta)
             assert one["spectrum"][0] == pytest.approx(float(exact[0]), rel=1e-3), name
             assert sum(v * v for v in one["spectrum"]) == pytest.approx(float(delta.square().sum()), rel=1e-3)
+            assert one["rank"] == int((exact > 1e-4 * exact[0]).sum())
             scaled = (delta / delta.square().mean().sqrt()).flatten()
             centres = one["histogram"]["centres"]
             wanted = float((scaled.abs() < (centres[1] - centres[0]) / 2).double().mean())
@@ -221,7 +226,7 @@ def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:
     assert told["kept in the base's dtype"] == f"{match['numbers']['all']['retained']:.1%} of the change"
     tables = {table["title"]: table["rows"] for one in (fits, adapter) for table in one["tables"]}
     assert tables["Where it fits"] == [[name, n] for name, n in match["patterns"].items()]
-    assert [row[1] for row in tables["Networks"]] == ["reads the prompt", "makes the picture"]
+    assert [row[1] for row in tables["Parts"]] == ["reads the prompt", "makes the picture"]
     assert {row[2] for row in tables["Blocks"]} == {"4"}
 
 
@@ -304,6 +309,45 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     assert [*short(rows).values()] == ["layers.1", "layers.2", "layers.10"]
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["a.layers.0", "b.c.resblocks.0", "model.…", "…"], ["layers.0", "resblocks.0", "model (the rest)", "(the rest)"]),
+        (["text.clip_l.a.b.c.layers.0", "text.clip_g.a.b.c.layers.11", "unet.middle_block.1"],
+         ["clip_l…layers.0", "clip_g…layers.11", "middle_block.1"]),
+        (["vae.decoder.up.0.block.1", "vae.encoder.down.0.block.1"], ["decoder.up.0.block.1", "encoder.down.0.block.1"]),
+        (["lora_te1_layers_0", "lora_unet_input_blocks_4"], ["te1_layers_0", "unet_input_blocks_4"]),
+        (["model.layers.3"], ["model.layers.3"]), ([], []),
+    ],
+)  # fmt: skip
+def test_the_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
+    assert short(names) == dict(zip(names, labels, strict=True))
+
+
+def test_the_blocks_of_a_page_are_in_the_order_of_their_numbers() -> None:
+    row = {"ratio": 0.1, "change": 1.0, "retained": 1.0, "changed": 1.0, "noise": 0.0, "largest": 0.1}
+    blocks = {f"model L{n:02d}": row for n in (10, 2, 1)}
+    page = Content("Merge", "m")
+    page.change({"all": row, "unlisted": 0, "components": {}, "blocks": blocks, "tensors": {}}, "retained", "t")
+    (bars,), (table,) = page.data["bars"], page.data["tables"]
+    assert [r[0] for r in bars["rows"]] == [r[0] for r in table["rows"]] == ["model L01", "model L02", "model L10"]
+
+
+def test_a_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_path: Path) -> None:
+    page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
+    text = ("version: 1\njobs: [{base: %s, adapters: [{path: %s, strength: 0.5}], output: a.safetensors},"
+            " {base: %s, adapters: [none.safetensors], output: b.safetensors}]")  # fmt: skip
+    jobs.write_text(text % (scene.base, scene.ink, scene.base))
+    assert run("batch", jobs, "--html", page)[0] == 7
+    made = content(page.read_text(encoding="utf-8"))
+    (table,) = made["tables"]
+    (_, link, status, adapters, size_, *_), (_, name, failed, *_) = table["rows"]
+    assert (link["href"], status, adapters) == ((tmp_path / "a.safetensors").as_uri(), "merged", "ink.safetensors 0.5×")
+    assert size_ == (tmp_path / "a.safetensors").stat().st_size
+    assert (name, failed) == ("b.safetensors", "failed")
+    assert made["warnings"] == [f"{tmp_path / 'b.safetensors'}: file not found"]
+
+
 def many_modules() -> dict[str, Any]:
     """An adapter with a picture of each of many modules."""
     picture = {"spectrum": [0.123456] * 64, "histogram": {"centres": [0.5] * 31, "counts": [1000] * 31}}
@@ -315,7 +359,7 @@ def many_modules() -> dict[str, Any]:
 
 def many_differences() -> dict[str, Any]:
     """A comparison in which each of many tensors differs."""
-    one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789}
+    one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789, "changed": 1, "of": 2}
     tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
     blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
     return {"kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "total": one, "blocks": blocks,

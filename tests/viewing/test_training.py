@@ -98,12 +98,12 @@ def test_each_network_says_what_it_does_and_which_layers_it_changes(tmp_path: Pa
     names = {
         "lora_te1_text_model_encoder_layers_0_mlp_fc1": ("te1", "feed-forward"),
         "lora_te1_text_model_encoder_layers_0_self_attn_q_proj": ("te1", "self-attention"),
-        "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k": ("denoiser", "cross-attention"),
-        "lora_unet_down_blocks_1_attentions_0_proj_in": ("denoiser", "ends of a block"),
-        "lora_unet_down_blocks_1_resnets_0_conv1": ("denoiser", "convolution"),
-        "lora_unet_double_blocks_3_img_attn_qkv": ("denoiser", "attention"),
-        "lora_unet_double_blocks_3_txt_mod_lin": ("denoiser", "modulation"),
-        "lora_unet_single_blocks_3_linear1": ("denoiser", "other"),
+        "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k": ("transformer", "cross-attention"),
+        "lora_unet_down_blocks_1_attentions_0_proj_in": ("transformer", "ends of a block"),
+        "lora_unet_down_blocks_1_resnets_0_conv1": ("transformer", "convolution"),
+        "lora_unet_double_blocks_3_img_attn_qkv": ("transformer", "attention"),
+        "lora_unet_double_blocks_3_txt_mod_lin": ("transformer", "modulation"),
+        "lora_unet_single_blocks_3_linear1": ("transformer", "other"),
     }
     facts = inspect(_adapter(tmp_path, {}, *names))
     want: dict[str, dict[str, int]] = {}
@@ -112,7 +112,7 @@ def test_each_network_says_what_it_does_and_which_layers_it_changes(tmp_path: Pa
         want[network][kind] += 1
     assert {name: part["layers"] for name, part in facts["parts"].items()} == want
     assert facts["parts"]["te1"] == {"does": "reads the prompt", "modules": 2, "parameters": 32, "layers": want["te1"]}
-    assert facts["parts"]["denoiser"]["does"] == "makes the picture"
+    assert facts["parts"]["transformer"]["does"] == "makes the picture"
 
 
 def _adapter(folder: Path, metadata: dict[str, str], *names: str) -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ...models.module_blocks import in_order
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
@@ -43,6 +45,7 @@ CHANGED: Final = (
     Metric("changed", "numbers that differ", "%"),
     Metric("noise", "noise / change", "%"),
     Metric("largest", "largest |ΔW|", join=max),
+    Metric("rank", "rank", join=max),
 )
 """Numbers of the change of a weight."""
 
@@ -71,11 +74,14 @@ class Content:
         """Add rows of the summary; those without a value are left out."""
         self.data["summary"] += [[name, str(value)] for name, value in rows if value not in (None, "", [], {}, ())]
 
-    def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], caption: str = "") -> None:
-        """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers."""
+    def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False) -> None:
+        """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers.
+
+        `first`: it stands before the pictures.
+        """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if found := list(rows):
-            self.data["tables"].append({"title": title, "columns": named, "rows": found, "caption": caption})
+            self.data["tables"].append({"title": title, "columns": named, "rows": found, "first": first})
 
     def bars(self, title: str, of: str, rows: Iterable[tuple[str, float | None]], unit: str = "") -> None:
         """Add a picture of bars, if there are at least two."""
@@ -132,15 +138,23 @@ class Content:
             self.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
         for kind, of in (("components", "part"), ("blocks", "block")):
-            rows = numbers[kind].items()
+            rows = sorted(numbers[kind].items(), key=lambda row: in_order(row[0]))
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in CHANGED]
+            told = [m for m in CHANGED if m.key in every]
+            columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in told]
             if len(rows) > 1:
-                self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in CHANGED)] for name, row in rows))
+                self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in told)] for name, row in rows))
 
     def command(self, label: str, *words: str) -> None:
         """Add a command with a button to copy it."""
-        self.data["commands"].append({"label": label, "text": shlex.join(words)})
+        self.data["commands"].append({"label": label, "text": shlex.join(words), "lines": False})
+
+    def recipe(self, found: Found | None) -> None:
+        """Add a recipe with a button to copy it, if there is one."""
+        if found:
+            text = json.dumps(found, ensure_ascii=False, indent=2)
+            self.data["commands"].append({"label": "The recipe, as the output's metadata hold it", "text": text,
+                                          "lines": True})  # fmt: skip
 
 
 def _numbers(weights: Mapping[str, Found], names: Sequence[str], key: str) -> list[float]:

@@ -13,22 +13,48 @@ LEVELS: Final = re.compile(
 )
 """Numbers, and the levels that they count, at the beginning of what stands behind a block's name."""
 ENDS: Final = (".weight", ".bias")
+REST: Final = "…"  # ends the name of what is in no block
 NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
 
 
 def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return name → (block, kind of layer), the blocks in the order of their numbers."""
+    """Return name → (block, kind of layer), in the order of the blocks' numbers, and of the names."""
     found = {name: _split(name) for name in names}
-    return dict(sorted(found.items(), key=lambda item: in_order(item[1][0])))
+    return dict(sorted(found.items(), key=lambda item: (in_order(item[1][0]), in_order(item[0]))))
 
 
 def short(blocks: Iterable[str]) -> dict[str, str]:
-    """Return name → the name without the levels before its own that all blocks have in common."""
-    every = list(dict.fromkeys(blocks))
-    levels = [re.split("(?<=[._])", name) for name in every]
-    before = [set(column) for column in zip(*(parts[:-2] for parts in levels), strict=False)]
-    cut = next((n for n, column in enumerate(before) if len(column) > 1), len(before)) if len(every) > 1 else 0
-    return {name: "".join(parts[cut:]) or name for name, parts in zip(every, levels, strict=True)}
+    """Return name → its last levels, and as many before them as tell its stack from others: `layers.3` of
+    `model.layers.3`. What is in no block is called the rest."""
+    every = {name: _levels(name) for name in blocks}
+    stacks: dict[str, list[list[str]]] = {}
+    for name, (head, _) in every.items():
+        stacks.setdefault(_word(name), []).append(head)
+    made = {}
+    for name, (head, tail) in every.items():
+        more = head[_shared(stacks[_word(name)]) :]
+        if "." in name and len(more) > 3:
+            more = [f"{more[0].strip('.')}…"]
+        label = "".join(more) + tail
+        made[name] = f"{label[:-1].strip('._')} (the rest)".strip() if label.endswith(REST) else label
+    return made if len({*made.values()}) == len(every) > 1 else {name: name for name in every}
+
+
+def _shared(heads: list[list[str]]) -> int:
+    """Return how many levels all begin with."""
+    columns = enumerate(zip(*heads, strict=False))
+    return next((n for n, column in columns if len({*column}) > 1), min(map(len, heads)))
+
+
+def _levels(name: str) -> tuple[list[str], str]:
+    """Return the levels before the last two, and these: between dots, or underscores where there are no dots."""
+    levels = re.split(r"(?<=\.)" if "." in name else "(?<=_)", name)
+    return levels[:-2], "".join(levels[-2:])
+
+
+def _word(name: str) -> str:
+    """Return what the blocks of a stack have in common at their ends; names without dots count as one stack."""
+    return _levels(name)[1].rstrip("0123456789") if "." in name else ""
 
 
 def _split(name: str) -> tuple[str, str]:

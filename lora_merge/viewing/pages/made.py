@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import size
-from .content import CLICK, Content, Found, Metric, root, strengths
+from ...text import size, stored
+from .content import CLICK, Column, Content, Found, Metric, root, strengths
 from .heat_map import short
 
 MADE: Final = (
@@ -26,7 +26,7 @@ def of_merge(found: Found) -> dict[str, Any]:
         ("output", f"{found['output']} ({size(found['written'])})"),
         ("base", f"{found['base']} ({found['architecture']})"),
         ("changed", f"{found['changed']} of {found['tensors']} tensors"),
-        ("dtype", found["dtype"]),
+        ("dtype", stored(found["dtype"]).removeprefix("dtype ")),
         ("method", found["method"]),
         ("device", f"{found['device']}, computed in {found['compute_dtype']}"),
         ("time", f"{found['seconds']:.1f} s"),
@@ -38,15 +38,7 @@ def of_merge(found: Found) -> dict[str, Any]:
         *found["notes"],
         *(f"{name}: {note}" for name, c in found["coverage"].items() for note in c["notes"]),
     ]
-    shares = {row["adapter"]: row["retained"] for row in proof.get("retained", ())}
-    page.table(
-        "Adapters",
-        ["adapter", "modules matched", "of", {"title": "retained", "unit": "%", "bar": True}, "strength"],
-        (
-            [name, c["matched"], c["total"], shares.get(name), strengths(c["strengths"])]
-            for name, c in found["coverage"].items()
-        ),
-    )
+    _adapters(page, found)
     page.change(found["numbers"], "retained", "What changed, by block and layer")
     page.table(
         "Not merged",
@@ -57,13 +49,34 @@ def of_merge(found: Found) -> dict[str, Any]:
             for module, why in {**c["skipped"], **c["ignored"]}.items()
         ),
     )
-    page.data["stages"] = _stages(found["stages"])
+    page.data["stages"] = _stages(found)
     page.command("Repeat the merge, with the same bytes as the outcome:", "lora-merge", "replay", found["output"])
     page.command("Prove every byte of it:", "lora-merge", "verify", found["output"], "--full")
-    page.command(
-        "Undo it (the base is unchanged):", "rm", *(["-r"] if not Path(found["output"]).suffix else []), found["output"]
-    )
+    page.command("Undo it (the base is unchanged):", *_removal(found["output"]))
+    page.command("Where the base lies, and how to go on without it:", "lora-merge", "unmerge", found["output"])
+    page.recipe(found.get("recipe"))
     return page.data
+
+
+def _adapters(page: Content, found: Found) -> None:
+    """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
+    rows = [*found["coverage"].items()]
+    shares = {row["adapter"]: row["retained"] for row in (found["verified"] or {}).get("retained", ())}
+    every = (found["numbers"] or {}).get("all", {})
+    sizes = [(one or {}).get("change") for one in every.get("adapters", [])] or [None] * len(rows)
+    page.table(
+        "Adapters",
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", "unit": "%", "bar": True}],
+        (
+            [name, strengths(c["strengths"]), c["matched"], c["total"], norm, shares.get(name)]
+            for (name, c), norm in zip(rows, sizes, strict=True)
+        ),
+        first=True,
+    )
+
+
+def _removal(output: str) -> tuple[str, ...]:
+    return ("rm", *(["-r"] if Path(output).is_dir() else []), output)
 
 
 def _proof(proof: Found) -> str:
@@ -76,9 +89,22 @@ def _proof(proof: Found) -> str:
     )
 
 
+STAGES: Final = {
+    "start": "loading torch",
+    "read": "reading",
+    "hash": "hashing",
+    "fold": "computing",
+    "write": "writing",
+}
+"""Stage of the pipeline → what it does."""
+
+
 def _stages(found: Found) -> list[dict[str, Any]]:
-    rows = [[name, seconds] for name, seconds in found.items() if name != "wait" and seconds >= 0.005]
-    return [{"title": "Time of the stages, which run side by side", "rows": rows}] if rows else []
+    """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
+    times = found["stages"].items()
+    rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
+    title = f"Time of the stages, which run side by side; {found['seconds']:.1f} s in all"
+    return [{"title": title, "rows": rows}] if rows else []
 
 
 def of_adapter_made(found: Found) -> dict[str, Any]:
@@ -86,39 +112,43 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     page = Content("Adapter", Path(found["output"]).name)
     page.summary(
         ("output", f"{found['output']} ({size(found['written'])})"),
-        ("format", found["format"]),
+        ("format", "" if found["format"] == "keep" else found["format"]),
         ("dtype", found["dtype"]),
         ("layers", len(found["layers"])),
-        ("what is lost", f"{found['residual']:.3g} of the norm"),
-        ("energy kept", f"{found['energy']:.2%}"),
+        ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
+        ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
         ("time", f"{found['seconds']:.1f} s"),
+        ("proof", _proof_of_adapter(found["verified"] or {})),
     )
     page.data["notes"] = list(found["notes"])
     page.table(
-        "Adapters",
-        ["adapter", "strength", "modules", "layers"],
+        "Inputs",
+        ["input", "strength", "modules", "layers that they change"],
         ([name, c.get("strength"), c.get("modules"), c.get("layers")] for name, c in found["coverage"].items()),
+        first=True,
     )
-    page.heat_map(
-        "Layers of the output",
-        CLICK,
-        MADE,
-        found["layers"],
-    )
+    page.heat_map("What it changes, by block and layer", CLICK, MADE, found["layers"])
     _by_block(page, found["numbers"])
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
         ([name, layer.get("algorithm"), *(layer.get(m.key) for m in MADE)] for name, layer in found["layers"].items()),
     )
-    page.command("Prove it again:", "lora-merge", "verify", found["output"])
     page.command("Repeat it:", "lora-merge", "replay", found["output"])
+    page.command("Prove it again:", "lora-merge", "verify", found["output"])
+    page.command("Undo it (the inputs are unchanged):", *_removal(found["output"]))
     return page.data
 
 
+def _proof_of_adapter(proof: Found) -> str:
+    if not proof:
+        return "not proven (--no-verify)"
+    return f"{proof['recomputed']} of {proof['layers']} layers computed again in fp64"
+
+
 def _by_block(page: Content, numbers: Found) -> None:
-    """Add how large the change of each network and block is, and how much of it is kept."""
-    for kind, of in (("components", "network"), ("blocks", "block")):
+    """Add how large the change of each part and block is, and how much of it is kept."""
+    for kind, of in (("components", "part"), ("blocks", "block")):
         found = numbers.get(kind, {})
         labels = short(found)
         page.bars(f"‖ΔW‖ by {of}", of, ((labels[name], one["norm"]) for name, one in found.items()))
@@ -134,35 +164,31 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for job in found:
         counts[job["status"]] = counts.get(job["status"], 0) + 1
-    reports = [job.get("report") or {} for job in found]
-    page.summary(*counts.items(), ("time of all jobs", f"{sum(r.get('seconds', 0) for r in reports):.1f} s"))
+    page.summary(*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s"))
     page.data["warnings"] = [f"{job['output']}: {job['error']['what']}" for job in found if job.get("error")]
-    rows = []
-    for job, report in sorted(zip(found, reports, strict=True), key=lambda pair: pair[0]["number"]):
-        every = (report.get("numbers") or {}).get("all") or {}
-        link = {"text": Path(job["output"]).name, "href": Path(job["output"]).absolute().as_uri()}
-        rows.append(
-            [
-                job["number"],
-                link,
-                job["status"],
-                report.get("written"),
-                report.get("seconds"),
-                every.get("ratio"),
-                every.get("retained"),
-            ]
-        )
-    page.table(
-        "Jobs",
-        [
-            "job",
-            "output",
-            "status",
-            "bytes",
-            {"title": "time", "unit": "s", "bar": True},
-            {"title": "‖ΔW‖ / ‖W‖", "unit": "%"},
-            {"title": "retained", "unit": "%"},
-        ],
-        rows,
-    )
+    page.table("Jobs", JOBS, (_job(job) for job in sorted(found, key=lambda job: int(job["number"]))))
     return page.data
+
+
+JOBS: Final[Sequence[Column]] = (
+    "job", "output", "status", "adapters", {"title": "size", "unit": "B"}, {"title": "time", "unit": "s", "bar": True},
+    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": "retained", "unit": "%"},
+)  # fmt: skip
+
+
+def _job(job: Found) -> list[Any]:
+    """Return the row of a job. An output that is there is a link."""
+    report = job.get("report") or {}
+    every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
+    there = job["status"] in ("merged", "made", "skipped")
+    output = {"text": path.name, "href": path.absolute().as_uri()} if there else path.name
+    adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
+    return [job["number"], output, job["status"], adapters, report.get("written"), job.get("seconds") or None,
+            every.get("ratio"), every.get("retained")]  # fmt: skip
+
+
+def _times(found: Found) -> str:
+    """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
+    if "strengths" not in found:
+        return f"{found['strength']:g}×" if "strength" in found else ""
+    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in found["strengths"].values() for s in counts))

@@ -20,10 +20,30 @@ function colour(name) {
 function number(value, unit) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (unit === "%") return (100 * value).toLocaleString("en", { maximumSignificantDigits: 4 }) + " %";
+  if (unit === "%") return (100 * value).toLocaleString("en", { maximumSignificantDigits: 4 }) + "%";
+  if (unit === "B") return bytes(value);
   if (unit === "s") return value.toLocaleString("en", { maximumFractionDigits: 2 }) + " s";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6 ? value.toExponential(3) : value.toLocaleString("en", { maximumSignificantDigits: 5 });
+}
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; value >= 1024 && at < units.length - 1; at++) value /= 1024;
+  return `${value.toLocaleString("en", { maximumFractionDigits: at ? 2 : 0 })} ${units[at]}`;
+}
+
+// What may be wider than the page: it is scrolled, also by the arrow keys where it is too wide.
+function scrolling(name, ...children) {
+  const made = element("div", { class: "scroll" }, ...children);
+  new ResizeObserver(() => {
+    const wide = made.scrollWidth > made.clientWidth + 1;
+    for (const [key, value] of [["tabindex", "0"], ["role", "region"], ["aria-label", name]]) {
+      if (wide) made.setAttribute(key, value); else made.removeAttribute(key);
+    }
+  }).observe(made);
+  return made;
 }
 
 function section(title, ...children) {
@@ -34,8 +54,8 @@ function section(title, ...children) {
 }
 
 function facts(rows) {
-  return element("div", { class: "scroll" }, element("table", { class: "facts" }, element("tbody", {},
-    ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))))));
+  return element("table", { class: "facts" }, element("caption", { class: "unseen" }, "Summary"), element("tbody", {},
+    ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 }
 
 function cell(value, column, first) {
@@ -47,10 +67,12 @@ function cell(value, column, first) {
   return made;
 }
 
+const ROWS = 25; // of a table that are shown at once
+
 function table(found) {
   const body = element("tbody");
   const columns = found.columns.map((column, at) => ({ ...column, numeric: found.rows.some((row) => typeof row[at] === "number"), most: Math.max(0, ...found.rows.map((row) => typeof row[at] === "number" ? row[at] : 0)) }));
-  let sorted = -1, down = false;
+  let sorted = -1, down = false, all = found.rows.length <= ROWS + 5;
   const fill = () => {
     const rows = [...found.rows];
     if (sorted >= 0) {
@@ -63,12 +85,12 @@ function table(found) {
         return (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true })) * (down ? -1 : 1);
       });
     }
-    body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)))));
+    body.replaceChildren(...rows.slice(0, all ? rows.length : ROWS).map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)))));
   };
   const heads = columns.map((column, at) => {
     const head = element("th", { scope: "col", class: column.numeric ? "number" : null });
     head.append(element("button", { type: "button", title: "Sort by this column", on: { click: () => {
-      down = sorted === at ? !down : false;
+      down = sorted === at ? !down : column.numeric && at > 0;
       sorted = at;
       heads.forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -77,13 +99,18 @@ function table(found) {
     return head;
   });
   fill();
-  return element("div", { class: "scroll", tabindex: "0" }, element("table", {}, found.caption ? element("caption", {}, found.caption) : null, element("thead", {}, element("tr", {}, ...heads)), body));
+  const made = element("div", {}, scrolling(found.title, element("table", {}, element("caption", { class: "unseen" }, found.title), element("thead", {}, element("tr", {}, ...heads)), body)));
+  if (!all) {
+    const more = element("button", { type: "button", class: "more", on: { click: () => { all = true; fill(); more.remove(); } } }, `Show all ${number(found.rows.length)} rows`);
+    made.append(more);
+  }
+  return made;
 }
 
 function layout(extra) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--ink"), family: "system-ui, sans-serif", size: 12 },
-    margin: { l: 8, r: 8, t: 8, b: 8 }, showlegend: false, hoverlabel: { align: "left" }, ...extra,
+    margin: { l: 8, r: 8, t: 8, b: 8 }, showlegend: false, hoverlabel: { align: "left", namelength: -1, font: { family: "system-ui, sans-serif", size: 12 } }, ...extra,
   };
 }
 
@@ -97,17 +124,26 @@ const still = { displayModeBar: false, responsive: true };
 
 function bars(found) {
   const names = found.rows.map((row) => row[0]), values = found.rows.map((row) => row[1]);
-  return picture(40 + 30 * names.length, found.title, (plot) => Plotly.react(plot, [{
-    type: "bar", orientation: "h", y: names, x: values, marker: { color: colour("--accent") }, text: values.map((v) => number(v, found.unit)),
-    textposition: "auto", insidetextfont: { color: colour("--paper") }, cliponaxis: false, hoverinfo: "y+text",
-  }], layout({ yaxis: { automargin: true, autorange: "reversed" }, xaxis: { visible: false, rangemode: "tozero" } }), still));
+  const signed = values.some((v) => v < 0), reach = 1.25 * Math.max(...values.map(Math.abs));
+  return picture(24 + 26 * names.length, found.title, (plot) => Plotly.react(plot, [{
+    type: "bar", orientation: "h", y: names.map((_, i) => i), x: values, text: values.map((v) => number(v, found.unit)),
+    marker: { color: values.map((v) => signed ? SIGNS[v < 0 ? 0 : 1] : colour("--accent")) },
+    textposition: signed ? "outside" : "auto", insidetextfont: { color: colour("--paper") }, outsidetextfont: { color: colour("--ink") }, cliponaxis: false,
+    customdata: names.map(escaped), hovertemplate: "%{customdata}: %{text}<extra></extra>",
+  }], layout({
+    yaxis: { tickvals: names.map((_, i) => i), ticktext: names.map((name) => label(name, innerWidth < 600 ? 18 : 2 * LONGEST)), automargin: true, autorange: "reversed", zeroline: false, ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)" },
+    xaxis: { visible: signed, showticklabels: false, showgrid: false, zerolinecolor: colour("--soft"), rangemode: "tozero", ...(signed ? { range: [-reach, reach] } : {}), fixedrange: true },
+  }), still));
 }
 
 function stages(found) {
-  return picture(110, found.title, (plot) => Plotly.react(plot, found.rows.map(([name, seconds]) => ({
-    type: "bar", orientation: "h", name, y: [""], x: [seconds], hovertemplate: `${name}: ${number(seconds, "s")}<extra></extra>`,
-  })), layout({ barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal" }, xaxis: { title: { text: "seconds" }, gridcolor: colour("--line"), automargin: true }, yaxis: { visible: false } }), still));
+  return picture(130, found.title, (plot) => Plotly.react(plot, found.rows.map(([name, seconds], at) => ({
+    type: "bar", orientation: "h", name, y: [""], x: [seconds], marker: { color: STAGES[at % STAGES.length] }, hovertemplate: `${name}: ${number(seconds, "s")}<extra></extra>`,
+  })), layout({ barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", x: 0, xanchor: "left", y: 1.05, yanchor: "bottom" }, xaxis: { ticksuffix: " s", gridcolor: colour("--line"), automargin: true, fixedrange: true }, yaxis: { visible: false, fixedrange: true } }), still));
 }
+
+const SIGNS = ["#d6762a", "#3486d0"]; // below and above zero
+const STAGES = ["#3b74d8", "#d6762a", "#2f9e77", "#a35cc4", "#b8923a", "#7a8594"];
 
 const LONGEST = 28; // letters of a label at a picture; a cell tells the whole name
 
@@ -121,27 +157,39 @@ function escaped(text) {
 
 function heatMap(found) {
   const made = section(found.title);
-  const detail = element("div", { class: "detail", "aria-live": "polite" });
+  const detail = element("div", { class: "detail", hidden: "" });
   const choice = element("select", { "aria-label": "Number that the colours show" }, ...found.metrics.map((metric, at) => element("option", { value: at }, metric.title)));
   made.append(element("div", { class: "row" }, element("p", {}, found.help), choice));
   const at = new Map(found.cells.map((one) => [one.row + "|" + one.column, one]));
   const show = (one) => {
-    const of = element("h3", {}, `${found.rows[one.row]} · ${found.columns[one.column]}`);
-    detail.replaceChildren(of, table({ columns: [{ title: "weight" }, ...found.metrics], rows: one.names.map((name) => [name, ...found.metrics.map((metric) => found.weights[name][metric.key])]) }));
-    const pictures = element("div", { class: "pair" });
-    for (const name of one.names.slice(0, 4)) {
-      const { spectrum, histogram } = found.weights[name];
-      if (spectrum) pictures.append(line(name, "singular values", spectrum.map((_, i) => i + 1), spectrum));
-      if (histogram) pictures.append(line(name, "elements of ΔW, in units of their root mean square", histogram.centres, histogram.counts, "bar"));
-    }
-    detail.append(pictures);
+    const of = element("h3", { tabindex: "-1" }, `${found.rows[one.row]} · ${found.columns[one.column]}`);
+    const title = `Weights of ${of.textContent}`;
+    detail.hidden = false;
+    detail.replaceChildren(of, table({ title, columns: [{ title: "weight" }, ...found.metrics], rows: one.names.map((name) => [name, ...found.metrics.map((metric) => found.weights[name][metric.key])]) }));
     if (one.count > one.names.length) detail.append(element("p", {}, `… and ${one.count - one.names.length} more`));
+    const pictured = one.names.filter((name) => found.weights[name].spectrum || found.weights[name].histogram);
+    if (pictured.length) {
+      const place = element("div", { class: "pair" });
+      const which = element("select", { "aria-label": "Weight that the pictures show", on: { change: () => pictures(place, which.value) } }, ...pictured.map((name) => element("option", { value: name }, name)));
+      detail.append(pictured.length > 1 ? which : element("p", { class: "name" }, pictured[0]), place);
+      pictures(place, pictured[0]);
+    }
+    of.focus({ preventScroll: true });
+    of.scrollIntoView({ block: "nearest" });
   };
-  const line = (name, title, x, y, type) => {
-    const plot = element("div", { style: "height:220px", role: "img", "aria-label": `${title} of ${name}` });
-    requestAnimationFrame(() => Plotly.newPlot(plot, [{ type: type || "scatter", mode: "lines+markers", x, y, marker: { color: colour("--accent") } }],
-      layout({ margin: { l: 40, r: 8, t: 30, b: 30 }, title: { text: escaped(title), font: { size: 12 } }, yaxis: { gridcolor: colour("--line"), rangemode: "tozero" }, xaxis: { gridcolor: colour("--line") } }), still));
-    return element("div", {}, element("p", {}, name), plot);
+  const pictures = (place, name) => {
+    const { spectrum, histogram } = found.weights[name];
+    place.replaceChildren();
+    if (spectrum) place.append(line(name, "singular values", "the largest first", spectrum.map((_, i) => i + 1), spectrum));
+    if (histogram) place.append(line(name, "elements of ΔW", "in units of their root mean square; how many", histogram.centres, histogram.counts, "bar"));
+  };
+  const line = (name, title, unit, x, y, type) => {
+    const made = element("div", { class: "plot", style: "height:220px", role: "img", "aria-label": `${title} of ${name}` });
+    const draw = () => made.isConnected && Plotly.react(made, [{ type: type || "scatter", mode: "lines+markers", x, y, marker: { color: colour("--accent") }, hovertemplate: "%{x}: %{y}<extra></extra>" }],
+      layout({ margin: { l: 44, r: 8, t: 8, b: 26 }, bargap: 0.08, yaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line"), rangemode: "tozero", automargin: true }, xaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line") } }), still);
+    drawn.push(draw);
+    requestAnimationFrame(draw);
+    return element("figure", {}, element("figcaption", {}, `${title} (${unit})`), made);
   };
   let cursor = null; // the cell that the keyboard is at
   const frame = () => cursor ? [{ type: "rect", x0: cursor.column - 0.5, x1: cursor.column + 0.5, y0: cursor.row - 0.5, y1: cursor.row + 0.5, line: { color: colour("--ink"), width: 3 } }] : [];
@@ -179,12 +227,12 @@ function heatMap(found) {
     Plotly.react(plot, [{
       type: "heatmap", z, x: found.columns.map((_, i) => i), y: found.rows.map((_, i) => i), text, hoverinfo: "text", xgap: 1, ygap: 1,
       ...(metric.unit === "cosine" ? { zmin: -1, zmax: 1, zmid: 0 } : {}),
-      colorscale: metric.unit === "cosine" ? [[0, "#d6762a"], [0.5, dark ? "#3a3d42" : "#f2f2f2"], [1, "#3486d0"]] : dark ? [[0, "#1d2b45"], [0.5, "#3f74d1"], [1, "#d7e6ff"]] : [[0, "#edf2fc"], [0.5, "#6c97e8"], [1, "#12316f"]],
-      colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", len: 0.6, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
+      colorscale: metric.unit === "cosine" ? [[0, SIGNS[0]], [0.5, dark ? "#4a4d53" : "#ececec"], [1, SIGNS[1]]] : dark ? [[0, "#24406f"], [0.5, "#4a80dd"], [1, "#d7e6ff"]] : [[0, "#d9e4fa"], [0.5, "#6390e4"], [1, "#12316f"]],
+      colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", lenmode: "pixels", len: 160, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
       shapes: frame(),
-      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map((name) => label(name, LONGEST)), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false },
-      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((name) => label(name, narrow ? 18 : 2 * LONGEST)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false },
+      xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map((name) => label(name, LONGEST)), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false, fixedrange: true },
+      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((name) => label(name, narrow ? 20 : 2 * LONGEST)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false, fixedrange: true },
     }), still);
     if (!plot.dataset.bound) {
       plot.dataset.bound = "1";
@@ -197,22 +245,22 @@ function heatMap(found) {
   const plot = picture(Math.max(200, above + 60 + 20 * found.rows.length), `${found.title}. Arrow keys move from cell to cell, Enter shows the weights of one.`, draw);
   plot.setAttribute("role", "application");
   plot.tabIndex = 0;
-  plot.style.minWidth = `${190 + 15 * found.columns.length}px`; // a phone scrolls
+  plot.style.minWidth = `${190 + 23 * found.columns.length}px`; // so that the slanting names of columns do not meet; a phone scrolls
   choice.addEventListener("change", () => draw(plot));
   const list = element("details", {}, element("summary", {}, "The same as a table; a button shows the weights of a cell"));
   list.addEventListener("toggle", () => {
     if (!list.open || list.children.length > 1) return;
     const rows = found.cells.map((one) => element("tr", {}, element("td", {}, element("button", { type: "button", on: { click: () => show(one) } }, found.rows[one.row])),
       element("td", {}, found.columns[one.column]), ...found.metrics.map((m) => element("td", { class: "number" }, number(one.values[m.key], m.unit)))));
-    list.append(element("div", { class: "scroll", tabindex: "0" }, element("table", {}, element("thead", {}, element("tr", {},
+    list.append(scrolling(found.title, element("table", {}, element("caption", { class: "unseen" }, found.title), element("thead", {}, element("tr", {},
       ...["block", "layer", ...found.metrics.map((m) => m.title)].map((t) => element("th", { scope: "col" }, t)))), element("tbody", {}, ...rows))));
   });
-  made.append(element("div", { class: "scroll" }, plot), said, list, detail);
+  made.append(scrolling(found.title, plot), said, list, detail);
 }
 
 function commands(found) {
-  return found.map(({ label, text }) => {
-    const button = element("button", { type: "button" }, "Copy");
+  return found.map(({ label, text, lines }) => {
+    const button = element("button", { type: "button", "aria-label": `Copy: ${label}` }, "Copy");
     button.addEventListener("click", async () => {
       try {
         await navigator.clipboard.writeText(text);
@@ -224,7 +272,9 @@ function commands(found) {
         area.remove();
       }
       button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
+    if (lines) return element("details", {}, element("summary", {}, label), element("div", { class: "command" }, element("pre", { tabindex: "0" }, text), button));
     return element("div", {}, element("p", {}, label), element("div", { class: "command" }, element("code", { tabindex: "0" }, text), button));
   });
 }
@@ -234,13 +284,14 @@ function build() {
   document.getElementById("title").textContent = content.title;
   document.getElementById("footer").textContent = content.footer;
   main.replaceChildren();
-  if (content.image) section("Preview", element("img", { src: content.image, alt: `Preview picture of ${content.title}`, class: "preview" }));
-  if (content.summary.length) section("Summary", facts(content.summary));
+  const image = content.image ? element("img", { src: content.image, alt: `Preview picture of ${content.title}`, class: "preview" }) : null;
+  if (content.summary.length) section("Summary", element("div", { class: image ? "beside" : null }, facts(content.summary), image));
   if (content.warnings.length) section("Warnings", element("ul", {}, ...content.warnings.map((text) => element("li", {}, text)))).classList.add("warn");
+  for (const found of content.tables.filter((one) => one.first)) section(found.title, table(found));
   for (const found of content.heat_maps) heatMap(found);
-  for (const found of content.bars) section(found.title, bars(found), element("details", {}, element("summary", {}, "As a table"), table({ columns: [{ title: found.of }, { title: found.title, unit: found.unit }], rows: found.rows })));
-  for (const found of content.tables) section(found.title, table(found));
-  for (const found of content.stages) section(found.title, stages(found), element("details", {}, element("summary", {}, "As a table"), table({ columns: [{ title: "stage" }, { title: "seconds", unit: "s" }], rows: found.rows })));
+  for (const found of content.bars) section(found.title, bars(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: found.of }, { title: found.title, unit: found.unit }], rows: found.rows })));
+  for (const found of content.tables.filter((one) => !one.first)) section(found.title, table(found));
+  for (const found of content.stages) section(found.title, stages(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: "stage" }, { title: "time", unit: "s" }], rows: found.rows })));
   if (content.commands.length) section("Commands", ...commands(content.commands));
   if (content.notes.length) section("Notes", element("ul", {}, ...content.notes.map((text) => element("li", {}, text)))).classList.add("notes");
 }

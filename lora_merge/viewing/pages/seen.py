@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ...models.module_blocks import in_order
 from ...text import listed, size
+from ..compare import of_fight
 from ..formats import of_format, of_plain
+from ..hashes import spoken
 from ..text import COUNT, FEW, of_merge, of_preview, of_size
 from ..training import of_dataset
 from .content import CLICK, COSINE, Column, Content, Found, Metric, root, strengths
@@ -69,24 +72,29 @@ def of_file(found: Found) -> dict[str, Any]:
         ("made by", found.get("trainer")),
         ("names", _plain(found.get("names", []))),
         ("made for", found.get("made_for")),
-        *((name, value) for name, value in (found.get("hashes") or {}).items() if isinstance(value, str)),
     )
     page.data["notes"] = list(found.get("notes", ()))
     if incomplete := found.get("incomplete"):
         page.data["warnings"].append(f"{len(incomplete)} modules lack a tensor: {listed(incomplete)}")
     page.table(
-        "Networks",
-        ["network", "what it does", "modules", "parameters", "layers"],
+        "Parts",
+        ["part", "what it does", "modules", "parameters", "layers"],
         (
             [name, part["does"], part["modules"], part["parameters"], _counts(part["layers"])]
             for name, part in found.get("parts", {}).items()
         ),
+        first=True,
     )
     trained = found.get("trained") or {}
     page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
     page.table(
-        "Training", ["fact", "value"], ([name.replace("_", " "), _fact(name, value)] for name, value in trained.items())
+        "Training",
+        ["fact", "value"],
+        ([name.replace("_", " "), _fact(name, value)] for name, value in trained.items()),
+        first=True,
     )
+    hashes = (found.get("hashes") or {}).items()
+    page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
@@ -133,7 +141,7 @@ def _sized(page: Content, sizes: Found) -> None:
     page.summary(("the weights", of_size(every)), ("zeros", f"{every['zeros']:,} of {every['of']:,} numbers"))
     if every["broken"]:
         page.data["warnings"].append(f"{every['broken']:,} numbers are NaN or infinite: a merge copies them")
-    matrices = {name: one for name, one in sizes["tensors"].items() if not name.endswith(".bias")}
+    matrices = {name: one for name, one in sizes["tensors"].items() if one["dimensions"] > 1}
     page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices)
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
         columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
@@ -176,13 +184,14 @@ def of_comparison(found: Found) -> dict[str, Any]:
         page.summary(
             ("modules in both", found["common"]),
             ("cosine of the changes", _six(total.get("cosine"))),
+            ("they fight", of_fight(found)),
             ("common directions", _percent(total.get("overlap"))),
             ("‖ΔW‖ of A", _six(total.get("a"))),
             ("‖ΔW‖ of B", _six(total.get("b"))),
         )
         page.heat_map(
             "How alike they are, by block and layer",
-            "Cosine 1: the same direction; −1: they fight.",
+            "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
             ALIKE,
             found["modules"],
         )
@@ -191,6 +200,9 @@ def of_comparison(found: Found) -> dict[str, Any]:
             "block",
             ((n, row["cosine"]) for n, row in zip(_short(found["blocks"]), found["blocks"].values(), strict=True)),
         )
+        columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
+        rows = zip(_short(found["blocks"]), found["blocks"].values(), strict=True)
+        page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
     else:
         page.summary(
             ("equal tensors", f"{found['equal']} of {found['compared']}"),
@@ -205,6 +217,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
         page.heat_map(
             "Where they differ, by block and layer", "Equal tensors are left out.", DIFFERENT, found["tensors"]
         )
+        _blocks_that_differ(page, found["blocks"])
         page.bars(
             "Norm of the difference by block",
             "block",
@@ -212,10 +225,19 @@ def of_comparison(found: Found) -> dict[str, Any]:
         )
     page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
     page.table(
-        "Only in one", ["name", "where"], [[n, where] for where in ("a", "b") for n in found.get(f"only_{where}", ())]
+        "Only in one",
+        ["name", "in"],
+        [[n, w.upper()] for w in ("a", "b") for n in sorted(found.get(f"only_{w}", ()), key=in_order)],
     )
     page.data["notes"] = list(found.get("notes", ()))
     return page.data
+
+
+def _blocks_that_differ(page: Content, blocks: Found) -> None:
+    """Add a table of the blocks of two models, the equal ones too."""
+    columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
+    rows = ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in blocks.items())
+    page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
 
 
 def of_files(found: Sequence[Found]) -> dict[str, Any]:
@@ -223,7 +245,7 @@ def of_files(found: Sequence[Found]) -> dict[str, Any]:
     page = Content("Files", f"{len(found)} files")
     page.table(
         "Files",
-        ["file", "kind", "made for", "tensors", "bytes"],
+        ["file", "kind", "made for", "tensors", {"title": "size", "unit": "B"}],
         ([f["path"], f["kind"], f.get("architecture") or f.get("made_for"), f["tensors"], f["bytes"]] for f in found),
     )
     return page.data
