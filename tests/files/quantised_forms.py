@@ -144,8 +144,8 @@ def compressed(form: str, half: Callable[[Tensors, Tensor], Tensor], **args: Any
         assert found is not None
         return found.detach().float().reshape(SHAPE)
 
-    told = {key: value for key, value in args.items() if key != "scale_dtype"}
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, **told}}
+    told = {key: str(value) if key == "scale_dtype" else value for key, value in args.items()}
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **told}, "format": form}
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
     return Form(make, read, half, config, slack=2.0**-6 if form.startswith(("nv", "mx")) else 0.0)
 

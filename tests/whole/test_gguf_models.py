@@ -259,3 +259,31 @@ def test_adapters_in_gguf_of_other_kinds_are_refused(tmp_path: Path) -> None:
         odd = by_library.write(tmp_path / "odd.gguf", "llama", {**factors, name: (np.ones((4, 64)), "F32")}, lora)
         with pytest.raises(InputError, match="more than LoRA"):
             open_checkpoint(odd)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_transformers_computes_with_the_merged_file_what_it_does_with_the_merged_folder(
+    kind: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    family = FAMILIES["llama"]
+    adapter, before, _ = tune(family)
+    made = model(family)
+    made.load_state_dict(before)
+    made.save_pretrained(tmp_path / "hf")
+    more = {"feed_forward_length": SIZES["intermediate_size"], "context_length": 64, "rope.dimension_count": 16,
+            "attention.layer_norm_rms_epsilon": made.config.rms_norm_eps, "vocab_size": SIZES["vocab_size"]}  # fmt: skip
+    entry = entries(family.arch) | {f"llama.{key}": value for key, value in more.items()}
+    base = by_library.write(tmp_path / "m.gguf", "llama", converted(family, before, kind), entry)
+    lora_merge.merge(tmp_path / "hf", adapter, tmp_path / "sum")
+    lora_merge.merge(base, adapter, tmp_path / "out.gguf")
+
+    def logits(folder: Path, **options: Any) -> Array:
+        with torch.no_grad():
+            loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+            return np.asarray(loaded(torch.arange(12)[None]).logits)
+
+    right, found = logits(tmp_path / "sum"), logits(tmp_path, gguf_file="out.gguf")
+    change = np.linalg.norm(right - logits(tmp_path / "hf"))
+    assert np.linalg.norm(found - right) < {"F16": 0.002, "Q8_0": 0.05}[kind] * change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ SIZES: dict[str, Any] = {
 TOKENS = torch.arange(12)[None]
 
 
-def logits(folder: Path) -> Tensor:
+def logits(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers says that it dequantises, as there is no GPU
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
-    with torch.no_grad():
-        return model(TOKENS).logits
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="cpu")
+        with torch.no_grad():
+            return model(TOKENS).logits.float()
 
 
 def quantised(weight: Tensor) -> Tensors:
@@ -168,13 +169,16 @@ def test_experts_of_gpt_oss_are_merged_as_the_model_knows_them(tmp_path: Path) -
     torch.testing.assert_close(made[f"{stem}gate_up_proj"], want)
 
 
-@pytest.mark.parametrize(("name", "noise"), [("compressed-tensors fp8", 0.05), ("compressed-tensors int4", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [("fp8", 0.05), ("int8", 0.03), ("int4", 0.2), ("nvfp4", 0.25), ("mxfp4", 0.25), ("mxfp8", 0.06)],
+)
 def test_compressed_tensors_load_and_compute_base_and_adapter(name: str, noise: float, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "intermediate_size": 128}))
-    form, lora = FORMS[name], {}
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "intermediate_size": 128, "num_hidden_layers": 1}))
+    form, lora = FORMS[f"compressed-tensors {name}"], {}
     plain, packed = {}, {}
     for key, value in model.state_dict().items():
         plain[key] = packed[key] = value.clone()
@@ -198,6 +202,62 @@ def test_compressed_tensors_load_and_compute_base_and_adapter(name: str, noise: 
     adapter = save(lora, tmp_path / "lora.safetensors")
     for base, out in (("base", "merged"), ("plain", "sum")):
         lora_merge.merge(tmp_path / base, adapter, tmp_path / out)
-    right, before, found = (logits(tmp_path / name) for name in ("sum", "plain", "merged"))
+    dtype = torch.bfloat16 if name[:2] in {"nv", "mx"} else torch.float32  # as the library decodes them
+    right, before, found = (logits(tmp_path / folder, dtype) for folder in ("sum", "plain", "merged"))
     change = (right - before).norm()
     assert (found - right).norm() < noise * change
+
+
+def bitsandbytes(**options: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
+
+
+def torchao(kind: str, **options: Any) -> Any:
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, f"{kind}Config")(version=2, **options))
+
+
+BY_TRANSFORMERS: dict[str, tuple[str, Callable[[], Any], float]] = {
+    "nf4": ("bitsandbytes", lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), 0.2),
+    "nf4 doubled": (
+        "bitsandbytes",
+        lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True), 0.2,
+    ),
+    "fp4": ("bitsandbytes", lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"), 0.3),
+    "int8": ("bitsandbytes", lambda: bitsandbytes(load_in_8bit=True), 0.05),
+    "torchao int8": ("torchao", lambda: torchao("Int8WeightOnly"), 0.03),
+    "torchao int8 in and out": ("torchao", lambda: torchao("Int8DynamicActivationInt8Weight"), 0.05),
+    "torchao float8": ("torchao", lambda: torchao("Float8WeightOnly"), 0.06),
+}  # fmt: skip
+"""Format → the library by which transformers quantises, its settings, and how much of the change may be noise."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_what_transformers_quantised_and_saved_it_loads_merged(name: str, tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    library, settings, noise = BY_TRANSFORMERS[name]
+    pytest.importorskip(library, reason=f"{library} is not installed; pip install .[oracles] has it")
+    torch.manual_seed(0)
+    model, lora = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "intermediate_size": 128})), {}
+    model.save_pretrained(tmp_path / "plain")
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    packed = Qwen3ForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings(), **options)
+    packed.save_pretrained(tmp_path / "base")
+    for key, value in model.state_dict().items():
+        if "q_proj" in key or "up_proj" in key:
+            stem = f"base_model.model.{key.removesuffix('.weight')}.lora"
+            lora[f"{stem}_A.weight"] = rand(4, value.shape[1], seed=len(lora))
+            lora[f"{stem}_B.weight"] = rand(value.shape[0], 4, seed=len(lora) + 1)
+    adapter = save(lora, tmp_path / "lora.safetensors")
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "kept")
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "sum", dtype="fp32")
+    lora_merge.merge(tmp_path / "base", (adapter, 0.0), tmp_path / "decoded", dtype="fp32")
+    base, found, right, decoded = (logits(tmp_path / folder) for folder in ("base", "kept", "sum", "decoded"))
+    assert (base - decoded).norm() < 0.02 * decoded.norm(), "kernels compute with bf16, or round inputs to int8"
+    assert (found - right).norm() < noise * (right - decoded).norm()
