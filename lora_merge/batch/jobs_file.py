@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -62,19 +62,25 @@ class BatchJob:
         return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
 
 
-def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[BatchJob, ...]:
+def load(
+    source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False, card: bool | None = None
+) -> tuple[BatchJob, ...]:
     """Return the jobs of a file, of its content as plain data, or of a list of Job objects or of its `jobs`.
 
     UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
-    `overwrite` holds for all jobs.
+    `overwrite` holds for all jobs, `card` for all merges that do not say whether they get one.
     """
+    asked = Asked(overwrite, card)
     if isinstance(source, Path):
-        return _Loader(read_jobs(source, FILE_LIMIT), source.name, source.absolute().parent, overwrite).entries()
+        return _Loader(read_jobs(source, FILE_LIMIT), source.name, source.absolute().parent, asked).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
-        jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
+        jobs = [
+            validated(replace(j, overwrite=j.overwrite or overwrite, card=card if j.card is None else j.card))
+            for j in source
+        ]
         return tuple(BatchJob(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
-    return _Loader(_plain(data), "jobs", expand("."), overwrite).entries()
+    return _Loader(_plain(data), "jobs", expand("."), asked).entries()
 
 
 def _plain(value: Any) -> Any:
@@ -86,13 +92,20 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+class Asked(NamedTuple):
+    """What the caller asks for beside the jobs file."""
+
+    overwrite: bool
+    card: bool | None
+
+
 class _Loader:
     """Turns one source into jobs, and gathers its mistakes."""
 
-    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, overwrite: bool) -> None:  # noqa: FBT001
+    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, asked: Asked) -> None:
         self.document = source if isinstance(source, Document) else None
         self.value = source.value if isinstance(source, Document) else source
-        self.name, self.folder, self.overwrite = name, folder, overwrite
+        self.name, self.folder, self.asked = name, folder, asked
         self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
         self.search = Search(folder)
         self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
@@ -239,7 +252,9 @@ class _Loader:
         table = options.pop("map", None)
         with self._noting((*place, "map")):
             options["map"] = None if table is None else self._path(table)
-        options["overwrite"] = options.get("overwrite", False) or self.overwrite
+        options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
+        if command in (MERGE, UNMERGE) and self.asked.card is not None:
+            options.setdefault("card", self.asked.card)
         with self._noting((*place, "title")):
             options |= {name: render(options[name], values) for name in ("title",) if name in options}
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]

@@ -126,22 +126,24 @@ def _unmade(entry: BatchJob) -> MergeError:
                       "see the failure of that job")  # fmt: skip
 
 
-def make_batch(
+def make_batch(  # noqa: PLR0913  # the options of the command
     source: str | Path | Sequence[Any] | Mapping[str, Any],
     *,
     workers: int | None = None,
     executor: str = "local",
     overwrite: bool = False,
     redo: bool = False,
+    card: bool | None = None,
 ) -> Batch:
     """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once."""
     switch(overwrite, "--overwrite")
+    card = None if card is None else switch(card, "--card")
     by = find(executor)
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
-    entries = [replace(e, redo=switch(redo, "--redo")) for e in load(source, overwrite=overwrite)]
+    entries = [replace(e, redo=switch(redo, "--redo")) for e in load(source, overwrite=overwrite, card=card)]
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])
@@ -156,6 +158,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     ray_address: str | None = None,
     overwrite: bool = False,
     redo: bool = False,
+    card: bool | None = None,
     fail_fast: bool = False,
     on_report: Callable[[JobReport], object] | None = None,
     progress: bool | Progress = False,
@@ -177,6 +180,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
+        card: Whether merges get a model card, where the jobs file does not say it; None: those that write folders.
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
         progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of
@@ -200,7 +204,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     switch(fail_fast, "--fail-fast")
     ended = Reports()
     with interruptible():
-        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo)
+        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo, card=card)
         with watched(progress, jobs=len(batch.planned)) as watcher:
             run = batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast, progress=watcher)
             with closing(run) as reports:

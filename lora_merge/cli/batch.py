@@ -41,6 +41,9 @@ def batch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
     redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
+    card: Annotated[
+        bool | None, typer.Option("--card/--no-card", help="Model cards, where the jobs file says nothing of them.")
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append a JSON line per job to this file, as each ends.")
@@ -80,7 +83,7 @@ def batch(
         from ..batch.executors import Workers
         from ..batch.run import make_batch
 
-        made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo)
+        made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
     if not (dry_run or quiet or as_json):
         echo(announced(made))
     told = None if report is None else ReportFile(report)

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
-from ..text import stored
+from ..text import stored as of_dtype
+from .licences import ENTRIES, entries, stated, word
 from .metadata import TITLE
 from .plan import CARD, Plan
 
@@ -26,6 +27,7 @@ FRONT: Final = 1 << 14  # characters of front matter; hubs show a hundred lines
 _SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + "\n*", re.DOTALL)
 _FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
+NOT_STATED: Final = "not stated"
 _LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transformers"))
 
 
@@ -46,7 +48,8 @@ def card(plan: Plan, earlier: Path | None) -> bytes | None:
     if front is None:
         return None
     rest = _SECTION.sub("", body).strip("\n")
-    parts = [f"---\n{_yaml(front | _entries(plan, front))}---", "\n".join([BEGIN, *_words(plan), END]), rest]
+    made = {name: value for name, value in front.items() if name not in ENTRIES} | _entries(plan, front)
+    parts = [f"---\n{_yaml(made)}---", "\n".join([BEGIN, *_words(plan), END]), rest]
     return ("\n\n".join(part for part in parts if part) + "\n").encode("utf-8", "replace")
 
 
@@ -88,12 +91,11 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     tags = front.get("tags")
     held = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
-    licences = {licence.lower(): licence for _, licence in reversed([*_licences(plan, front)]) if licence}
     return {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
         "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
-        **({"license": licences.popitem()[1]} if len(licences) == 1 else {"license": "other"} if licences else {}),
+        **entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
     }  # fmt: skip
 
 
@@ -111,15 +113,18 @@ def _stem(path: Path) -> str:
     return path.stem if path.is_file() else path.name
 
 
-def _licences(plan: Plan, front: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield (input, its licence), "" where none is stated: by its card or its metadata."""
-    stated = front.get("license")
-    yield plan.job.base.name, stated if isinstance(stated, str) else plan.base.metadata.get("modelspec.license", "")
-    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        own = _split(read_card(ref.path / CARD) or "")[0] if ref.path.is_dir() else {}
-        stated = (own or {}).get("license")
-        found = stated if isinstance(stated, str) else m.adapter.index.metadata.get("modelspec.license", "")
-        yield ref.path.name, found
+    for path, metadata in (
+        (plan.job.base, plan.base.metadata),
+        *((ref.path, m.adapter.index.metadata) for ref, m in zip(plan.job.adapters, plan.adapters, strict=True)),
+    ):
+        yield path.name, stated(_front_of(path)) or metadata.get("modelspec.license", "")
+
+
+def _front_of(path: Path) -> dict[str, Any]:
+    """Return the front matter of the card in a folder or beside a file; {} where there is none that can be read."""
+    return _split(read_card(path / CARD if path.is_dir() else path.with_suffix(".md")) or "")[0] or {}
 
 
 def _words(plan: Plan) -> Iterator[str]:
@@ -127,20 +132,19 @@ def _words(plan: Plan) -> Iterator[str]:
     job = plan.job
     yield f"# {_plain(job.title or dict(job.metadata).get(TITLE) or job.output.stem)}"
     yield ""
-    yield f"This is {_plain(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
+    yield f"This is {_code(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
         parts = [f"{s:g}× {part} ({n} modules)" for part, counts in m.strengths.items() for s, n in counts.items()]
         what = ", ".join(m.algorithms) or "no change"
-        yield f"* {_plain(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
+        yield f"* {_code(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
-    dtype = stored(job.dtype)
+    dtype = of_dtype(job.dtype)
     yield f"{plan.changed} tensors changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
-    licences = [*_licences(plan, _split(read_card(plan.base.path / CARD) or "")[0] or {})]
-    if len({licence.lower() for _, licence in licences}) > 1:
+    licences = [*_licences(plan)]
+    if len({word(licence) for _, licence in licences}) > 1:
         yield ""
-        stated = "; ".join(f"{_plain(name)}: {_plain(text) or 'not stated'}" for name, text in licences)
-        yield f"Licences: {stated}."
+        yield f"Licences: {'; '.join(f'{_code(name)}: {_plain(text) or NOT_STATED}' for name, text in licences)}."
     if not job.no_metadata:
         yield ""
         yield "The metadata of the weights hold the recipe: `lora-merge verify` proves it, `replay` repeats it."
@@ -148,4 +152,10 @@ def _words(plan: Plan) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Return a text without what Markdown and HTML would take for a command, in one line."""
-    return re.sub(r"[\x00-\x1f<>`*_#\[\]|]", " ", text)[:200].strip()
+    return re.sub(r"[\x00-\x1f<>`*#\[\]|]", " ", text)[:200].strip()
+
+
+def _code(name: str) -> str:
+    """Return the name of a file as Markdown shows it letter by letter."""
+    plain = re.sub(r"[\x00-\x1f<>`]", " ", name)[:200].strip()
+    return f"`{plain}`"

@@ -50,9 +50,21 @@ def contents(plan: Plan) -> Contents:
         sides[name] = file
         if file.name == "config.json":
             sides[name] = _configured(plan, name, DTYPES.get(plan.job.dtype))
-    if plan.is_folder and plan.has_card and (made := card(plan, plan.base.path / CARD)) is not None:
+    if plan.is_folder and (made := _card(plan)) is not None:
         sides[CARD] = Card(made)
     return Contents(frozenset(f.name for f in plan.files), sides)
+
+
+def _card(plan: Plan) -> bytes | None:
+    """Return the card of an output folder; None for that of the base, or for none.
+
+    The card of a folder that is replaced is the user's, who may have edited it: it keeps its text, and stays as it is
+    where it cannot be read or no card is wanted.
+    """
+    own = plan.job.output / CARD
+    theirs = own.is_file() and not plan.job.no_metadata
+    made = card(plan, own if theirs else plan.base.path / CARD) if plan.has_card else None
+    return own.read_bytes() if made is None and theirs else made
 
 
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:

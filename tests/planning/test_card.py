@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import lora_merge
+from lora_merge.cli.main import app
 from lora_merge.planning.card import BEGIN, END
 
 from ..support import kohya, metadata, rand, save, sd1
@@ -63,7 +65,7 @@ def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[
     assert found["tags"] == ["llama", "merge", "lora-merge"]
     assert found["widget"] == [{"text": "hi"}]
     assert (found["license"], found["library_name"]) == ("other", "transformers")
-    assert "llm: mit; peft: apache-2.0" in text
+    assert "`llm`: mit; `peft`: apache-2.0" in text
     assert text.index(BEGIN) < text.index("strength 0.5") < text.index(END) < text.index("Its words.")
     again = tmp_path / "again"
     lora_merge.merge(out, [(adapter, 0.25)], again)
@@ -71,6 +73,50 @@ def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[
     assert more.count(BEGIN) == 1
     assert "strength 0.25" in more
     assert "strength 0.5" not in more
+
+
+def test_a_card_that_a_person_edited_survives_another_merge_into_its_folder(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = inputs
+    (base / "README.md").write_text(BASE_CARD)
+    out = tmp_path / "out"
+    lora_merge.merge(base, adapter, out)
+    card = out / "README.md"
+    card.write_text(card.read_text().replace("Its words.", "My words."))
+    lora_merge.merge(base, [(adapter, 0.5)], out, overwrite=True)
+    assert card.read_text().endswith("My words.\n")
+    assert card.read_text().count(BEGIN) == card.read_text().count("strength 0.5") == 1
+    for text, options in ((card.read_text(), {"card": False}), ("---\n[1]\n---\nmine", {})):
+        card.write_text(text)
+        lora_merge.merge(base, adapter, out, overwrite=True, **options)  # type: ignore[arg-type]
+        assert card.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("of_base", "of_adapter", "wanted"),
+    [
+        ("license: mit", "license: MIT", {"license": "mit"}),
+        ("license: openrail++", "license: CreativeML Open RAIL++-M License", {"license": "openrail++"}),
+        ("license: mit", "license: apache-2.0", {"license": "other"}),
+        ("license: mit", "tags: []", {"license": "other"}),
+        ("tags: []", "license: mit", {"license": "other"}),
+        ("tags: []", "tags: []", {}),
+        ("license: My Own", "license: my own license", {"license": "other", "license_name": "my-own"}),
+        ("license: other\nlicense_name: flux\nlicense_link: LICENSE", "license: other\nlicense_name: flux",
+         {"license": "other", "license_name": "flux", "license_link": "LICENSE"}),
+        ("license: other\nlicense_name: flux\nlicense_link: LICENSE", "license: mit", {"license": "other"}),
+    ],
+)  # fmt: skip
+def test_a_licence_is_stated_where_all_inputs_agree_in_words_that_hubs_take(
+    of_base: str, of_adapter: str, wanted: dict[str, str], inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for folder, entries in zip(inputs, (of_base, of_adapter), strict=True):
+        (folder / "README.md").write_text(f"---\n{entries}\n---\n")
+    lora_merge.merge(*inputs, tmp_path / "out", verify=False)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert {name: value for name, value in front(text).items() if name.startswith("license")} == wanted
+    assert ("Licences: " in text) == (of_base != of_adapter and wanted == {"license": "other"})
 
 
 def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -130,3 +176,20 @@ def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
     report = lora_merge.merge(base, odd, out, card=True, overwrite=True)
     assert any("no model card" in note for note in report.notes)
     assert card.read_bytes() == b"\xff\xfe"
+
+
+@pytest.mark.parametrize(("words", "cards"), [((), [True, False, False]), (("--card",), [True, False, True]),
+                                              (("--no-card",), [True, False, False])])  # fmt: skip
+def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(
+    words: tuple[str, ...], cards: list[bool], tmp_path: Path
+) -> None:
+    """In the jobs file, and on the command line where the jobs file says nothing."""
+    base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
+    outputs = [tmp_path / f"{n}.safetensors" for n in range(3)]
+    jobs = [
+        {"base": str(base), "adapters": [str(adapter)], "output": str(out), "verify": False, **said}
+        for out, said in zip(outputs, ({"card": True}, {"card": False}, {}), strict=True)
+    ]
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs}))
+    assert CliRunner().invoke(app, ["batch", str(tmp_path / "jobs.yaml"), *words]).exit_code == 0
+    assert [out.with_suffix(".md").is_file() for out in outputs] == cards
