@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load as load_bytes
 from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import InputError
 
 from ..support import Tensors, load, rand, save
+from .test_quantised_bases import same
+from .torchao_layers import LAYERS, flat, read, stored
 
 NAME = "model.layers.0.self_attn.q_proj"
 ROWS, COLS = 24, 32
@@ -100,25 +100,11 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
         lora_merge.merge(folder, lora(tmp_path / "lora.safetensors")[0], tmp_path / "out")
 
 
-def stored() -> dict[str, tuple[Tensors, str]]:
-    """Name → the tensors of a layer of 40 rows as torchao 0.18.0 stores it, with what it reads back in `want`, and its
-    entry of the metadata. A part of one row is zeros."""
-    raw = lzma.decompress((Path(__file__).parent / "torchao.safetensors.xz").read_bytes())
-    size = int.from_bytes(raw[:8], "little")
-    metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
-    found: dict[str, Tensors] = {name: {} for name in metadata}
-    for key, value in load_bytes(raw).items():
-        name, _, last = key.partition("/")
-        powers = last == "_weight_scale" and value.dtype == torch.uint8  # the library reads no such dtype from memory
-        found[name][last] = value.view(torch.float8_e8m0fnu) if powers else value
-    return {name: (tensors, metadata[name]) for name, tensors in found.items()}
-
-
 STORED = stored()
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_floats_of_few_bits_are_read_as_torchao_reads_them(name: str, tmp_path: Path) -> None:
+def test_a_layer_is_read_as_torchao_reads_it(name: str, tmp_path: Path) -> None:
     layer, told = STORED[name]
     tensors = {f"{NAME}.{last}": value for last, value in layer.items() if last != "want"}
     tensors[f"{NAME}._weight_act_per_tensor_scale"] = torch.tensor(0.5)
@@ -138,3 +124,54 @@ def test_floats_of_few_bits_are_read_as_torchao_reads_them(name: str, tmp_path: 
     kept = load(tmp_path / "kept" / "model.safetensors")
     assert {k: (v.dtype, v.shape) for k, v in kept.items()} == {k: (v.dtype, v.shape) for k, v in tensors.items()}
     assert kept[f"{NAME}._weight_act_per_tensor_scale"] == 0.5
+
+
+STEP = {"Int8": 0.5, "Intx": 0.5, "Float8": 16.0, "MX": 16.0, "NVFP4": 1.0}
+"""Class → half a step, at most, of the codes where their scale is 1."""
+
+
+def scales(name: str, tensors: Tensors, layer: str) -> torch.Tensor:
+    """A scale for each number of a layer."""
+    found = tensors[f"{layer}._weight_scale"]
+    if "tiles" in name:
+        from comfy_kitchen.float_utils import from_blocked
+
+        rows, cols = (-(-ROWS // 128) * 128, 4)
+        found = from_blocked(found.view(torch.uint8), num_rows=rows, num_cols=cols).view(found.dtype)[:ROWS]
+        found = found[:, : 2 if name.startswith("MX") else 4].contiguous()
+    found = found.float() * tensors.get(f"{layer}._weight_per_tensor_scale", torch.ones(()))
+    wide = found.reshape(-1, found.shape[-1] if found.dim() > 1 else 1)
+    return wide.repeat_interleave(ROWS // len(wide), 0).repeat_interleave(64 // wide.shape[1], 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYERS)
+def test_torchao_reads_what_is_merged_into_its_own_weights(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install .[oracles] has it")
+    layers = [f"model.layers.{n}.self_attn.q_proj" for n in range(2)]
+    tensors, metadata = flat(name, {f"{n}.weight": rand(ROWS, 64, seed=i, scale=0.02) for i, n in enumerate(layers)})
+    base, down = tmp_path / "base", rand(4, 64, seed=1)
+    base.mkdir()
+    save_file({key: value.contiguous() for key, value in tensors.items()}, base / "model.safetensors", metadata)
+    config = {"model_type": "x", "quantization_config": {"quant_method": "torchao"}}
+    (base / "config.json").write_text(json.dumps(config))
+    before, want = read(tensors, metadata), {}
+    for size, layer in zip((0.0005, 0.02), layers, strict=True):
+        up = rand(ROWS, 4, seed=2, scale=size)
+        stem = f"base_model.model.{layer}.lora"
+        adapter = save({f"{stem}_A.weight": down, f"{stem}_B.weight": up}, tmp_path / "lora.safetensors")
+        want[layer] = before[f"{layer}.weight"].double() + up.double() @ down.double()
+        lora_merge.merge(base, adapter, tmp_path / "plain", dtype="fp32", overwrite=True)
+        lora_merge.merge(base, adapter, tmp_path / "kept", overwrite=True)
+        plain = load(tmp_path / "plain" / "model.safetensors")
+        torch.testing.assert_close(plain[f"{layer}.weight"].double(), want[layer], rtol=1e-6, atol=1e-7)
+        with safe_open(tmp_path / "kept" / "model.safetensors", "pt") as file:
+            made, told = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        made = {key: value.view(tensors[key].dtype) for key, value in made.items()}
+        after = read(made, told)
+        kind = next(step for start, step in STEP.items() if name.startswith(start))
+        kind = 1.0 if name == "MXTensor e2m1" else kind
+        off = (after[f"{layer}.weight"].double() - want[layer]).abs()
+        assert (off <= 1.01 * kind * scales(name, made, layer)).all()
+        others = [key for key in tensors if not key.startswith(layer)]
+        assert all(same(made[k], tensors[k]) for k in others)

@@ -231,6 +231,7 @@ BY_TRANSFORMERS: dict[str, tuple[str, Callable[[], Any], float]] = {
     "int8": ("bitsandbytes", lambda: bitsandbytes(load_in_8bit=True), 0.05),
     "torchao int8": ("torchao", lambda: torchao("Int8WeightOnly"), 0.03),
     "torchao int8 in and out": ("torchao", lambda: torchao("Int8DynamicActivationInt8Weight"), 0.05),
+    "torchao int4 in bytes": ("torchao", lambda: torchao("IntxWeightOnly", weight_dtype=torch.int4), 0.2),
     "torchao float8": ("torchao", lambda: torchao("Float8WeightOnly"), 0.06),
 }  # fmt: skip
 """Format → the library by which transformers quantises, its settings, and how much of the change may be noise."""

@@ -148,19 +148,19 @@ def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
     return from_fp8(codes, dtype, scale, last)
 
 
-def to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor | None:
+def to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor | None:
     """Return the nearest codes as bytes; None if a number is more than half a step beyond the range."""
     if dtype != "I8":
         return to_fp8(levels, dtype)
     low, high = levels.aminmax() if levels.numel() else (0, 0)
-    return None if high > 127.5 or low < lowest - 0.5 else cut_to_bytes(levels, dtype, lowest)
+    return None if high > ends[1] + 0.5 or low < ends[0] - 0.5 else cut_to_bytes(levels, dtype, ends)
 
 
-def cut_to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor:
+def cut_to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor:
     """Return the nearest codes as bytes; numbers beyond the range become the outermost codes."""
     if dtype != "I8":
         return cut_to_fp8(levels, dtype)
-    return levels.round().clamp_(lowest, 127).to(torch.int8).view(torch.uint8)
+    return levels.round().clamp_(*ends).to(torch.int8).view(torch.uint8)
 
 
 def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:

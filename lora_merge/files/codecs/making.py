@@ -125,7 +125,7 @@ def _fp8(weight: StoredTensor) -> Made | None:
 def _int8(weight: StoredTensor) -> Made | None:
     scale = _beside(weight, "weight_scale", "F32", (weight.shape[0], 1))
     of = Stored(_codes(weight, "I8", weight.shape), scale, "int8")
-    return _comfy(weight, scaled(of, fresh=True, lowest=-127), {"format": "int8_tensorwise", "per_row": True})
+    return _comfy(weight, scaled(of, fresh=True, ends=(-127, 127)), {"format": "int8_tensorwise", "per_row": True})
 
 
 def _tiles(weight: StoredTensor, size: int) -> Shape:
@@ -165,7 +165,7 @@ def _blocks(weight: StoredTensor) -> Made | None:
 def _bnb_int8(weight: StoredTensor) -> Made | None:
     scale, form = _beside(weight, "SCB", "F32", weight.shape[:1]), _beside(weight, "weight_format", "U8", (), b"\0")
     of = Stored(_codes(weight, "I8", weight.shape), scale, "bitsandbytes int8", frozenset({form.name}))
-    packing = scaled(of, fresh=True, factor=1 / 127, lowest=-127, zero_rows=True)
+    packing = scaled(of, fresh=True, factor=1 / 127, ends=(-127, 127), zero_rows=True)
     return Made(packing, (scale, form)) if packing else None
 
 

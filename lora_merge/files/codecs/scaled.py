@@ -46,7 +46,7 @@ class Scaled(Encoding):
     swizzled: bool = False  # whether scales lie in cuBLAS's tiles
     powers: bool = False  # whether all scales are powers of two
     factor: float = 1.0  # W = q · s · factor
-    lowest: int = -128  # the smallest code of whole numbers
+    ends: tuple[int, int] = (-128, 127)  # the smallest and the largest code of whole numbers
     zero_rows: bool = False  # whether a row of zeros has the scale 0
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
@@ -96,8 +96,8 @@ class Scaled(Encoding):
             levels = values / (self._scale(parts, count) * self.factor)
             drawn = self._drawn(levels, parts)
             if self.fresh:  # the scale was made for the largest of all numbers
-                return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.lowest)}
-            codes = arithmetic.to_bytes(drawn, self.dtype, self.lowest)
+                return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
+            codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
@@ -113,7 +113,7 @@ class Scaled(Encoding):
             scale = self._fitted(low, high, old)
             divisor = torch.where(scale > 0, scale, inf).to(values.dtype) * self.factor
             levels = blocks / divisor[:, :, None, :, None]
-        codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.lowest)
+        codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
 
     def _drawn(self, levels: Tensor, parts: Parts) -> Tensor:
@@ -123,16 +123,16 @@ class Scaled(Encoding):
         if DRAW not in parts:
             return levels
         if self.dtype == "I8":
-            inside = (levels >= self.lowest - 0.5) & (levels <= 127.5)
+            inside = (levels >= self.ends[0] - 0.5) & (levels <= self.ends[1] + 0.5)
             found = draws.to_integers(levels, parts[DRAW])
-            return found.clamp(self.lowest, 127).where(inside, levels.float())
+            return found.clamp(*self.ends).where(inside, levels.float())
         return draws.to_floats(levels, self.dtype, parts[DRAW])
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale at which the largest magnitude becomes the largest code."""
         import torch
 
-        limit = TABLE[self.dtype].largest or 127
+        limit = TABLE[self.dtype].largest or self.ends[1]
         return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor if largest else 1.0)}
 
     def _scale(self, parts: Parts, count: int) -> Any:
@@ -189,14 +189,14 @@ class Scaled(Encoding):
 
         from . import arithmetic
 
-        floats = self.dtype != "I8"
-        largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or 127.0
-        top = TABLE[self.dtype].room if floats else 127.5
+        floats, (lowest, highest) = self.dtype != "I8", self.ends
+        largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or float(highest)
+        top = TABLE[self.dtype].room if floats else highest + 0.5
         over = largest > old * (self.factor * top)
         if not floats:
-            over &= (high > old * (self.factor * 127.5)) | (-low > old * (self.factor * (0.5 - self.lowest)))
+            over &= (high > old * (self.factor * top)) | (-low > old * (self.factor * (0.5 - lowest)))
         coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
-        reach = largest if floats else torch.maximum(high, -low * (127.0 / -self.lowest))
+        reach = largest if floats else torch.maximum(high, -low * (highest / -lowest))
         if self.kind == E8M0 or self.powers:
             new = arithmetic.power_above(reach / (limit * self.factor))
         else:
@@ -210,13 +210,14 @@ class Scaled(Encoding):
 
         from . import arithmetic
 
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        over = (high > (127.5 - zero) * old) | (low < (-128.5 - zero) * old)
-        over |= (high - low < COARSE[False] * 255 * old) & (high > low)
-        new = arithmetic.covering(high - low, 255, 255, self.kind)  # the rounded zero point may take half a step
+        low, high, (lowest, highest) = low.clamp(max=0), high.clamp(min=0), self.ends
+        over = (high > (highest + 0.5 - zero) * old) | (low < (lowest - 0.5 - zero) * old)
+        steps = highest - lowest
+        over |= (high - low < COARSE[False] * steps * old) & (high > low)
+        new = arithmetic.covering(high - low, steps, steps, self.kind)  # the rounded zero point may take half a step
         over &= new > 0
         scale = torch.where(over, new, old)
-        return scale, torch.where(over, (-128 - (low / scale).round()).clamp(-128, 127), zero)
+        return scale, torch.where(over, (lowest - (low / scale).round()).clamp(lowest, highest), zero)
 
     def _stored(self, scale: Tensor, old: Tensor, count: int) -> Tensor:
         """Return scales as they are stored; padding between them stays."""

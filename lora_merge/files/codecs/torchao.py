@@ -1,4 +1,4 @@
-"""Weights of torchao as transformers saves them: Int8Tensor, Float8Tensor, MXTensor and NVFP4Tensor.
+"""Weights of torchao as transformers saves them: numbers of few bits, row by row.
 
 `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and, with zero points, `L._weight_zero_point`; an entry
 `L.weight` of the metadata says of which class the weight is and which block of it shares a scale. The scales of
@@ -24,6 +24,9 @@ from .scaled import Stored, scaled
 NAMES: Final = "tensor_names"
 """Entry of the metadata with the names of all tensors."""
 
+BITS: Final = {f"int{bits}": bits for bits in range(2, 9)}
+"""Type of whole numbers → their bits."""
+
 ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
 
 
@@ -43,7 +46,7 @@ Read = tuple[Packing | None, Shape]
 """How a weight is stored, if it is read, and its shape."""
 
 
-def _blocks(of: Tensors, dtype: str) -> Read:
+def _blocks(of: Tensors, dtype: str, **settings: Any) -> Read:
     """Return how codes of one byte with a scale for each block are stored."""
     codes, scale, zero, beside = of.codes, of.scale, of.zero, of.beside
     block = of.told.get("block_size")
@@ -56,7 +59,15 @@ def _blocks(of: Tensors, dtype: str) -> Read:
     if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
         beside, zero = beside | {zero.name}, None
     one = prod(scale.shape) == 1 and zero is None
-    return scaled(Stored(codes, scale, of.label, beside, zero, None if one else (block[-2], block[-1]))), codes.shape
+    stored = Stored(codes, scale, of.label, beside, zero, None if one else (block[-2], block[-1]))
+    return scaled(stored, **settings), codes.shape
+
+
+def _few_bits(of: Tensors) -> Read:
+    """Return how whole numbers of 2 to 8 bits in bytes are stored."""
+    told = of.told.get("target_dtype")
+    bits = BITS.get(str(told.get("_data")), 0) if isinstance(told, Mapping) else 0
+    return _blocks(of, "I8", ends=(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)) if bits else (None, ())
 
 
 def _mx(of: Tensors) -> Read:
@@ -86,9 +97,9 @@ def _halves(of: Tensors, *, swizzled: bool, fp8_scales: bool = False) -> Read:
 
 CLASSES: Final[Mapping[str, Callable[[Tensors], Read]]] = MappingProxyType({
     "Int8Tensor": lambda of: _blocks(of, "I8"), "Float8Tensor": lambda of: _blocks(of, "F8_E4M3"),
-    "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
+    "IntxUnpackedToInt8Tensor": _few_bits, "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
 })  # fmt: skip
-"""Class of a weight → how it is read. Others hold whole numbers of fewer bits, or codes in the order of a kernel."""
+"""Class of a weight → how it is read. Others hold packed whole numbers, or codes in the order of a kernel."""
 
 
 def claim(found: Checkpoint) -> Iterator[Claim]:

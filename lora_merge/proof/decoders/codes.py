@@ -58,7 +58,9 @@ def nonzero(scale: Array) -> Array:
 def scaled(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return fp8 numbers or whole numbers, with scales for the weight, its rows or its blocks."""
     levels = decode(raw["codes"], encoding.dtype).astype(np.float64)
-    grid = Table(np.arange(encoding.lowest, 128)) if encoding.dtype == "I8" else Floats(encoding.dtype)
+    grid = (
+        Table(np.arange(encoding.ends[0], encoding.ends[1] + 1)) if encoding.dtype == "I8" else Floats(encoding.dtype)
+    )
     scale = scales(raw["scale"], encoding.kind, zero=encoding.zero_rows) * encoding.factor
     if not encoding.block[0]:
         return levels, Grid(grid, float(scale[0]))
