@@ -19,6 +19,7 @@ from torch import Tensor
 from ..algorithms.base import expect
 from ..dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE
 from ..errors import TooLarge
+from ..files.codecs.arithmetic import unpacked
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, row.library)
@@ -157,7 +158,8 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = 
     else:
         out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out.unbind(), tensors, strict=True):
-        slot.copy_(tensor.to(out.device))
+        own = tensor.to(out.device)
+        slot.copy_(unpacked(own) if lane and lane.stream is None else own)
     return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
 
 
@@ -335,6 +337,8 @@ def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     a fifth of the time."""
     if tensor.dtype == torch.float16 and dtype.itemsize == 1:
         return tensor.float()
+    if tensor.dtype.itemsize == 1 < dtype.itemsize:
+        return unpacked(tensor)
     if tensor.dtype != torch.float64 or not dtype.is_floating_point or dtype.itemsize > 2:
         return tensor
     # torch casts fp64 to 16 and 8 bits through fp32, which rounds twice: about one number in 2**13 is rounded wrongly.

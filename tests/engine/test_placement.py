@@ -31,7 +31,7 @@ from lora_merge.engine.devices import place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
+from lora_merge.engine.placement import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
 from lora_merge.engine.tensors import Item
 
 from ..support import Tensors, assert_rounded, rand, save
@@ -503,3 +503,15 @@ def test_a_lazy_negation_is_carried_out() -> None:
         "b.lora_up.weight": torch.ones(1, 1), "b.lora_down.weight": torch.ones(1, 2)
     })["a.weight"]  # fmt: skip
     assert not got.is_neg() and got.equal(values)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_stored_fp8_becomes_the_bits_of_the_cast_of_torch(stored: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(stored)
+    for some in (codes, codes[codes.float().isfinite()]):
+        lane = DeviceStream(Placement(torch.device("cpu"), torch.float32))
+        assert torch.equal(stage([some], lane.at, lane).view(torch.int32)[0], some.float().view(torch.int32))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            into = torch.empty(len(some), dtype=dtype)
+            convert(some, into)
+            assert torch.equal(into.view(torch.uint8), some.to(dtype).view(torch.uint8)), dtype

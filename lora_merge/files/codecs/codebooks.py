@@ -83,12 +83,12 @@ class Grouped(Encoding):
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return round(level · s of the group) · s of the row in fp32, in the basis of the model."""
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
         raw = parts[CODES].view(arithmetic.BYTE).view(count // self.cols, -1)
-        codes = arithmetic.from_bits(raw[:, : self.cols // 2], 4).int()
+        codes = few_bits.from_bits(raw[:, : self.cols // 2], 4).int()
         if self.bits == 6:
-            high = arithmetic.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
+            high = few_bits.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
             codes = codes | high.view(codes.shape).int() << 4
         levels = _finite(parts, BOOK)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
         group = parts[SCALE] if self.kind == "F32" else arithmetic.from_bytes(parts[SCALE], "F8_E4M3")
@@ -108,12 +108,12 @@ class Columns(Encoding):
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − 8) · s + z in fp32."""
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
         rows, cols = self.shape
         low, high = first // cols, (first + count) // cols
         scale, zero = (_finite(parts, role).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO))
-        codes = arithmetic.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
+        codes = few_bits.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
         return (codes.view(high - low, scale.shape[1], -1) - 8) * scale + zero
 
 

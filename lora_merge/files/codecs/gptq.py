@@ -39,27 +39,27 @@ class Transposed(Encoding):
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q - z) · s in fp32."""
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
         (rows, cols), bits = self.shape, self.bits
         low, high = first // cols, (first + count) // cols
-        raw = parts[CODES].view(arithmetic.INT32)
+        raw = parts[CODES].view(few_bits.INT32)
         if self.along_rows:
-            each, order = WORD // bits, arithmetic.indices(ACROSS)
+            each, order = WORD // bits, few_bits.indices(ACROSS)
             words = slice(low // each, -(-high // each))
             inside = slice(low - words.start * each, high - words.start * each)
-            levels = arithmetic.from_words(raw.view(cols, -1)[:, words], bits)[:, :, order].flatten(1)[:, inside]
-            zero = arithmetic.from_words(parts[ZERO].view(-1, rows // each)[:, words], bits)[:, :, order]
+            levels = few_bits.from_words(raw.view(cols, -1)[:, words], bits)[:, :, order].flatten(1)[:, inside]
+            zero = few_bits.from_words(parts[ZERO].view(-1, rows // each)[:, words], bits)[:, :, order]
             zero = zero.flatten(1)[:, inside]
         else:
             columns = raw.view(-1, rows)[:, low:high].t().contiguous().view(arithmetic.BYTE)
-            levels = arithmetic.from_rows(columns, bits, dense=True).t()
+            levels = few_bits.from_rows(columns, bits, dense=True).t()
             whole = parts[ZERO].view(arithmetic.BYTE).view(-1, rows * bits // 8)
-            zero = arithmetic.from_rows(whole, bits, dense=True)[:, low:high] + int(self.plus_one)
+            zero = few_bits.from_rows(whole, bits, dense=True)[:, low:high] + int(self.plus_one)
         scale = parts[SCALE].view(-1, rows)[:, low:high].float()
         if not bool(scale.isfinite().all()):
             raise InvalidPart("a scale is not a finite number")
-        group = parts[ORDER] if ORDER in parts else arithmetic.repeated(len(scale), cols)
+        group = parts[ORDER] if ORDER in parts else few_bits.repeated(len(scale), cols)
         if bool((group < 0).any()) or bool((group >= len(scale)).any()):
             raise InvalidPart("its g_idx names a group that is not there")
         return ((levels - zero[group]) * scale[group]).t().contiguous()

@@ -52,11 +52,11 @@ class Halves(Encoding):
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
         codes = parts[CODES].view(arithmetic.BYTE)
-        row, column = arithmetic.divided(first, count, self.cols)
-        part, inside = arithmetic.parted(row, codes.numel() // self.cols)
+        row, column = few_bits.divided(first, count, self.cols)
+        part, inside = few_bits.parted(row, codes.numel() // self.cols)
         shift = (8 // self.bits - 1 - part if self.hqq else part) * self.bits
         levels = (codes[inside * self.cols + column] >> shift.to(codes.dtype)).bitwise_and(2**self.bits - 1).float()
         scale, zero = (parts[role].float() for role in (SCALE, ZERO))

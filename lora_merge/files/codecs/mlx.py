@@ -48,22 +48,22 @@ class Affine(Encoding):
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return q · s + b in fp32."""
-        from . import arithmetic
+        from . import few_bits
 
-        levels = arithmetic.from_stream(parts[CODES], self.bits).view(-1, self.group).float()
+        levels = few_bits.from_stream(parts[CODES], self.bits).view(-1, self.group).float()
         scale, bias = self._line(parts)
         return levels.mul_(scale).add_(bias)
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes, scales and biases; those of a group are kept where they cover the new numbers."""
-        from . import arithmetic, draws
+        from . import draws, few_bits
 
         groups = values.view(-1, self.group)
         scale, bias = self._fitted(groups.amin(1, keepdim=True), groups.amax(1, keepdim=True), *self._line(parts))
         levels = (groups - bias) / scale.to(values.dtype).where(scale != 0, inf)
         if DRAW in parts:
             levels = draws.to_integers(levels, parts[DRAW].view(levels.shape))
-        codes = arithmetic.in_stream(levels.round().clamp(0, self._most), self.bits)
+        codes = few_bits.in_stream(levels.round().clamp(0, self._most), self.bits)
         stored = {role: made.to(parts[role].dtype).reshape(-1) for role, made in ((SCALE, scale), (BIAS, bias))}
         return {CODES: codes, **stored}
 

@@ -97,9 +97,9 @@ class Packed(Encoding):
 
     def _levels(self, raw: Tensor, rows: int) -> Tensor:
         """Return the codes [rows, cols] as whole numbers."""
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
-        found = arithmetic.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
+        found = few_bits.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
         half = 2 ** (self.bits - 1)
         return (found ^ half if self.signed else found)[:, : self.cols].sub(half)
 
@@ -109,14 +109,14 @@ class Packed(Encoding):
         return int(self.signed - 2 ** (self.bits - 1))
 
     def _packed(self, levels: Tensor, old: Tensor, rows: int) -> Tensor:
-        from . import arithmetic
+        from . import arithmetic, few_bits
 
         raw = old.view(arithmetic.BYTE).view(rows, -1)
-        found = arithmetic.from_rows(raw, self.bits, dense=self.dense)
+        found = few_bits.from_rows(raw, self.bits, dense=self.dense)
         half = 2 ** (self.bits - 1)
         made = (levels + half).to(found.dtype)
         found[:, : self.cols] = made ^ half if self.signed else made
-        return arithmetic.in_rows(found, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
+        return few_bits.in_rows(found, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
 
     def _groups(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(len(matrix), -1, self.size)
@@ -128,11 +128,11 @@ class Packed(Encoding):
         return found
 
     def _zero(self, parts: Parts, rows: int) -> Any:
-        from . import arithmetic
+        from . import few_bits
 
         if not self.zeros:
             return 0.0
-        found = arithmetic.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
+        found = few_bits.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
         return found[:, :, None].float() - 2 ** (self.bits - 1)
 
     def _by_group(self, zeros: Tensor) -> Tensor:
@@ -143,21 +143,21 @@ class Packed(Encoding):
         return zeros.view(arithmetic.BYTE).view(-1, across, 4).transpose(0, 1).reshape(across, -1)
 
     def _stored_zeros(self, zero: Tensor, old: Tensor) -> Tensor:
-        from . import arithmetic
+        from . import few_bits
 
         raw = self._by_group(old)
-        found = arithmetic.from_rows(raw, self.bits, dense=self.dense)
+        found = few_bits.from_rows(raw, self.bits, dense=self.dense)
         found[:, : len(zero)] = (zero + 2 ** (self.bits - 1)).to(found.dtype).t()
-        made = arithmetic.in_rows(found, self.bits, raw.shape[1], dense=self.dense)
+        made = few_bits.in_rows(found, self.bits, raw.shape[1], dense=self.dense)
         return made.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
     def _order(self, parts: Parts) -> Tensor | None:
         """Return the columns, group after group; InvalidPart where the groups have other sizes."""
-        from . import arithmetic
+        from . import few_bits
 
         if ORDER not in parts:
             return None
-        order = arithmetic.by_group(parts[ORDER], self.size)
+        order = few_bits.by_group(parts[ORDER], self.size)
         if order is None:
             raise InvalidPart("its weight_g_idx does not give every group as many columns")
         return order
