@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ RETAINED: Final = 0.9  # below this share of a change, the user is told
 
 WHOLE: Final = -1  # stands for all adapters, beside their numbers
 CHECKED: Final = 16  # tensors of which the proof checks what was seen
+
+Norms: TypeAlias = dict[str, Mapping[int, float]]
+"""Tensor → adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, where factors tell it."""
 
 Groups = Callable[[str], Iterable[tuple[str, str]]]
 """Tensor → (kind of a group, its name), such as ("blocks", "unet IN04")."""
@@ -121,8 +124,7 @@ class Measured(NamedTuple):
 
     tensor: str
     sums: Measure
-    seen: Checked
-    norms: Mapping[int, float] = NONE  # adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, if factors tell it
+    seen: Checked | None = None
 
 
 class Measures:
@@ -130,19 +132,22 @@ class Measures:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Measure] = {}
-        self.norms: dict[str, Mapping[int, float]] = {}
+        self.norms: Norms = {}
         self.seen: dict[str, Checked] = {}
         """The numbers seen in a part of some tensors, those whose names have the smallest checksums."""
 
     def take(self, found: Iterable[Measured]) -> None:
         """Add the measures of parts of tensors."""
-        for tensor, sums, seen, norms in found:
+        for tensor, sums, seen in found:
             self._put(tensor, sums)
-            if norms:
-                self.norms[tensor] = norms
-            self.seen.setdefault(tensor, seen)
+            if seen is not None:
+                self.seen.setdefault(tensor, seen)
             if len(self.seen) > CHECKED:
                 del self.seen[max(self.seen, key=lambda name: crc32(name.encode()))]
+
+    def know(self, norms: Norms) -> None:
+        """Keep the norms that factors tell."""
+        self.norms.update(norms)
 
     def add(self, other: Measures) -> None:
         """Add the measures of other parts."""
@@ -156,7 +161,6 @@ class Measures:
     def forget(self, tensor: str) -> None:
         """Forget what is known of a tensor, as it is made again."""
         self.tensors.pop(tensor, None)
-        self.norms.pop(tensor, None)
         self.seen.pop(tensor, None)
 
     def lost(self, job: Job) -> Iterator[str]:

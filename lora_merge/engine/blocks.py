@@ -7,7 +7,7 @@ one block, and the number of blocks in a call depends on the window, the limits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -93,6 +93,11 @@ class Block:
         return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
     @property
+    def begins(self) -> bool:
+        """Whether the changes of the weight begin in this block."""
+        return bool(self.slices) and self.first <= self.target.uses[0].piece.start < self.last
+
+    @property
     def reads(self) -> set[str]:
         """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
         patches = [s.use.patch for s in self.slices]
@@ -147,6 +152,20 @@ def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[B
         n = most(of(same[0]))
         for first in range(0, len(same), n):
             yield same[first : first + n]
+
+
+def portions(items: Iterable[Work], size: Callable[[Work], int], most: int) -> Iterator[list[Work]]:
+    """Yield the items in lists, each closed when the sizes of its items reach `most`."""
+    some: list[Work] = []
+    total = 0
+    for item in items:
+        some.append(item)
+        total += size(item)
+        if total >= most:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
 
 
 def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
 from ..disk.spool import PartBytes
-from ..measure import Measured
+from ..measure import Measured, Norms
 from .windows import Change, Window
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Outcome:
     measured: tuple[Measured, ...] = ()  # what was done to the blocks
     held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
     seen: tuple[Watch, ...] = ()  # what is to be measured of them
+    norms: Norms = field(default_factory=dict)
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
@@ -68,7 +69,7 @@ class Outcome:
             largest[name] = max(magnitude, largest.get(name, 0.0))
         return Outcome(
             self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured,
-            self.held + other.held, self.seen + other.seen,
+            self.held + other.held, self.seen + other.seen, {**self.norms, **other.norms},
         )  # fmt: skip
 
 

@@ -21,12 +21,14 @@ from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
-from .blocks import Block, groups
+from ..planning.plan import OutputTensor
+from .blocks import Block, groups, portions
 from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import separable
 from .measuring.codes import looked, told
+from .measuring.factors import factor_norms
 from .measuring.watch import Looks, Read, Together, Watch, bring, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
@@ -41,7 +43,8 @@ Result = TypeVar("Result")
 _block: Final[Callable[[Item], Block]] = attrgetter("block")
 
 ERRAND: Final = 2**16
-"""The least numbers that a thread of the pool gets to fold, where there are as many."""
+"""The least numbers that a thread of the pool gets to fold, where there are as many: it takes longer to get a tiny
+group than to fold it."""
 
 
 class Folded(NamedTuple):
@@ -92,7 +95,7 @@ class BlockMerger:
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
         held, rest = [i for i in items if i.held is not None], [i for i in items if i.held is None]
-        errands = list(_errands(groups(rest, _block, self._most)))
+        errands = list(portions(groups(rest, _block, self._most), _numbers, ERRAND))
         together = Together(len(held) + len(errands))
         work = [partial(self._store, item, together) for item in held]
         work += [partial(self._fold_all, some, together) for some in errands]
@@ -128,7 +131,7 @@ class BlockMerger:
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
-        name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
+        name, numbers = group[0].block.target.name, _numbers(group)
         if len(group) == 1 or numbers <= self.room.most:
             host, size = self._elsewhere(group[0].block), self.size(group[0].block) * len(group)
             large = host is None and size > self.share
@@ -201,6 +204,11 @@ class BlockMerger:
         self._relieve()  # outside `except`: frames of an exception in hand keep their tensors
         return short
 
+    def norms(self, targets: Sequence[OutputTensor]) -> Outcome:
+        """Return the sizes of changes that factors tell; of no weight if the device is out of memory."""
+        found = self.turn(lambda lane: factor_norms(targets, self.tensors, lane))
+        return Outcome() if isinstance(found, str) else Outcome(norms=found)
+
     def _relieve(self) -> None:
         """Give unused memory back."""
         self.tensors.kept.clear()
@@ -212,7 +220,7 @@ class BlockMerger:
         stacks, one = self.tensors.stacks(blocks, at, lane), group[0]
         base = base_values(group, at, None if one.keep else lane, self.tensors.fetch)
         looks = None if one.measured and not one.keep else self.looks
-        merged, watch = watched(blocks, base, stacks, self.tensors, lane, looks)
+        merged, watch = watched(blocks, base, stacks, looks)
         if blocks[0].target.packed is not None:
             return Folded(merged, watch)
         if self.draw is not None and one.into.dtype.itemsize < 4:
@@ -335,15 +343,5 @@ def _measured(outcome: Outcome, together: Together) -> Outcome:
     return replace(outcome, seen=(), measured=outcome.measured + together.measured(outcome.seen))
 
 
-def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:
-    """Yield groups in lists for one thread each: a thread takes longer to get a tiny group than to fold it."""
-    some: list[Sequence[Item]] = []
-    numbers = 0
-    for group in found:
-        some.append(group)
-        numbers += sum(item.into.numel() for item in group)
-        if numbers >= ERRAND:
-            yield some
-            some, numbers = [], 0
-    if some:
-        yield some
+def _numbers(group: Sequence[Item]) -> int:
+    return sum(item.into.numel() for item in group)

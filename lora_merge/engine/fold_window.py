@@ -88,6 +88,8 @@ class WindowMerger:
             task.under_way.extend(f for f in started if not isinstance(f, Fold))
         for future in self.blocks.begin([item(f) for f in left]):
             task.under_way.append(future)
+        if firsts := [f.block.target for f in left if f.block.begins]:
+            task.under_way.append(self.pool.submit(self.blocks.norms, firsts))
 
     def settle(self, task: WindowTask) -> None:
         """Wait for the blocks of a task."""
@@ -98,11 +100,14 @@ class WindowMerger:
                 self.whole.forget(task.window)
         self.spools[task.plan].put(found.parts)
         self.measures[task.plan].take(found.measured)
-        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=())
+        self.measures[task.plan].know(found.norms)
+        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=(), norms={})
 
     def complete(self, number: int, part: Path) -> None:
         """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs."""
         plan, spool = self.plans[number], self.spools[number]
+        if self.whole is not None:
+            self.measures[number].take(self.whole.measured(number))
         homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)

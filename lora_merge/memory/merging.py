@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from ..adapters.file import AdapterFile, group
 from ..disk.reader import Reader
 from ..disk.spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, FORMATS
-from ..engine.blocks import Block, blocks
+from ..engine.blocks import Block, blocks, portions
 from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
 from ..engine.devices import places
@@ -109,11 +110,12 @@ class MemoryMerge:
             late = inputs.base.beside
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
-            for some in _portions(self.targets()):
+            for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
                 own = {t.name: self.own[t.source.name] for t in some if self.own and self.of_base(t)}
                 made, outcome = _merged(some, folder, own, saturated)
                 parts += outcome.parts
                 measures.take(outcome.measured)
+                measures.know(folder.norms(some).norms)
                 for target in some:
                     name = target.in_file[0]
                     if name in late:
@@ -173,19 +175,6 @@ def _device(tensors: Iterable[Tensor]) -> str:
     """Return the device on which all tensors are; "auto" if they are on several."""
     found = {str(tensor.device) for tensor in tensors}
     return found.pop() if len(found) == 1 else "auto"
-
-
-def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
-    """Yield lists of targets, about a window's bytes each, as for files: equal kinds are folded in one call."""
-    portion: list[OutputTensor] = []
-    size = 0
-    for target in targets:
-        portion.append(target)
-        size += target.nbytes
-        if size >= WINDOW_BYTES:
-            yield portion
-            portion, size = [], 0
-    yield portion
 
 
 def _merged(

@@ -52,8 +52,8 @@ def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended
         offset += stored.nbytes
     lane = whole.blocks._lane()
     with torch.no_grad(), lane.turn():
-        ordered, work, sizes, _ = whole._merged(folds, torch.cat(base).to("cuda:0"), 0, lane)
+        made = whole._merged(folds, torch.cat(base).to("cuda:0"), 0, lane)
     assert not cuda.races
-    place = {f.at: values for f, values in zip(ordered, work.cpu().split(sizes), strict=True)}
+    place = {f.at: values for f, values in zip(made.folds, made.work.cpu().split(made.sizes), strict=True)}
     found = torch.cat([place[f.at] for f in folds]).view(want.shape)
     assert (found - want).abs().max() <= 2e-4 * want.abs().max()

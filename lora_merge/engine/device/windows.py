@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from ...algorithms import DoesNotFit
+from ...measure import Measured
 from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold_blocks import BlockMerger
+from ..measuring import strided
+from ..measuring.strided import Seen, StridedLooks, added, runs, suits
 from ..measuring.watch import Read, Watch, bring, watched
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
@@ -50,6 +53,16 @@ class Part(NamedTuple):
     nbytes: int  # of the device's memory that folding takes
 
 
+class Made(NamedTuple):
+    """Folded blocks, in another order than in their window."""
+
+    folds: list[Fold]
+    work: Tensor  # their merged numbers, flat
+    sizes: list[int]  # how many there are of each
+    watches: list[Watch]  # rows of those of which rows are looked at
+    runs: tuple[Tensor, Tensor] | None  # of all, before and after they were folded; None if none are looked at
+
+
 class DeviceWindows:
     """Folds windows in the threads of a pool, each of which has a lane to a device."""
 
@@ -59,6 +72,7 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
+        self.looks = StridedLooks(min(strided.HELD, blocks.share // strided.ROOM))
         self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
@@ -142,22 +156,21 @@ class DeviceWindows:
             found = [self._merged(some, there, low, lane) for some in kinds.values()]
         except DoesNotFit:
             return None
-        ends = [extremes(work, lane) for _, work, _, _ in found]
+        ends = [extremes(made.work, lane) for made in found]
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if not all(map(fit, ends, dtypes)):
             return None
-        seen: list[Watch] = []
-        for (folds, work, sizes, watches), dtype in zip(found, dtypes, strict=True):
-            made: Sequence[Tensor] = rounded(work, dtype).split_with_sizes(sizes)
+        for made, dtype in zip(found, dtypes, strict=True):
+            new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
             drawn = self.blocks.draw is not None and dtype.itemsize < 4
             if drawn:
-                made = [self.blocks.drawn(f.block, v) for f, v in zip(folds, work.split_with_sizes(sizes), strict=True)]
-            cast_all(made, [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds])
+                old = made.work.split_with_sizes(made.sizes)
+                new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
+            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
             if drawn:
-                _draw(watches, made)
-            seen += watches
-        read = bring(seen, lane)
+                _draw(made.watches, new)
+        read = self._looked(task.plan, found, lane)
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
             download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
@@ -190,11 +203,30 @@ class DeviceWindows:
         direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
         return 0 if direct else self.piece
 
-    def _merged(
-        self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream
-    ) -> tuple[list[Fold], Tensor, list[int], list[Watch]]:
-        """Return blocks of one placement and dtype in another order, their merged numbers in that order, flat, and how
-        many there are of each, and what was seen of them."""
+    def _looked(self, plan: int, found: Sequence[Made], lane: DeviceStream) -> Read:
+        """Start to add up what was seen of a part, and of earlier ones; return a function for the measures of blocks
+        of which rows were seen. Those of the others are kept."""
+        read = bring([w for made in found for w in made.watches], lane)
+        seen = [Seen(plan, [f.block for f in m.folds], *m.runs) for m in found if m.runs is not None]
+        rest = self.looks.add(seen, lane)
+
+        def both() -> tuple[Measured, ...]:
+            if rest is not None:
+                self.looks.found.extend(rest())
+            return read()
+
+        return both
+
+    def measured(self, plan: int) -> Iterator[Measured]:
+        """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
+        for lane, seen in self.looks.rest():
+            rest = self.blocks.turn(partial(added, seen), DeviceStream(lane.at))
+            if not isinstance(rest, str):
+                self.looks.found.extend(rest())
+        return (one for number, one in self.looks.found if number == plan)
+
+    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> Made:
+        """Fold blocks of one placement and dtype."""
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
         ordered = [f for stack in stacks for f in stack]
@@ -205,16 +237,18 @@ class DeviceWindows:
             gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
-        done, watches = 0, list[Watch]()
+        by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
+        before, done, watches = runs(work) if by_runs else None, 0, list[Watch]()
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            merged, watch = watched([f.block for f in stack], base, own, self.blocks.tensors, lane, self.blocks.looks)
+            looks = None if by_runs and suits(b) else self.blocks.looks
+            merged, watch = watched([f.block for f in stack], base, own, looks)
             watches += [] if watch is None else [watch]
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        return ordered, work, sizes, watches
+        return Made(ordered, work, sizes, watches, None if before is None else (before, runs(work)))
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from ...algorithms import ALGORITHMS
 from ...matching.patch import PatchPart
-from ...measure import WHOLE
+from ...measure import WHOLE, Norms
 from ...planning.plan import OutputTensor
-from ..blocks import Block, block
+from ..blocks import block, groups
 from ..placement import DeviceStream, Placement
-from .placement import widened
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
@@ -26,22 +26,19 @@ WORTH: Final = 3
 tells the norm."""
 
 
-def factor_norms(
-    blocks: Sequence[Block], stacks: Sequence[StackedPatch], tensors: PatchTensors, at: Placement, lane: DeviceStream
-) -> list[tuple[int, Mapping[int, Tensor]]]:
-    """Return the number of each block with which the changes of its weight begin, and of that weight ‖s ΔW‖² [1] of
-    each adapter, and under `WHOLE` that of their sum. Weights whose factors do not tell it, or where rows tell it at
-    less cost, are left out.
-
-    `stacks`: the patches of the blocks.
-    """
-    firsts = [(n, b) for n, b in enumerate(blocks) if b.first <= b.target.uses[0].piece.start < b.last]
-    if all(b.last - b.first == b.target.matrix[0] for b in blocks):  # all weights are whole and of one kind
-        found = _norms(stacks, len(blocks), blocks[0].cols) if _told(blocks[0].target) else {}
-        return [(n, {adapter: norm[n : n + 1] for adapter, norm in found.items()}) for n, _ in firsts if found]
-    told = [(n, block(b.target, 0, b.target.matrix[0])) for n, b in firsts if _told(b.target)]
-    every = ((n, _norms(tensors.stacks([whole], at, lane), 1, whole.cols)) for n, whole in told)
-    return [(n, norms) for n, norms in every if norms]
+def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
+    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum. Weights whose factors do not tell it, or
+    where rows tell it at less cost, or for which it is too large, are left out."""
+    at = Placement(lane.at.device, torch.promote_types(lane.at.dtype, torch.float32))
+    told = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _told(t)]
+    every: Norms = {}
+    for alike in groups(told, lambda b: b, lambda _: len(told)):
+        found = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
+        rows = zip(*(norm.clamp_min(0).tolist() for norm in found.values()), strict=True)
+        for whole, own in zip(alike, rows, strict=False):
+            if all(map(isfinite, own)):
+                every[whole.target.name] = dict(zip(found, own, strict=True))
+    return every
 
 
 def _told(target: OutputTensor) -> bool:
@@ -83,11 +80,11 @@ def _products(stacks: Sequence[StackedPatch], count: int, cols: int) -> tuple[Te
         assert s.algorithm.low_rank is not None
         unread = s.strength.new_zeros(()).expand(count, s.rows.stop - s.rows.start, cols)
         first, second = s.algorithm.low_rank.factors(unread, s.tensors)
-        left.append(widened(first))
-        right.append(widened(second))
+        left.append(first)
+        right.append(second)
     widths = [part.shape[-1] for part in left]
     if len(stacks) == 1:  # the small product is scaled, not the factor
-        strength = widened(stacks[0].strength)
+        strength = stacks[0].strength
         return (left[0].mT @ left[0]) * (right[0] @ right[0].mT) * (strength * strength), widths
     wide = torch.cat([part * s.strength for part, s in zip(left, stacks, strict=True)], -1)
     tall = torch.cat(right, 1)

@@ -8,13 +8,8 @@ from torch import Tensor
 from ..placement import _ready, holds
 
 
-def widened(values: Tensor) -> Tensor:
-    """Return the numbers in a dtype in which sums of squares do not overflow and keep their digits."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return zeros beside other numbers, in the dtype of `widened`."""
+    """Return zeros beside other numbers, in a dtype in which sums of squares keep their digits."""
     return torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...measure import NONE, Checked, Measure, Measured, Share
+from ...measure import Checked, Measure, Measured, Share
 from ...planning.plan import OutputTensor
 from ..blocks import Block
 from ..device.placement import brought
 from ..fold import new_weights
-from ..placement import HOST, TORCH_DTYPES, DeviceStream, Placement, host
-from .factors import factor_norms
+from ..placement import HOST, TORCH_DTYPES, DeviceStream, host
 from .placement import as_stored, take, workspace
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
-    from ..patch_tensors import PatchTensors
 
 SUMS: Final = 6
 """Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
@@ -118,7 +115,6 @@ class Watch:
     rows: Sequence[range]  # of each block
     stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
     work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
-    norms: Sequence[tuple[int, Mapping[int, Tensor]]] = ()  # number of a block → what factors tell of its whole weight
     parts: list[Own] = field(default_factory=list)
     found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
@@ -144,8 +140,7 @@ class Watch:
     @property
     def several(self) -> bool:
         """Whether the parts of the adapters are to be told apart."""
-        block = self.blocks[0]
-        return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
+        return several(self.blocks[0])
 
     def seen(self, adapter: int, merged: Tensor) -> None:
         """Take note of blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
@@ -172,23 +167,20 @@ class Watch:
 
     def on_host(self) -> Watch:
         """Return the same with its rows on the host."""
-        norms = [(n, {adapter: host(norm) for adapter, norm in found.items()}) for n, found in self.norms]
         parts = [part._replace(change=host(part.change)) for part in self.parts]
-        return replace(self, work=host(self.work), norms=norms, parts=parts)
+        return replace(self, work=host(self.work), parts=parts)
 
     def only(self, numbers: Sequence[int]) -> Watch:
         """Return the same of some blocks, by their numbers."""
         if len(numbers) == len(self.blocks):
             return self
-        norms = dict(self.norms)
         return Watch(
             [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
-            self.work[:, numbers], [(at, norms[n]) for at, n in enumerate(numbers) if n in norms],
-            [part._replace(change=part.change[numbers]) for part in self.parts],
+            self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts],
         )  # fmt: skip
 
     def sums(self, stored: Stored | None) -> Tensor:
-        """Return flat what `read` reads: `SUMS` of every block, ΔW² and applied · ΔW of each part, norms of factors.
+        """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.
 
         `stored`: None where it is not looked at. The merged numbers are overwritten.
         """
@@ -221,20 +213,13 @@ class Watch:
         base, change, applied = self.work.unbind()
         dot, differ = torch.linalg.vecdot, torch.ne(applied, 0, out=torch.empty_like(applied))
         sums = [dot(base, base), dot(change, change), dot(applied, change), dot(applied, applied), differ.sum(1)]
-        norms = [norm for _, found in self.norms for norm in found.values()]
-        return torch.cat([*sums, change.abs().amax(1), *more, *norms])
+        return torch.cat([*sums, change.abs().amax(1), *more])
 
     def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
         """Return the measure of each block. `known`: whether what is stored was looked at."""
         found = sums.tolist()
-        return tuple(self._read(found if all(map(isfinite, found)) else self.sound(), known=known))
-
-    def _read(self, found: Sequence[float], *, known: bool) -> Iterator[Measured]:
-        count = len(self.blocks)
-        ends = iter(found[count * (SUMS + 2 * len(self.parts)) :])
-        exact = {n: {adapter: max(0.0, next(ends)) for adapter in norms} for n, norms in self.norms}
-        for n in range(count):
-            yield self._measure(n, found[n::count], known=known)._replace(norms=exact.get(n, NONE))
+        found, count = found if all(map(isfinite, found)) else self.sound(), len(self.blocks)
+        return tuple(self._measure(n, found[n::count], known=known) for n in range(count))
 
     def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
         weight, change, left, square, changed, largest = own[:SUMS]
@@ -268,6 +253,11 @@ def look(watch: Watch) -> tuple[Watch, Tensor]:
     return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
 
 
+def several(block: Block) -> bool:
+    """Return whether several adapters change a block."""
+    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
+
+
 def same(target: OutputTensor) -> bool:
     """Return whether the output can hold the numbers of the base as they are."""
     return target.weight.packing.encoding is target.packing.encoding
@@ -297,7 +287,7 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
         kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), w.found is None, w.before is None, apart
         kinds.setdefault(kind, []).append(w)
     for alike in kinds.values():
-        first, at = alike[0], [0, *accumulate(len(w.blocks) for w in alike)]
+        first = alike[0]
         yield (
             first
             if len(alike) == 1
@@ -306,7 +296,6 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
                 [r for w in alike for r in w.rows],
                 [s for w in alike for s in w.stands_for],
                 torch.cat([w.work for w in alike], 1),
-                [(start + n, norms) for start, w in zip(at, alike, strict=False) for n, norms in w.norms],
                 found=None if first.found is None else torch.cat([w.found for w in alike if w.found is not None]),
                 before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
             )
@@ -333,15 +322,12 @@ class Together:
             return bring(every, DeviceStream(HOST))()
 
 
-def watched(  # noqa: PLR0913, PLR0917  # what is folded, and where
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], tensors: PatchTensors, lane: DeviceStream,
-    looks: Looks | None,
-) -> tuple[Tensor, Watch | None]:  # fmt: skip
+def watched(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], looks: Looks | None
+) -> tuple[Tensor, Watch | None]:
     """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them; nothing without looks."""
     watch = Watch.of(blocks, base, looks) if looks is not None and base.numel() and stacks else None
     merged = new_weights(blocks, base, stacks, watch if watch is not None and watch.several else None)
     if watch is not None:
         watch.done(merged)
-        at = Placement(base.device, base.dtype)
-        watch.norms = factor_norms(blocks, stacks, tensors, at, lane)
     return merged, watch
