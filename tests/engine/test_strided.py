@@ -102,7 +102,8 @@ def test_runs_whose_squares_are_too_large_are_left_out(tmp_path: Path, cuda: Pre
     paths = save({"c.weight": weight}, tmp_path / "b"), save(lora, tmp_path / "a")
     one = lora_merge.merge(*paths, tmp_path / "got", device="cuda").numbers["tensors"]["c.weight"]
     assert one["elements"] == (512 * 256 // strided.PERIOD - 2) * strided.RUN
-    assert one["weight"] == pytest.approx(float(weight[2 * strided.PERIOD // 256 :].norm()), rel=0.2)
+    rest = weight[2 * strided.PERIOD // 256 :]
+    assert one["weight"] == pytest.approx(float(rest.square().mean() * weight.numel()) ** 0.5, rel=0.15)
     assert cuda.counts["up"]
 
 
