@@ -124,7 +124,7 @@ def computing(device: torch.device) -> AbstractContextManager[Any]:
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
     """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
 
-    Raises InputError for scales that are not positive, finite numbers.
+    Raises InputError for scales that are not positive, finite numbers, and for codes whose numbers fp32 cannot hold.
     """
     encoding = weight.packing.encoding
     if encoding.plain:
@@ -132,6 +132,8 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
     try:
         with computing(numbers.device):
             values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
+        if encoding.quantised and odd(values):
+            raise InvalidPart("its scales are too large for fp32")
     except InvalidPart as e:
         where = f"{weight.stored.file}: {weight.stored.name}"
         raise InputError(f"a weight cannot be decoded: {e}", where, "download the model again") from e

@@ -235,6 +235,41 @@ def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "number"),
+    [
+        ("ComfyUI int8", "weight_scale", 3e38), ("ComfyUI int8 rotated", "weight_scale", 3e38),
+        ("ComfyUI nvfp4", "weight_scale_2", 3e38), ("block fp8, ue8m0", "weight_scale_inv", 2.0**127),
+        ("compressed-tensors int4 with zero points", "weight_scale", 3e38), ("compressed-tensors mxfp4", "weight_scale", 254),
+        ("compressed-tensors nvfp4", "weight_global_scale", 1e-45), ("mlx 8 bit", "scales", 3e38),
+        ("SDNQ uint4", "scale", 3e38), ("bitsandbytes nf4", "weight.quant_map", 0.5),
+        ("bitsandbytes nf4 doubled", "weight.nested_quant_map", -1.0),
+    ],
+)  # fmt: skip
+def test_numbers_that_fp32_cannot_hold_are_refused(name: str, part: str, number: float, tmp_path: Path) -> None:
+    """Scales that make them, tables of one number: nothing infinite is written, and nothing is called a bad merge."""
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base", ALL[:1])
+    bad = {**tensors, f"{ALL[0]}.{part}": torch.full_like(tensors[f"{ALL[0]}.{part}"], number)}
+    save(bad, source / "model.safetensors" if source.is_dir() else source)
+    lora, out = save(adapter(ALL[:1]), tmp_path / "lora.safetensors"), tmp_path / "out"
+    for dtype in ("bf16", "keep"):
+        with pytest.raises(InputError, match="cannot be decoded"):
+            lora_merge.merge(source, lora, out, dtype=dtype)
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("ModelOpt fp8", "weight_scale"), ("compressed-tensors int8 with zero points", "weight_scale")]
+)
+def test_scales_of_a_dtype_that_the_format_does_not_have_are_refused(name: str, part: str, tmp_path: Path) -> None:
+    source, tensors = base(FORMS[name], tmp_path / "base", ALL[:1])
+    key = f"{ALL[0]}.{part}"
+    save({**tensors, key: tensors[key].to(torch.float8_e8m0fnu)}, source / "model.safetensors")
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(source, save(adapter(ALL[:1]), tmp_path / "lora.safetensors"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", FLIPPED)
 def test_the_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> None:
     form = FORMS[name]

@@ -83,10 +83,12 @@ class Bnb4(Encoding):
         return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
 
     def _scale(self, parts: Parts) -> Tensor:
-        """Return the scale of each block; InvalidPart if one is negative or not finite, or a number of the map."""
+        """Return the scale of each block; InvalidPart if one is negative or not finite, or for a bad map."""
         scale = parts[ABSMAX]
-        if not all(bool(parts[role].isfinite().all()) for role in (MAP, NESTED_MAP) if role in parts):
-            raise InvalidPart("a number of a map is not finite")
+        for table in (parts[role] for role in (MAP, NESTED_MAP) if role in parts):
+            low, high = table.min().item(), table.max().item()
+            if not -inf < low < high < inf:  # NaN too
+                raise InvalidPart("a number of a map is not finite, or all of them are the same")
         if self.nested:
             spread = parts[NESTED].repeat_interleave(self.nested)[: len(scale)]
             scale = parts[NESTED_MAP][scale.int()] * spread + self.offset

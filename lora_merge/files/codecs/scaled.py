@@ -258,6 +258,8 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
     settings |= {"dtype": of.codes.dtype, "kind": of.kind, "label": of.label}
     if of.codes.dtype not in CODE_DTYPES or not of.kind or not prod(shape) or len(shape) < 2:
         return None
+    if of.kind == E8M0 and (of.block is None or of.zero is not None):
+        return None
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
         return Packing(_encoding(1, **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
     (rows, cols), matrices, block = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
