@@ -79,7 +79,7 @@ def batch(
     if Path(jobs).suffix in ENDINGS:
         raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
     number = None if workers is None else whole_number(workers, "--workers")
-    with watching(quiet=quiet, doing="jobs are planned"):  # from here on, as the imports take a second
+    with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
         from ..batch.executors import Workers
         from ..batch.run import make_batch
 

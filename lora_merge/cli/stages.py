@@ -117,7 +117,7 @@ class Display:
     jobs: Jobs | None = None  # None: a single run
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
-    doing: str = "headers are read"  # until the first step
+    doing: str = "reading headers"  # until the first step
     columns: Callable[[], int] | None = None  # how wide the terminal is; None: as the stream says, at each redraw
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class Display:
     def _merge(self, output: Output, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
         if self.working is None:
-            facts.append(self.doing if not output.name else "inputs are opened, torch is loaded")
+            facts.append(self.doing if not output.name else "opening the inputs, loading torch")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
             facts = [f"{in_units(output.written)} of {in_units(output.total)}", self._rate()]
@@ -213,7 +213,7 @@ class Display:
         if output.stage == "make":
             facts = [f"{in_units(output.made)} of {in_units(output.to_make)} of weights", self._rate()]
         elif output.stage == "flush":
-            facts.append("the disk takes the rest")
+            facts.append("waiting for the disk")
         elif output.to_prove:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
@@ -237,7 +237,7 @@ class Display:
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
         of = f"{in_units(self.bytes)} of {in_units(jobs.size)}"
-        facts = [of, self._rate(), self._left(share, now), limit] if self.working is not None else ["torch is loaded"]
+        facts = [of, self._rate(), self._left(share, now), limit] if self.working is not None else ["loading torch"]
         return self._line(f"{self.ended}/{jobs.count} jobs", facts, share, width)
 
     def _line(self, head: str, facts: list[str], share: float | None, width: int, *, beats: bool = True) -> str:

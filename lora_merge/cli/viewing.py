@@ -62,7 +62,7 @@ def inspect(
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    with watching(quiet=as_json or quiet, doing="numbers are read" if weights else ""):
+    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else ""):
         found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
@@ -124,7 +124,7 @@ def compare(
     first, second = expand(completed(a)), expand(completed(b))
     pictures = Pictures(html, plot)
     pictures.protect([first, second])
-    with watching(quiet=as_json or quiet, doing="both are read"):
+    with watching(quiet=as_json or quiet, doing="reading both"):
         found = look(first, second, expand(completed(base)) if base else None)
     pictures.write(lambda: dict(found))
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,12 +86,17 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
     return f"{spoken(a.dtype)} in A, {spoken(b.dtype)} in B" if a.dtype != b.dtype else ""
 
 
-def compare_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the comparison as text, a line each."""
+def compare_lines(found: Mapping[str, Any], *, blocks: bool = True) -> Iterator[str]:
+    """Yield the comparison as text, a line each; `blocks`: with one for each block."""
     yield line("a", found["a"])
     yield line("b", found["b"])
-    of: Callable[[Mapping[str, Any]], Iterator[str]] = _of_models if found["kind"] == "checkpoints" else _of_adapters
-    yield from of(found)
+    yield from (_of_models if found["kind"] == "checkpoints" else _of_adapters)(found)
+    if blocks and found["kind"] == "checkpoints":
+        yield from table((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
+    elif blocks:
+        yield from table((name, _alike(row)) for name, row in found["blocks"].items())
+    if found.get("metadata"):
+        yield line("metadata", f"{len(found['metadata'])} entries differ")
 
 
 def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
@@ -104,9 +109,6 @@ def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
     yield from table((name, why) for name, why in found["other_shapes"].items())
     if found["different"]:
         yield line("difference", _difference(found["total"]))
-        yield from table((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
-    if found["metadata"]:
-        yield line("metadata", f"{len(found['metadata'])} entries differ")
 
 
 def _difference(d: Mapping[str, Any]) -> str:
@@ -125,7 +127,6 @@ def _of_adapters(found: Mapping[str, Any]) -> Iterator[str]:
     if found["common"]:
         yield line("alike", _alike(found["total"]))
         yield line("fight", of_fight(found))
-        yield from table((name, _alike(row)) for name, row in found["blocks"].items())
 
 
 def of_fight(found: Mapping[str, Any]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice
+from itertools import accumulate, groupby
 from typing import Any, Final
 
 from ..text import by_reason, size
@@ -41,7 +42,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as text, a line each."""
     for key, value in facts.items():
         if key not in SECTIONS and value not in ({}, [], ""):
-            yield line(key, _text(key, value))
+            yield line(NAMED.get(key, key), _text(key, value))
         if key in ("ranks", "alphas") and len(value) > 1 and (found := facts.get(f"{key[:-1]}_range")):
             yield line("", "min {min:g}, median {median:g}, max {max:g}".format(**found))
     for network, part in facts.get("parts", {}).items():
@@ -69,6 +70,10 @@ def _formats(facts: Mapping[str, Any]) -> Iterator[str]:
     if plain := facts.get("not_quantised"):
         yield line("not quantised", cut(of_plain(plain)))
 
+
+DIGITS: Final = "0123456789"
+NAMED: Final = {"bytes": "size", "path": "file"}
+"""Fact → its name in text, where that is another one."""
 
 SLACK: Final = 40
 """Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
@@ -188,8 +193,7 @@ def _training(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is known of the training."""
     for name, value in found.items():
         if name == "tags":
-            most = ", ".join(f"{tag} {count}" for tag, count in islice(value.items(), TAGS))
-            yield line("tags", cut(most) + (f" and {len(value) - TAGS} more" if len(value) > TAGS else ""))
+            yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
             yield line("datasets", f"{len(value)}")
             yield from table((d["name"], of_dataset(d)) for d in value)
@@ -201,6 +205,14 @@ def _training(found: Mapping[str, Any]) -> Iterator[str]:
             yield line("preview", of_preview(value))
         else:
             yield line(name, cut(str(value)))
+
+
+def _first(words: Iterable[str]) -> str:
+    """Return the first of some words, at most TAGS and as many as a line holds, and how many there are besides."""
+    every = list(words)
+    ends = [*accumulate(len(word) + 2 for word in every)]
+    shown = max(1, min(TAGS, bisect_right(ends, WIDTH + 2)))
+    return cut(", ".join(every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
 
 
 def of_preview(found: Mapping[str, Any]) -> str:
@@ -217,11 +229,15 @@ def _blocks(facts: Mapping[str, Any]) -> Iterator[str]:
             yield line("blocks", f"{len(found)}")
             yield from table(rows)
     elif found:
-        yield line("blocks", f"{len(found)}: {_range(list(found))} (lora-merge parts lists them)")
+        yield line("blocks", f"{len(found)}: {_ranges(found)} (lora-merge parts lists them)")
 
 
-def _range(names: Sequence[str]) -> str:
-    return cut(" ".join(names), 120)
+def _ranges(names: Iterable[str]) -> str:
+    """Return the names of blocks, those that count on as one: `BASE IN00–IN11 M00 OUT00–OUT11`."""
+    parted = [(name, head := name.rstrip(DIGITS), name[len(head) :]) for name in names]
+    runs = groupby(enumerate(parted), lambda one: (one[1][1], one[1][2] and int(one[1][2]) - one[0]))
+    found = ([name for _, (name, *_) in run] for _, run in runs)
+    return cut(" ".join(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in found), 120)
 
 
 def _span(name: str, of: Mapping[str, float]) -> str:

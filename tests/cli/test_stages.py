@@ -44,7 +44,7 @@ def line(display: Display, width: int = 80) -> str:
 
 def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     display, clock = shown()
-    assert "headers are read" in line(display)
+    assert "reading headers" in line(display)
     display(Step("load", "out.safetensors", total=GIB))
     clock.now += 2
     assert "load" in line(display) and "0:02 so far" in line(display)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from lora_merge.viewing.adapter import block_name
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import ROWS, TOLD, lines
+from lora_merge.viewing.text import ROWS, TOLD, WIDTH, lines
 
 from ..support import kohya, load, lora_delta, rand, save, sd1
 from .conftest import TRAINED, Scene
@@ -137,3 +138,18 @@ def test_blocks_are_named_as_the_adapter_spells_them() -> None:
         "lora_unet_time_embed_0": "lora_unet_…",
     }
     assert {name: block_name(name) for name in cases} == cases
+
+
+def test_the_most_frequent_tags_are_told_whole() -> None:
+    counts = {f"a tag of some length {n}": 40 - n for n in range(40)}
+    (told,) = (line for line in lines({"kind": "adapter", "trained": {"tags": counts}}) if line.startswith("tags"))
+    shown, more = re.fullmatch(r"tags +(.*) and ([0-9]+) more", told).groups()  # type: ignore[union-attr]
+    assert [*counts][: len(shown.split(", "))] == [word.rpartition(" ")[0] for word in shown.split(", ")]
+    assert len(shown.split(", ")) + int(more) == 40
+    assert len(shown) <= WIDTH
+
+
+def test_blocks_that_count_on_are_told_as_one() -> None:
+    blocks = dict.fromkeys(["BASE", *(f"IN{n:02d}" for n in range(3)), "M00", "IN05", "OUT00", "OUT01"], 1)
+    (told,) = (line for line in lines({"kind": "checkpoint", "blocks": blocks}) if line.startswith("blocks"))
+    assert told.split()[1:7] == ["8:", "BASE", "IN00–IN02", "M00", "IN05", "OUT00–OUT01"]

@@ -38,7 +38,7 @@ def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
 def show_comparison(found: Mapping[str, Any]) -> None:
     """Say where two files differ."""
     if styled(sys.stdout):
-        _show(compare_lines({**found, "blocks": {}}), found)
+        _show(compare_lines(found, blocks=False), found)
     else:
         put(Lines.of(compare_lines(found)))
 

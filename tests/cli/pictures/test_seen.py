@@ -18,7 +18,7 @@ from lora_merge.viewing.compare import compare, compare_lines
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 
-from ...support import kohya, save, sd1
+from ...support import kohya, load, save, sd1
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("seen")
     base = save(sd1(), folder / "base.safetensors")
     ink, oil = (save(kohya(sd1(), seed=n), folder / f"{n}.safetensors") for n in (100, 300))
-    return [inspect(ink, weights=True), inspect(base, ink, weights=True), compare(ink, oil)]
+    against = save({k: -v if "lora_up" in k else v for k, v in load(ink).items()}, folder / "against.safetensors")
+    facts = [inspect(ink, weights=True), inspect(base, ink, weights=True), compare(ink, oil), compare(ink, against)]
+    assert facts[-1]["fight"]
+    return facts
 
 
 class Terminal(io.StringIO):
