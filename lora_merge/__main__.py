@@ -1,7 +1,7 @@
 """The entry point of `lora-merge` and of `python -m lora_merge`."""
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` makes enums first, and Ctrl-C would show a traceback
 import os
-import signal
 import sys
 
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -167,8 +167,8 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     assert sources.inputs is not None, "it has a base, or one is assumed"
     task = given.written_as(to.of(sources.inputs.names.known))
     read = [f for index in sources.indexes for f in index.files]
-    check_output(task.job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
-                 contents=CONTENTS, spared=read)  # fmt: skip
+    check_output(task.job.output, read, overwrite=job.inputs.overwrite, folder=task.to.folder,
+                 contents=CONTENTS)  # fmt: skip
     everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
     there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}

@@ -126,7 +126,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     this = Run(job, progress)
     sources = open_sources(job)
     files = [p for i in sources.indexes for p in i.files]
-    check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
+    check_output(job.output, files, overwrite=job.inputs.overwrite)
     inputs = [a.index for a in sources.adapters]
     dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
@@ -165,7 +165,7 @@ def left_out(zeros: Sequence[str]) -> list[str]:
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks where the rule alone tells them."""
     sources = open_sources(job)
-    check_output(job.output, overwrite=True, spared=[p for i in sources.indexes for p in i.files])
+    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True)
     dtype = output_dtype(job, sources.adapters)
     layers: dict[str, dict[str, Any]] = {}
     size = 0

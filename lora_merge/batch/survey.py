@@ -134,8 +134,7 @@ class _Outline:
     size: int
     unshared: int  # bytes of its own where it can share blocks with its base
     folder: bool
-    inputs: tuple[Path, ...]
-    spared: tuple[Path, ...]
+    read: tuple[Path, ...]
     contents: Contents
     layout: int
     strengths: tuple[Mapping[str, Mapping[float, int]], ...]  # of each adapter, as `_outline` has put them
@@ -166,9 +165,8 @@ class _Surveyor:
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(job, overwrite=True)))
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
-                job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents.names,
-                spared=outline.spared,
-            )  # fmt: skip
+                job.output, outline.read, overwrite=True, folder=outline.folder, contents=outline.contents.names
+            )
         except MergeError as e:
             self.planned[entry.number] = replace(blank, error=e)
             return
@@ -257,8 +255,7 @@ class _Surveyor:
             plan.size,
             unshared,
             plan.is_folder,
-            plan.inputs,
-            plan.spared,
+            plan.read,
             contents(plan),
             hash(layout_key(plan)),
             tuple(m.strengths for m in plan.adapters),

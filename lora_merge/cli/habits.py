@@ -22,8 +22,26 @@ _STRENGTH: Final = "a strength stands behind its file: lora-merge BASE ADAPTER:0
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
 _PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
-
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
+
+FACTORS: Final = {
+    **dict.fromkeys(("--te-strength", "--te_strength", "--text-encoder-strength"), "te={}"),
+    **dict.fromkeys(("--unet-strength", "--unet_strength"), "unet={}"),
+    "--exclude": "{}=0",
+    **dict.fromkeys(("--lbw", "--block-weights", "--block_weights"), "lbw={}"),
+}
+"""Option of another program → what `--strength-for` takes in its place."""
+
+COMMANDS: Final = {
+    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata"), "inspect"),
+    **dict.fromkeys(("diff", "difference", "cmp"), "compare"),
+    **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join"), "merge"),
+    **dict.fromkeys(("svd", "subtract"), "extract"),
+    **dict.fromkeys(("shrink", "rank", "prune"), "resize"),
+    **dict.fromkeys(("blocks", "layers", "components"), "parts"),
+    **dict.fromkeys(("validate", "prove", "test"), "verify"),
+}
+"""Command of another program → the one that does this here."""
 
 FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -44,8 +62,8 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("--cpu",), "use --device cpu"),
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
         **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
-        **dict.fromkeys(("--te-strength", "--unet-strength", "--only", "--exclude"), _PART),
-        **dict.fromkeys(("--lbw", "--block-weights", "--block_weights"), _LBW),
+        **{name: _LBW if text.startswith("lbw") else _PART for name, text in FACTORS.items()},
+        "--only": _PART,
     }
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
@@ -93,20 +111,12 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
     """
     given: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"
-    words = [part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))]
-    for word in words:
-        meant = FOREIGN.get(word, "") if word not in known else ""
-        if word in known:
-            rest, role = [*rest, word], "plain" if known[word] else "value"
-        elif meant in _ROLES:
-            role = _ROLES[meant]
-        elif meant.startswith("use -") and "," not in meant:
-            rest, role = [*rest, *meant.split()[1:]], "plain"
-        elif word.startswith("-"):
+    for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
+        before, role, typed = role, *_read(word, role, known)
+        if not role:
             return ""
-        elif role == "value":
-            rest, role = [*rest, word], "plain"
-        else:
+        rest += typed
+        if not typed and before == role and not word.startswith("-"):
             given[role].append(word)
             role = role if role in ("adapters", "strengths") else "plain"
     base, *plain = [*given["base"], *given["plain"]] or [""]
@@ -120,6 +130,22 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
     from shlex import join
 
     return join(["lora-merge", base, *adapters, *rest])
+
+
+def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[str]]:
+    """Return the role of the next word, "" for an option that nobody has, and what is typed here for this one."""
+    meant = FOREIGN.get(word, "")
+    if word in known:
+        return "plain" if known[word] else "value", [word]
+    if meant in _ROLES or word in FACTORS:
+        return _ROLES.get(meant, word), []
+    if meant.startswith("use -") and "," not in meant:
+        return "plain", meant.split()[1:]
+    if word.startswith("-"):
+        return "", []
+    if role in FACTORS:
+        return "plain", ["--strength-for", FACTORS[role].format(word)]
+    return ("plain", [word]) if role == "value" else (role, [])
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
@@ -140,7 +166,7 @@ def check_command(word: str, commands: Collection[str]) -> None:
         return
     if completed(word) != word:
         return
-    near = get_close_matches(word, commands, 1, 0.7)
+    near = get_close_matches(word, commands, 1, 0.7) or [COMMANDS[w] for w in (word,) if w in COMMANDS]
     stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
@@ -154,6 +180,37 @@ def is_address(text: str) -> bool:
     return _ADDRESS.match(text) is not None and not exists(text)
 
 
+_SITES: Final = (
+    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
+    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"(s3://.+)", "aws s3 cp {} ."),
+    (
+        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
+        "hf download {} {}",
+    ),
+    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
+)
+"""Pattern of an address → the command that downloads it."""
+
+
+def _download(address: str) -> str:
+    """Return how to download a file from its address."""
+    from shlex import quote
+
+    for pattern, command in _SITES:
+        if found := re.fullmatch(pattern, address, re.IGNORECASE):
+            groups = map(quote, found.groups())
+            return command.format(
+                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
+            )
+    if address.lower().startswith("http"):
+        return f"curl -L -O -J {quote(address[:200])}"
+    return "in a browser; from the Hub: hf download OWNER/NAME"
+
+
 ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 """Endings that are tried where a name has none."""
 
@@ -161,16 +218,7 @@ ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
     if is_address(path):
-        fix = "download it first; from the Hub: hf download OWNER/NAME"
-        if path.lower().startswith("http"):
-            from shlex import quote
-
-            fix = f"download it first: curl -L -O -J {quote(path[:200])}; from the Hub: hf download OWNER/NAME"
-        elif found := re.fullmatch(r"civitai:/*(?:models/)?([0-9]+).*", path, re.IGNORECASE):
-            fix = f"download it first: curl -L -O -J https://civitai.com/api/download/models/{found[1]}"
-        elif found := re.fullmatch(r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", path, re.IGNORECASE):
-            fix = f"download it first: hf download {found[1]}"
-        raise UsageError("an address, and not a file", path[:200], fix)
+        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
     if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
@@ -210,19 +258,30 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
         yield from [f"{path}{behind}" for path in found] or [word]
 
 
+def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
+    """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
+    values = {word: right_form(word) for word in words if right_form(word) and not exists(word)}
+    if not values:
+        return
+    paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
+    fix = "write a strength behind its file: ADAPTER:0.8"
+    if strengths:
+        fix = f"write -s {','.join([*strengths, *found])}"
+    elif len(paths) == len(found):
+        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
+    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+
+
 def check_adapter(text: str) -> None:
     """Raise UsageError for an adapter with its strength as other programs write it."""
     if exists(text):
         return
-    if value := right_form(text):
-        fix = f"write it behind its file: ADAPTER:{value}; or all of them in one option: -s {value},0.5"
-        raise UsageError("a number where an adapter belongs", text, fix)
     for pattern in _SPELLINGS:
         if match := re.fullmatch(pattern, text):
             found = match.groupdict()
             value = _value(found) if found.get("value") else "0.8"
             path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
-            raise UsageError("a strength in another program's words", text[:200], f"write {path}:{value}")
+            raise UsageError("a strength is not written like this", text[:200], f"write {path}:{value}")
 
 
 def right_form(text: str) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..disk.volumes import same
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..options import OPTIONS
 from ..paths import exists, is_file
@@ -23,7 +22,7 @@ from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, one_line
 from . import proof, tables, viewing
 from .batch import batch
-from .habits import ASKED, check_command, check_once, check_options, completed, expanded, with_ending
+from .habits import ASKED, check_command, check_once, check_options, completed, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
@@ -31,7 +30,7 @@ from .merge_look import conclude, describe
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent
-from .values import named_adapter, named_parts, with_strengths
+from .values import named_adapters, named_parts, with_strengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +150,7 @@ def merge(
 
     pictures = Pictures(html, plot, dry_run=dry_run)
     base = completed(base)
-    given = [named_adapter(adapter) for adapter in expanded(adapters)]
+    given = named_adapters(adapters, options.get("strength"))
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
@@ -184,9 +183,7 @@ def _merge(
         done = None if dry_run else carry_out(plan, display)
     if done is None:
         if exists(job.output) and not job.overwrite:
-            own = same(job.output, job.base)
-            what = "is the base, perhaps your only copy of it" if own else "exists: the merge will need --overwrite, or"
-            say(f"  note: the output {what}{': choose' if own else ''} another -o")
+            say("  note: the output exists: the merge will need --overwrite, or another -o")
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
         return None
     if told is not None:

@@ -122,8 +122,6 @@ def show_proof(proof: Mapping[str, Any]) -> None:
 
 def undo(done: Report) -> str:
     """Return how to undo a merge: the command that removes its output, as the base is still there."""
-    if Path(done.output) == Path(done.base):
-        return "the base was replaced: take it from where you have it from"
     return f"{removal(done.output, folder=Path(done.output).is_dir())}   ({Path(done.base).name} is as it was)"
 
 

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, completed, is_address, right_form
+from .habits import check_adapter, check_numbers, completed, expanded, is_address, right_form
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
 _BEFORE_PARTS: Final = re.compile("[,:](?=[^,:=/]+=)")
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
+
+
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
+    """Return all adapters of a command. `strengths`: the words of `--strength`."""
+    check_numbers(words, strengths or ())
+    return [named_adapter(word) for word in expanded(words)]
 
 
 def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
@@ -37,7 +43,8 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if strength is not None or exists(completed(path)):
             own = tuple(_parts(text[comma + 1 :]))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
-    found = text if right_form(text) else completed(text)
+    check_numbers([text], ())
+    found = completed(text)
     check_adapter(found)
     return found
 

@@ -17,26 +17,25 @@ from .volumes import same
 from .writer import elsewhere, failure
 
 
-def check_output(  # noqa: PLR0913  # each is a condition on the output
+def check_output(
     target: Path,
     inputs: Iterable[Path] = (),
     *,
     overwrite: bool = False,
     folder: bool = False,
     contents: Iterable[str] = (),
-    spared: Iterable[Path] = (),
 ) -> None:
     """Raise UsageError unless `target` may be written.
 
     It must not be an input, must be a file or a folder as `folder` says, and must be free unless `overwrite` is given.
-    `spared` are inputs that are not replaced even with `overwrite`. An output folder may replace only `contents`.
+    An output folder may replace only `contents`.
     """
     with failures(target):
         if ".." in target.parent.parts:  # new/../name exists as soon as new is made
             target = Path(os.path.realpath(target.parent), target.name)
-        protect(target, spared)
+        protect(target, inputs)
         _check_name(target, folder=folder)
-        _check_kind(target, inputs, overwrite=overwrite, folder=folder)
+        _check_kind(target, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
         raise UsageError(
@@ -46,12 +45,15 @@ def check_output(  # noqa: PLR0913  # each is a condition on the output
         )
 
 
-def protect(target: Path, spared: Iterable[Path]) -> None:
+def protect(target: Path, inputs: Iterable[Path]) -> None:
     """Raise UsageError if the output would replace one of these files, or a folder that holds one."""
     real = Path(os.path.realpath(target))
-    if exists(real) and any(same(real, p) for file in spared for p in (file, *file.parents)):
-        what = "the output is an adapter or another file that is read, or a folder with one in it"
-        raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")
+    if not exists(real):
+        return
+    found = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
+    if found is not None:
+        what = f"the output would replace an input, perhaps your only copy of it: {found.name}"
+        raise UsageError(what, str(target), f"choose another name: -o {target.stem}-new{target.suffix}")
 
 
 def _check_name(target: Path, *, folder: bool) -> None:
@@ -72,7 +74,7 @@ def _check_name(target: Path, *, folder: bool) -> None:
         raise UsageError("the output's folder is a link to itself", str(target), "choose another -o") from e
 
 
-def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
+def _check_kind(target: Path, *, overwrite: bool, folder: bool) -> None:
     if not os.path.lexists(target):
         around = next((p for p in target.parents if os.path.lexists(p)), Path())
         if not around.is_dir():
@@ -88,8 +90,6 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
     if folder and not target.is_dir():
         raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
     if not overwrite:
-        if any(same(target, p) for p in inputs):
-            raise UsageError("the output is the base, perhaps your only copy of it", str(target), "choose another -o")
         raise UsageError("the output exists", str(target), "choose another -o, or give --overwrite")
     _check_writable(target.parent, target)
 

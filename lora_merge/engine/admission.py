@@ -25,10 +25,7 @@ def admit(plan: Plan) -> Plan:
     """Return the plan if there is enough memory and disk space for it; UsageError or ResourceError otherwise."""
     job = plan.job
     window_room(job)
-    check_output(
-        job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
-        spared=plan.spared,
-    )  # fmt: skip
+    check_output(job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
     _require_room(plan)
     try:
         require_space(job.output, plan.size)

@@ -165,7 +165,7 @@ def _write_card(plan: Plan) -> tuple[str, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    made = None if path in plan.spared or path in plan.inputs else card(plan, path)
+    made = None if path in plan.read else card(plan, path)
     if made is None:
         return (f"no model card was written: another kind of file is at {path}",)
     part = path.with_name(f".{path.name}.lora-merge.part")

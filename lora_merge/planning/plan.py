@@ -247,9 +247,9 @@ class Plan(Shown):
         return (*self.base.files, *self._adapter_files)
 
     @property
-    def spared(self) -> tuple[Path, ...]:
-        """Every file that the output may not replace."""
-        return (*self._adapter_files, *kept(self.job))
+    def read(self) -> tuple[Path, ...]:
+        """Every file that is read: the inputs, configurations of adapters, the name table. No output replaces one."""
+        return (*self.inputs, *kept(self.job))
 
     @property
     def _adapter_files(self) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ import pytest
 
 import lora_merge
 from lora_merge.cli import main as program
-from lora_merge.cli.habits import FOREIGN
+from lora_merge.cli.habits import COMMANDS, FOREIGN
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -64,12 +64,16 @@ def test_the_version(run: Run, words: list[str]) -> None:
     assert run(*words) == (0, f"lora-merge {lora_merge.__version__}\n", "")
 
 
-@pytest.mark.parametrize("word", ["info", "show", "diff", "frobnicate", "inspct"])
-def test_an_unknown_word_lists_the_commands(run: Run, word: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "right"),
+    [("info", "inspect …?"), ("diff", "compare …?"), ("inspct", "inspect …?"), ("frobnicate", "merge, batch")],
+)
+def test_an_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: str) -> None:
     code, _, err = run(word, "lora.safetensors")
     assert code == 2
     assert "neither such a command nor such a file" in err
-    assert "inspect" in err
+    assert right in err
+    assert {*COMMANDS.values()} <= {*program.typer.main.get_command(app).commands}  # type: ignore[attr-defined]
 
 
 OWN = {
@@ -91,6 +95,8 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
      "base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.5 -o o.safetensors --dtype fp16"),
     ("--sd_model=base.safetensors lora.safetensors --ratio=80% --half -f --seed 3",
      "base.safetensors lora.safetensors:0.8 --dtype fp16 --overwrite --seed 3"),
+    ("base.safetensors lora.safetensors --te-strength 0.5 --exclude vae",
+     "base.safetensors lora.safetensors --strength-for te=0.5 --strength-for vae=0"),
     ("base.safetensors --lora lora.safetensors --out o --verify -n", "base.safetensors lora.safetensors -o o.safetensors --verify --dry-run"),
 ])  # fmt: skip
 def test_a_command_of_another_program_is_answered_with_ours(run: Run, words: str, right: str) -> None:
@@ -123,8 +129,9 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
     ("lora.safetensors:", "lora.safetensors:0.8"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
-    ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "hf download"),
-    ("hf://owner/name", "hf download"), ("civitai:1234", "civitai.com/api/download/models/1234"),
+    ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "curl -L -O -J https://example.org/lora.safetensors"),
+    ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
+    ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
 ])  # fmt: skip
 def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
     code, _, err = run("base.safetensors", text, "-o", "out.safetensors")
@@ -137,7 +144,8 @@ def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: st
 @pytest.mark.parametrize(
     ("words", "right"),
     [(["-s", "{}"], "-s 0.8"), (["--strength-for", "te={}"], "te=0.8"), (["--density", "{}"], "--density 0.8"),
-     (["{}"], "ADAPTER:0.8")],
+     (["{}"], "lora.safetensors:0.8"), (["loras/ink.safetensors", "-s", "0.5", "{}"], "-s 0.5,0.8"),
+     (["{}", "loras/ink.safetensors", "1/2"], "lora.safetensors:0.8 loras/ink.safetensors:0.5")],
 )  # fmt: skip
 def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str], right: str, text: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", *(word.format(text) for word in words))
@@ -151,7 +159,7 @@ def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: lis
         (["base.safetensors", "lora.safetensors", "-o", "a", "--output", "b"], "give it once"),
         (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
         (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?d=e'"),
-        (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b"),
+        (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
         (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
         (["bas", "lora.safetensors"], "base.safetensors"),
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
@@ -176,12 +184,6 @@ def test_a_pattern_may_have_a_strength(run: Run) -> None:
     code, out, _ = run("base.safetensors", "loras/*.safetensors:0.5", "--dry-run")
     assert code == 0
     assert "0.5× unet" in out
-
-
-def test_a_dry_run_onto_the_base_does_not_advise_to_overwrite_it(run: Run) -> None:
-    code, out, _ = run("base.safetensors", "lora.safetensors", "-o", "base.safetensors", "--dry-run")
-    assert code == 0
-    assert "is the base" in out and "--overwrite" not in out
 
 
 @pytest.mark.parametrize("command", ["combine", "average"])
@@ -285,10 +287,13 @@ def test_a_dry_run_answers_where_the_output_exists(run: Run) -> None:
     assert Path("out.safetensors").read_bytes() == b"mine"
 
 
-def test_nobody_is_told_to_overwrite_the_base(run: Run) -> None:
-    code, _, err = run("base.safetensors", "lora.safetensors", "-o", "base.safetensors")
+@pytest.mark.parametrize("options", [[], ["--overwrite"], ["--dry-run"]])
+def test_no_option_replaces_the_base(run: Run, options: list[str]) -> None:
+    before = Path("base.safetensors").read_bytes()
+    code, _, err = run("base.safetensors", "lora.safetensors", "-o", "base.safetensors", *options)
     assert code == 2
-    assert "--overwrite" not in err
+    assert "--overwrite" not in err and "-o base-new.safetensors" in err
+    assert Path("base.safetensors").read_bytes() == before
 
 
 def test_a_file_address_is_a_path(run: Run) -> None:

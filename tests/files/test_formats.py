@@ -128,10 +128,10 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
     for name, why in {
-        "base": "the output is the base",
-        "link": "the output is the base",
-        "hard": "the output is the base",
-        "folder/../base": "the output is the base",
+        "base": "would replace an input, perhaps your only copy of it: base",
+        "link": "would replace an input, perhaps your only copy of it: base",
+        "hard": "would replace an input, perhaps your only copy of it: base",
+        "folder/../base": "would replace an input, perhaps your only copy of it: base",
         "folder": "is a folder",
         "broken": "exists",
         "base/x": "folder is a file",
@@ -143,18 +143,16 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
     assert base.read_bytes() == b"base"
 
 
-def test_an_input_may_be_overwritten_when_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["base", "link", "hard"])
+def test_no_input_is_overwritten(tmp_path: Path, name: str) -> None:
     base = tmp_path / "base"
     base.write_bytes(b"base")
     (tmp_path / "link").symlink_to(base)
-    with (
-        base.open("rb") as still_open,
-        replacing(tmp_path / "link", [base], overwrite=True) as part,
-    ):
-        part.write_bytes(b"merged")
-        assert still_open.read() == b"base"
-    assert base.read_bytes() == b"base"  # the link was replaced, not what it points to
-    assert (tmp_path / "link").read_bytes() == b"merged"
+    (tmp_path / "hard").hardlink_to(base)
+    with pytest.raises(UsageError) as failure, replacing(tmp_path / name, [base], overwrite=True):
+        raise AssertionError
+    assert failure.value.fix == f"choose another name: -o {name}-new"
+    assert left(tmp_path) == ["base", "hard", "link"]
 
 
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:

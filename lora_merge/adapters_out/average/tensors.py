@@ -93,7 +93,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
     this = Run(job, progress)
     sources = open_sources(job)
     files = [p for i in sources.indexes for p in i.files]
-    check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
+    check_output(job.output, files, overwrite=job.inputs.overwrite)
     snapshots = tuple(a.index for a in sources.adapters)
     _expect_alike(snapshots)
     dtype = output_dtype(job, sources.adapters)

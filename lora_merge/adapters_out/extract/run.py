@@ -66,8 +66,8 @@ def opened(task: Extraction) -> Opened:
     base, names = cache.base(task.base, task.job.inputs.map)
     tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
     to = task.to or _usual(names, task.job.output)
-    check_output(task.job.output, overwrite=task.job.inputs.overwrite, folder=to.folder, contents=CONTENTS,
-                 spared=[*base.files, *tuned.files])  # fmt: skip
+    check_output(task.job.output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
+                 contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
     pairs = paired((base, names), (tuned, theirs), to, Chosen(task.include, task.exclude), lenient=lenient)
     if not pairs.pairs:

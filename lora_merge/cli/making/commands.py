@@ -11,12 +11,12 @@ import typer
 
 from ...options import OPTIONS
 from ...progress import unwatched
-from ..habits import completed, expanded, with_ending
+from ..habits import completed, with_ending
 from ..helping import examples
 from ..parameters import Command, dialects, read, with_options
 from ..stages import watching
 from ..text import leave_lost_folder, put
-from ..values import named_adapter, named_parts, with_strengths
+from ..values import named_adapter, named_adapters, named_parts, with_strengths
 from .look import tell
 from .options import OWN
 
@@ -123,7 +123,7 @@ def average(
         from ..values import as_number
 
         given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
-        named, found = _given([named_adapter(a) for a in expanded(snapshots)], {"rank": rank, **options})
+        named, found = _given(named_adapters(snapshots, options.get("strength")), {"rank": rank, **options})
         to = with_ending(output, file=options.get("format") != "peft")
         made = make_average(named, to, base, {"weights": given, **found})
         return Task(made.job, made.plan, made.run)
@@ -163,7 +163,7 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
         from ...adapters_out.job import make_adapter_job
         from ...batch.commands import Task
 
-        named, found = _given([named_adapter(a) for a in expanded(adapters)], options)
+        named, found = _given(named_adapters(adapters, options.get("strength")), options)
         output_file = with_ending(output, file=options.get("format") != "peft")
         job = make_adapter_job(command, named, output_file, base, found)
         return Task(job, partial(plan, job), partial(run, job))
