@@ -49,10 +49,13 @@ READABLE: Final = FLOATS | WHOLE
 SCALES: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
-IN_ORDER: Final = (
-    "name the base model first and the adapter after it (combine, resize and the like: the model as --base); if the "
-    "order is right, this file is not an adapter"
+NO_ADAPTER: Final = "name a LoRA or another adapter in its place, or download it again"
+
+OF_MODELS: Final = (
+    "name a LoRA or another adapter; or make one of the difference: lora-merge extract BASE {} (combine, resize and "
+    "the like take the model as --base)"
 )
+"""The advice on a model in the place of an adapter."""
 
 CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
@@ -243,11 +246,12 @@ def group(index: Index) -> AdapterFile:
     strange += [info for key in plain for info in groups[key].tensors]
     if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         known = names(index).architecture
-        what = foreign(index.tensors) or ((f"a model: {known}", IN_ORDER) if known != UNKNOWN else None)
+        model = (f"a model: {known}", OF_MODELS.format(index.path.name)) if known != UNKNOWN else None
+        what = foreign(index.tensors) or model
         raise InputError(
             "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
             f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
-            what[1] if what else IN_ORDER,
+            what[1] if what else NO_ADAPTER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     used = {split_row_part(m.name)[0] for m in modules} | {m.name for m in modules}

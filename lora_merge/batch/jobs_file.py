@@ -26,10 +26,21 @@ from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
 from ..paths import exists, expand, home, split_strength
 from ..proof.unmerge import opposite
-from ..text import Lines
 from .commands import MERGE, UNMERGE, Request
 from .paths import Search
-from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile, advice, nearest, problems
+from .schema import (
+    REQUIRED,
+    AdapterEntry,
+    Axis,
+    CommandOptions,
+    Defaults,
+    Glob,
+    JobEntry,
+    JobsFile,
+    mistakes,
+    nearest,
+    problems,
+)
 from .short import read_jobs
 from .templates import NoSuchName, distinct, render, render_output
 
@@ -245,7 +256,8 @@ class _Loader:
         base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
         command = entry.command or defaults.command or MERGE
         if (base is None and command in (MERGE, UNMERGE)) or adapters is None:
-            self._note((*place, "adapters" if adapters is None else "base"), "required, here or under defaults")
+            missing = "adapters" if adapters is None else "base"
+            self._note((*place, missing), f"this field is required; {REQUIRED[missing]}")
             return None
         options = self._options(place, command, entry, defaults, values)
         parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
@@ -340,8 +352,7 @@ class _Loader:
         lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {count - SHOWN} more"] if count > SHOWN else []
-        many = f"{count} mistakes" if count > 1 else "a mistake"
-        return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more), advice(self.value))
+        return mistakes(self.value, self.name, lines[:SHOWN] + more, count)
 
 
 def _given(options: CommandOptions) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Search:
         if pattern.endswith("/"):
             found = [path for path in found if (self.folder / path).is_dir()]
         if not (paths := sorted(str(path) for path in found if path != start)):
-            raise NoSuchName(f"nothing in {self.folder} matches the pattern")
+            raise NoSuchName(f"nothing in {self.folder} matches the pattern; check the folder and the ending")
         return paths
 
     def _named(self, found: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:

@@ -22,7 +22,7 @@ from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
 from ..proof.unmerge import taken_back
-from ..text import Lines
+from ..text import Lines, plural
 from .commands import EFFORT, Request
 from .jobs_file import BatchJob
 from .resume import Hashes, done, made
@@ -81,7 +81,9 @@ class _Outputs:
             if alike is not e and ignores_case(Path(real).parent):
                 other = alike
             if other is not e:
-                clashes.append(f"{e.where} and {other.where}: {e.job.output}")
+                own = e.where == other.where
+                both = f"{e.where}, two jobs of its matrix" if own else f"{e.where} and {other.where}"
+                clashes.append(f"{both}: {e.job.output}")
         for path, e in self._by_path.items():
             around = self._around(path)
             if around is not None:
@@ -90,7 +92,7 @@ class _Outputs:
             template = next((e.template for e in self._by_path.values() if e.template), "")
             fix = "give every job an output of its own"
             fix += f", with the names of its matrix in it: output: out/{template}.safetensors" if template else ""
-            raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes), fix)
+            raise UsageError(f"{plural(len(clashes), 'output')} in the place of another job's", _listed(clashes), fix)
 
     def maker(self, path: Path) -> BatchJob | None:
         """Return the job whose output an input is, or is inside of."""

@@ -36,6 +36,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mixed.yaml").write_text(
         "version: 1\nbase: b.safetensors\nadapters: [lora.safetensors]\noutput: o.safetensors\n"
     )
+    (folder / "unversioned.yaml").write_text("jobs: [{base: base.safetensors, adapters: [a], output: o}]\n")
+    (folder / "strength.csv").write_text("base,adapters,strength,output\nbase.safetensors,lora.safetensors,1,o\n")
     (folder / "jobs.csv").write_text("base,adapter,output\nbase.safetensors,lora.safetensors,o.safetensors\n")
     (folder / "twice.yaml").write_text("version: 1\njobs:\n- base: base.safetensors\n  adapters: ['{l}']\n  output: o.safetensors\n"
                                        "  matrix: {l: [lora.safetensors, ink.safetensors]}\n")  # fmt: skip
@@ -103,12 +105,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
     ("base.safetensors zzz.safetensors", 3, "file not found", "its folder has base.safetensors, "),
     ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path; of its folders only "),
-    ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
+    ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, and not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
+    ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE llm.safetensors (combine"),
+    ("batch unversioned.yaml", 2, "a mistake in the jobs file", "write version: 1 in the first line"),
+    ("batch strength.csv", 2, "no field is called 'strength'", "write it behind the adapter: style.safetensors:0.8"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
-    ("batch twice.yaml", 2, "outputs in the place of another job's", "output: out/{l.stem}.safetensors"),
+    ("batch twice.yaml", 2, "1 output in the place of another job's", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
-    ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name the base"),
+    ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name a LoRA"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
