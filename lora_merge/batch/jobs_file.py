@@ -27,20 +27,9 @@ from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
 from ..paths import exists, expand, home, split_strength
 from ..proof.unmerge import opposite
 from .commands import MERGE, UNMERGE, Request
+from .mistakes import REQUIRED, failure, nearest, problems
 from .paths import Search
-from .schema import (
-    REQUIRED,
-    AdapterEntry,
-    Axis,
-    CommandOptions,
-    Defaults,
-    Glob,
-    JobEntry,
-    JobsFile,
-    mistakes,
-    nearest,
-    problems,
-)
+from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile
 from .short import read_jobs
 from .templates import NoSuchName, distinct, render, render_output
 
@@ -352,7 +341,7 @@ class _Loader:
         lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {count - SHOWN} more"] if count > SHOWN else []
-        return mistakes(self.value, self.name, lines[:SHOWN] + more, count)
+        return failure(self.value, self.name, lines[:SHOWN] + more, count)
 
 
 def _given(options: CommandOptions) -> dict[str, Any]:

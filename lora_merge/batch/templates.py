@@ -12,7 +12,8 @@ from pathlib import PurePath
 from typing import Final
 
 from ..files.lookalikes import ENDINGS
-from .schema import LONGEST_PATH, nearest
+from .mistakes import nearest
+from .schema import LONGEST_PATH
 
 FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 

@@ -52,7 +52,7 @@ def protect(target: Path, inputs: Iterable[Path]) -> None:
         return
     found = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
     if found is not None:
-        what = f"the output would replace an input, perhaps your only copy of it: {found.name}"
+        what = f"the output would replace the base, an adapter or another file that is read: {found.name}"
         raise UsageError(what, str(target), f"choose another name: -o {target.stem}-new{target.suffix}")
 
 

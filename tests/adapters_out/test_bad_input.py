@@ -109,7 +109,7 @@ def test_an_input_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(of_flux(), path)
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="would replace an input"):
+    with pytest.raises(UsageError, match="would replace the base, an adapter"):
         lora_merge.convert(path, path, to="comfy", overwrite=True)
     assert path.read_bytes() == before
 

@@ -439,7 +439,11 @@ def test_an_adapter_is_never_replaced(models: Path, name: str) -> None:
     reports = run(jobs)
     assert fates(reports) == ["failed", "merged"]
     assert isinstance(reports[0].error, UsageError)
-    why = "replace an input" if name == "hard.safetensors" else "an adapter is the output of another job"
+    why = (
+        "would replace the base, an adapter"
+        if name == "hard.safetensors"
+        else "an adapter is the output of another job"
+    )
     assert why in reports[0].error.what
     assert (models / name).read_bytes() == before
 

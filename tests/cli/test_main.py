@@ -292,7 +292,7 @@ def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path,
     for target in (model, style, link, hard, tmp_path / "." / "base.safetensors"):
         before = target.read_bytes()
         code, _, err = run(model, style, "-o", target)
-        assert code == 2 and ("--overwrite" in err) == (not target.samefile(model))
+        assert code == 2 and "--overwrite" not in err
         assert target.read_bytes() == before
 
 
@@ -334,13 +334,6 @@ def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, sty
     code, _, err = run(tmp_path / "base", kept, "-o", folder, "--overwrite")
     assert code == 2 and "an adapter or another file" in err, err
     assert kept.read_bytes() == style.read_bytes()
-
-
-def test_overwriting_an_input_is_atomic_and_right(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
-    assert run(model, style, "-o", tmp_path / "apart.safetensors")[0] == 0
-    assert run(model, style, "-o", model, "--overwrite")[0] == 0
-    a, b = load(model), load(tmp_path / "apart.safetensors")
-    assert all(torch.equal(a[k], b[k]) for k in a)
 
 
 USAGE: dict[str, tuple[int, list[str]]] = {
@@ -451,7 +444,8 @@ def test_a_folder_without_permission_is_told_by_the_plan(
     """Root may write anywhere, so the system's answer is played."""
     really = os.access
     monkeypatch.setattr(os, "access", lambda path, *rest: path != tmp_path and really(path, *rest))
-    for target in (tmp_path / "o.safetensors", tmp_path / "new" / "o.safetensors", model):
+    (tmp_path / "there.safetensors").write_text("mine")
+    for target in (tmp_path / name for name in ("o.safetensors", "new/o.safetensors", "there.safetensors")):
         code, _, err = run(model, style, "-o", target, "--overwrite", "--dry-run")
         assert (code, "no permission" in err) == (2, True), err
 

@@ -128,10 +128,10 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
     for name, why in {
-        "base": "would replace an input, perhaps your only copy of it: base",
-        "link": "would replace an input, perhaps your only copy of it: base",
-        "hard": "would replace an input, perhaps your only copy of it: base",
-        "folder/../base": "would replace an input, perhaps your only copy of it: base",
+        "base": "would replace the base, an adapter or another file that is read: base",
+        "link": "would replace the base, an adapter or another file that is read: base",
+        "hard": "would replace the base, an adapter or another file that is read: base",
+        "folder/../base": "would replace the base, an adapter or another file that is read: base",
         "folder": "is a folder",
         "broken": "exists",
         "base/x": "folder is a file",
