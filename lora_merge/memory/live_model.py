@@ -11,7 +11,7 @@ from torch.nn import Buffer, Module, Parameter
 
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
-from .state_index import index_of
+from .state_index import codes, index_of
 
 PLAIN: Final = (Tensor, Parameter, Buffer)
 """Classes of tensors whose bytes are the numbers; libraries of quantisation and sharding have classes of their own."""
@@ -51,14 +51,9 @@ def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(module.named_parameters())
     found.update(module.named_buffers())
     for name, tensor in found.items():
-        if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or _codes(tensor):
+        if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
     return found
-
-
-def _codes(tensor: Tensor) -> bool:
-    """Return whether a parameter holds codes of a quantisation, as those of bitsandbytes do."""
-    return type(tensor) not in PLAIN and (hasattr(tensor, "quant_state") or hasattr(tensor, "CB"))
 
 
 def _config(module: Module) -> dict[str, Any]:

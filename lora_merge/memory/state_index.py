@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..adapters.file import FileValues
 from ..disk.files import Memory, StoredTensor
@@ -53,10 +54,18 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
         if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
             fix = "give the numbers themselves, such as tensor.dequantize(), or merge into the files with `merge`"
             raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
+        if codes(value):
+            fix = "give what state_dict() of its module returns, or merge into the files with `merge`"
+            raise InputError(f"a {type(value).__name__} holds a part of the weight alone", f"{path}: {key}", fix)
         check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
         infos[key] = StoredTensor(key, STORED[value.dtype], tuple(value.shape), source, 0, nbytes)
     return Index(path, infos, {}, (path,))
+
+
+def codes(tensor: Tensor) -> bool:
+    """Return whether a parameter holds codes of a quantisation and the rest beside it, as those of bitsandbytes do."""
+    return type(tensor) not in (Tensor, Parameter) and (hasattr(tensor, "quant_state") or hasattr(tensor, "CB"))
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:

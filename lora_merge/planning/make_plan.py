@@ -20,6 +20,7 @@ from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.codecs.making import Made
 from ..files.codecs.plain import plain
+from ..files.codecs.told import measured
 from ..files.side_files import (
     ON_QUANTISATION,
     index_files,
@@ -117,6 +118,8 @@ def make_plan(matched: Matched) -> Plan:
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(f"{job.method}: {ADDED}")
+    if job.dtype == "keep":
+        notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))

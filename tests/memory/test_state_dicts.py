@@ -56,3 +56,11 @@ def test_tensors_that_only_look_like_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a Codes is not a plain tensor") as caught:
         lora_merge.merge_state_dict({**plain, weight: codes}, lora)
     assert weight in caught.value.where and "dequantize" in caught.value.fix
+
+    class Halves(torch.nn.Parameter):
+        quant_state = None
+
+    halves = Halves(torch.zeros(15360, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(InputError, match="a Halves holds a part of the weight alone") as caught:
+        lora_merge.merge_state_dict({**plain, weight: halves}, lora)
+    assert weight in caught.value.where and "state_dict()" in caught.value.fix

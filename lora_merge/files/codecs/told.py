@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ...disk.files import open_regular
+from .base import Packing
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
@@ -21,6 +22,16 @@ MODIFIERS: Final = {"SmoothQuantModifier": "SmoothQuant", "AWQModifier": "AWQ"}
 """Steps of a recipe that move scales between a layer and the one before it. Rotations also leave `transform_config`."""
 
 RECIPE_LIMIT: Final = 1 << 20  # bytes of a recipe that are looked at
+
+
+ACTIVATIONS: Final = ("input_scale", "scale_input", "input_global_scale", "activation_scale", "output_scale")
+"""Last names of scales that were measured on what goes through a layer."""
+
+
+def measured(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[str]:
+    """Yield a note for the user if weights that change have scales of activations beside them, which do not change."""
+    if any(name.endswith(ACTIVATIONS) for key in changed if key in packed for name in packed[key].names):
+        yield "scales of activations stay as they are, which were measured without the adapters"
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
