@@ -262,3 +262,41 @@ def test_what_transformers_quantised_and_saved_it_loads_merged(name: str, tmp_pa
     base, found, right, decoded = (logits(tmp_path / folder) for folder in ("base", "kept", "sum", "decoded"))
     assert (base - decoded).norm() < 0.02 * decoded.norm(), "kernels compute with bf16, or round inputs to int8"
     assert (found - right).norm() < noise * (right - decoded).norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gpt_oss_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 4}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, num_experts_per_tok=2, rope_scaling=rope))
+    stem, packed = "model.layers.0.mlp.experts.", {}
+    for key, value in model.state_dict().items():
+        if key in (f"{stem}gate_up_proj", f"{stem}down_proj"):
+            made = mxfp4(rand(*value.mT.shape, seed=len(packed), scale=0.02))
+            packed |= {key + last.removeprefix("gate_up_proj"): part for last, part in made.items()}
+        else:
+            packed[key] = value.clone()
+    told = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"], "quantization_config": told}
+    (tmp_path / "base").mkdir()
+    save(packed, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config, default=str))
+    factors = {"A": rand(8, 64), "B": rand(128, 8, scale=0.2)}
+    lora = {f"base_model.model.{stem}lora_{end}.weight": value for end, value in factors.items()}
+    (tmp_path / "lora").mkdir()
+    save(lora, tmp_path / "lora" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = tmp_path / "lora"
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "kept")
+    lora_merge.merge(tmp_path / "base", adapter, tmp_path / "sum", dtype="fp32")
+    lora_merge.merge(tmp_path / "base", (adapter, 0.0), tmp_path / "decoded", dtype="fp32")
+    base, found, right, decoded = (logits(tmp_path / folder) for folder in ("base", "kept", "sum", "decoded"))
+    assert torch.equal(base, decoded)
+    assert (found - right).norm() < 0.25 * (right - decoded).norm()
