@@ -12,7 +12,8 @@ that run its line are run there, the quickest first, until one fails or `--limit
 mistake with its place and difference, "noticed by" the test that failed or "NOT NOTICED", and at the end the share of
 those that can be seen: messages, type annotations and what stands in `UNSEEN` are left out of the draw. Which test
 runs which line is recorded in `.pytest_cache/`, by the text of the line; a new line is tested by all that run any line
-of its module, a new module, or all without a record, by the file named after it, else by its room. This is no part of the suite: it is run by hand before
+of its module; a new module, or all without a record, by the files that are named after it or import it, else by its
+room. This is no part of the suite: it is run by hand before
 a release, and what nothing notices gets a law of its class.
 """
 
@@ -22,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -86,9 +88,18 @@ class Lines:
         found = set(by_line.get(min(same, key=lambda n: abs(n - line)), ()) if same else ()) - {""}
         found = found or {name for names in by_line.values() for name in names}
         known = sorted((name for name in found if self.seconds.get(name)), key=lambda name: self.seconds[name])
-        room = Path("tests", Path(path).parent.name)
-        own = [at for at in (room / f"test_{Path(path).stem}.py", room) if (ROOT / at).exists()]
-        return known or [str(own[0]) if own else "tests"]
+        return known or _by_name(path)
+
+
+def _by_name(path: str) -> list[str]:
+    """The tests of a module where nothing is recorded: the files named after it and those that import it, else its
+    room's, else all."""
+    module = Path(path).with_suffix("").as_posix().replace("/", ".")
+    files = sorted(ROOT.glob("tests/*/test_*.py"))
+    own = [at for at in files if at.stem == f"test_{Path(path).stem}"]
+    own += [at for at in files if at not in own and re.search(rf"\b{re.escape(module)}\b", at.read_text("utf-8"))]
+    room = ROOT / "tests" / Path(path).parent.name
+    return [str(at.relative_to(ROOT)) for at in own] or [f"tests/{room.name}" if room.exists() else "tests"]
 
 
 def record(paths: list[str]) -> None:

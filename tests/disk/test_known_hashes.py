@@ -334,3 +334,14 @@ def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
         os.umask(old)
     modes = {p.name: p.stat().st_mode & 0o777 for p in (place().parent, *place().parent.iterdir())}
     assert modes == {"lora-merge": 0o700, "sha256.json": 0o600, "key": 0o600}
+
+
+def test_a_new_folder_is_for_the_user_alone_from_its_first_moment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(Path, "chmod", lambda self, _: made.append(self.stat().st_mode & 0o777))
+    old = os.umask(0)
+    try:
+        merged(files)
+    finally:
+        os.umask(old)
+    assert made == [0o700]
