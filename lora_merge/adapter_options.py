@@ -19,8 +19,8 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("algorithm", "text", None, "lora, full (whole matrices) or auto.", "given"),
         Option("alpha", "rule", None, "rank (alpha = rank), keep, or a number.", "given"),
         Option("to", "text", None, "kohya, lycoris, onetrainer, comfy, diffusers or peft.", "given"),
-        Option("include", "texts", (), "The components to write, or to compare.", "given"),
-        Option("exclude", "texts", (), "The components to leave out.", "given"),
+        Option("include", "texts", (), "Only these: components, or re:REGEX.", "given"),
+        Option("exclude", "texts", (), "Without these: components, or re:REGEX.", "given"),
         Option("others", "text", None, "What becomes of biases and norms that differ: diff, skip or error.", "given"),
         Option("format", "text", None, "The dialect of what is written.", "given"),
         Option("factor", "whole", None, "The smaller factor of lokr, as LyCORIS takes it.", "given"),
@@ -34,9 +34,10 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 """Name → option."""
 
 SHARED: Final = (
-    "dtype", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram", "verify"
+    "dtype", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram", "verify",
+    "compute_dtype", "include", "exclude",
 )  # fmt: skip
-"""The options of a merge that all these commands have."""
+"""The options that all these commands have."""
 
 MADE: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
 """The options for the form in which the layers of an output are stored."""
@@ -47,8 +48,8 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
                      and name not in NAMES),
     "combine": (*SHARED, "method", *NAMES, *MADE, "format"),
     "resize": (*SHARED, *MADE, "format"),
-    "convert": (*SHARED, "to", *MADE, "include"),
-    "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others",
+    "convert": (*SHARED, "to", *MADE),
+    "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "others",
                 "format", "factor"),
     "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space", "format"),
 })  # fmt: skip

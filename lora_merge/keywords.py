@@ -71,6 +71,8 @@ class AdapterReading(Writing, total=False):
     """The options of `merge` that functions which write adapters have too."""
 
     strengths: Sequence[float] | None
+    include: Sequence[str]
+    exclude: Sequence[str]
 
 
 class AdapterOptions(AdapterReading, total=False):

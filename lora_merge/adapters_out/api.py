@@ -40,6 +40,8 @@ def combine(  # noqa: PLR0913  # each is an option of the command
         alpha: "rank" (α = rank), "keep", or a number.
         format: A dialect of `convert`, such as "comfy" or "peft"; "keep": that of the first adapter.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
+            base, without a base of names of modules.
 
     Returns:
         An `AdapterReport`: `layers`, `residual`, `energy`, `written`, `verified`, `to_json()`.
@@ -74,6 +76,8 @@ def resize(
         rank: A number or a rule, as for `combine`.
         base: The model that it was trained on, where its formula reads it.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
+            base, without a base of names of modules.
 
     Returns:
         An `AdapterReport`.
@@ -95,7 +99,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str = "keep", base: str | Path | None = None,
     rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
-    alpha: str | float = "keep", include: Sequence[str] = (), progress: bool | Progress = False,
+    alpha: str | float = "keep", progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft (a
@@ -113,8 +117,9 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         max_rank: A ceiling for the rules.
         algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
         alpha: "keep", "rank" (α = rank) or a number, where the dialect stores α.
-        include: The components to write, such as "unet".
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
+            base, without a base of names of modules.
 
     Returns:
         An `AdapterReport`.
@@ -130,7 +135,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
     with interruptible(), watched(progress) as watcher:
         own = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
-               "alpha": alpha, "include": include, **({"rank_for": rank_for} if rank_for else {})}  # fmt: skip
+               "alpha": alpha, **({"rank_for": rank_for} if rank_for else {})}  # fmt: skip
         return run_conversion(make_conversion(adapter, output, base, {**own, **options}), watcher)
 
 
@@ -138,7 +143,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
     conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
-    others: str = "diff", factor: int = -1, include: Sequence[str] = (), exclude: Sequence[str] = (),
+    others: str = "diff", factor: int = -1,
     format: str = "auto", alpha: str | float = "rank", progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
@@ -157,11 +162,11 @@ def extract(  # noqa: PLR0913  # each is an option of the command
             nearest Kronecker product.
         factor: Of lokr: the size of the smaller factor, as LyCORIS takes it.
         others: "diff" writes biases, norms and other vectors, "skip" drops them with a note, "error" refuses them.
-        include: Components such as "unet", or `re:REGEX` of keys of the base, that alone are compared.
-        exclude: The same, left out.
         format: A dialect of `convert`; "auto" is kohya's for models of images and a folder of PEFT for others.
         alpha: "rank" (α = rank), or a number.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
+            base, without a base of names of modules.
 
     Returns:
         An `AdapterReport`.
@@ -177,7 +182,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     from .extract.task import make_extraction
 
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
-           "others": others, "include": include, "exclude": exclude, "factor": factor, "format": format,
+           "others": others, "factor": factor, "format": format,
            "alpha": alpha}  # fmt: skip
     with interruptible(), watched(progress) as watcher:
         return run(make_extraction(base, tuned, output, {**own, **options}), watcher)
@@ -203,6 +208,8 @@ def average(  # noqa: PLR0913  # each is an option of the command
             equal names and shapes.
         rank: A number or a rule, as for `combine`.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
+            base, without a base of names of modules.
 
     Returns:
         An `AdapterReport`.

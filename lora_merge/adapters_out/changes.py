@@ -38,6 +38,11 @@ class Change:
         """The number of columns of the left factor; None for a whole matrix."""
         return None if self.left is None else self.left.shape[1]
 
+    def wide(self) -> Change:
+        """Return the change in fp64."""
+        left, right, whole = (None if t is None else t.double() for t in (self.left, self.right, self.whole))
+        return replace(self, left=left, right=right, whole=whole)
+
     def dense(self) -> Tensor:
         """Return ΔW [out, cols]."""
         if self.whole is not None:
@@ -47,10 +52,10 @@ class Change:
 
 
 class Evaluator:
-    """Computes changes from the stored tensors of the sources."""
+    """Computes changes from the stored tensors of the sources. `wide`: they are brought to fp64 after that."""
 
-    def __init__(self, sources: Sources, cache: TensorCache, at: Placement) -> None:
-        self.sources, self.cache, self.at = sources, cache, at
+    def __init__(self, sources: Sources, cache: TensorCache, at: Placement, *, wide: bool = False) -> None:
+        self.sources, self.cache, self.at, self.wide = sources, cache, at, wide
         self.tensors = PatchTensors(cache.fetch, sources.weights)
 
     def changes(self, target: Target) -> list[Change]:
@@ -63,7 +68,7 @@ class Evaluator:
         found = []
         for number in sorted({p.adapter for p in parts}):
             found.append(joined([p for p in parts if p.adapter == number]))
-        return found
+        return [c.wide() for c in found] if self.wide else found
 
     def rounding(self, dtype: torch.dtype, some: Sequence[StoredTensor]) -> Evaluator:
         """Return an evaluator for which some tensors are rounded to a dtype."""
@@ -73,7 +78,7 @@ class Evaluator:
             value = self.cache.fetch(info)
             return value.to(dtype).to(value.dtype) if id(info) in rounded and value.is_floating_point() else value
 
-        made = Evaluator(self.sources, self.cache, self.at)
+        made = Evaluator(self.sources, self.cache, self.at, wide=self.wide)
         made.tensors = PatchTensors(fetch, self.sources.weights)
         return made
 

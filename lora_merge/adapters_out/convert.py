@@ -17,7 +17,7 @@ from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..disk.spool import Heap
 from ..dtypes import spoken
-from ..engine.placement import HOST
+from ..engine.placement import HOST, SINGLE
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
@@ -33,7 +33,7 @@ from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
 from .converting import Converter
 from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
-from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
+from .job import CHOICE, FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import expect_finite
 from .peft.complete import as_table, completed
 from .peft.folder import config, expect_one
@@ -42,11 +42,11 @@ from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, planned
 from .side_by_side import PerThread, side_by_side
-from .sources import Sources, open_sources
+from .sources import Sources, chosen_of, open_sources
 from .written import CONTENTS, Entry, unique
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
-OWN: Final = ("to", "algorithm", "include", "alpha", *RANKS)
+OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
 """The options of this command alone."""
 
 
@@ -57,7 +57,6 @@ class Conversion:
     job: AdapterJob
     to: Dialect
     rules: RankRules | None  # None: exactly
-    include: tuple[str, ...] = ()
     unnamed: bool = False  # whether the output gets its name from the dialect
 
     def written_as(self, to: Dialect) -> Conversion:
@@ -75,7 +74,7 @@ def make_conversion(
 ) -> Conversion:
     """Return the job of `convert`; UsageError for an option or a value that is wrong."""
     given = {name: value for name, value in options.items() if value is not None}
-    to, algorithm, include = given.pop("to", KEEP), given.pop("algorithm", KEEP), given.pop("include", ())
+    to, algorithm = given.pop("to", KEEP), given.pop("algorithm", KEEP)
     ranks: dict[str, Any] = {name: given.pop(name) for name in RANKS if name in given}
     found = dialect(to) if isinstance(to, str) else None
     if found is None:
@@ -84,12 +83,9 @@ def make_conversion(
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
-    include = (include,) if isinstance(include, str) else tuple(include)
-    told = {"to": found.name, "algorithm": algorithm, "include": [*include], **ranks}
-    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP, [])))
-    return Conversion(
-        replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), include, output is None
-    )
+    told = {"to": found.name, "algorithm": algorithm, **ranks}
+    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
+    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), output is None)
 
 
 def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
@@ -116,7 +112,8 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
         cache = cache_of(job, reader, sources)
-        alone = PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), HOST))
+        at = SINGLE if job.compute_dtype == "fp32" else HOST
+        alone = PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
         converter = Converter(job, task.to, task.rules, alone.get())
         heap = heap_of(job, stack)
         made, zeros = _made(converter, alone, there, heap, this.counted)
@@ -136,8 +133,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
 
         def proven(part: Path) -> Mapping[str, Any]:
-            claim = Claim(job, part, worst, partly=bool(task.include))
-            return prove(claim, sources, alone, this.counted)
+            return prove(Claim(job, part, worst), sources, alone, this.counted)
 
         return outcome.finish(reader, facts, proven, this)
 
@@ -163,7 +159,7 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     job, kept = given.job, given.to is OF_INPUT
     to = own_dialect(CheckpointCache().adapter(job.adapters[0].path)) if kept else given.to
     alone = as_named if kept else partial(without_base, to=to)
-    sources = alone(job) if job.base is None else open_sources(job)
+    sources = chosen_of(job, alone(job)) if job.base is None else open_sources(job)
     assert sources.inputs is not None, "it has a base, or one is assumed"
     task = given.written_as(to.of(sources.inputs.names.known))
     read = [f for index in sources.indexes for f in index.files]
@@ -173,8 +169,6 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
-    if task.include:
-        there = [one for one in there if one.place.component in task.include]
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     return task, sources, there, everywhere

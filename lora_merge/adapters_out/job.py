@@ -16,7 +16,8 @@ from ..errors import FitError, UsageError
 from ..job import Adapter, Job, make_job
 from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..options import is_finite, pairs, shown
+from ..models.chosen import parts
+from ..options import OPTIONS, dtype_name, is_finite, pairs, shown
 from ..paths import absolute, expand, is_folder
 from .dialects import dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
@@ -38,6 +39,10 @@ class AdapterJob:
     numbers: Numbers = field(default_factory=Numbers)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    compute_dtype: str | None = None
+    """In which formulas are computed; None: fp64, and fp32 where that loses nothing that the output could hold."""
     format: str = "keep"
     """The dialect in which the result is written; "keep": that of the first adapter."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -57,10 +62,13 @@ class AdapterJob:
 FILES: Final = ("combine", "resize", "average")
 """Commands whose output is a file."""
 
+CHOICE: Final = ("include", "exclude", "compute_dtype")
+"""Options of all commands, each with a meaning of its own for adapters."""
+
 OWN: Final[Mapping[str, Any]] = {
     "method": SUM, "rank": EXACT, "conv_rank": None, "max_rank": None, "rank_for": (), "density": None, "gamma": None,
     "epsilon": None, "t": None, "elect": "sum", "normalise": "count", "agree": None, "scale": 1.0, "seed": 0,
-    "algorithm": FACTORS, "alpha": "rank", "format": "keep",
+    "algorithm": FACTORS, "alpha": "rank", "format": "keep", "include": (), "exclude": (), "compute_dtype": None,
 }  # fmt: skip
 """Option of these commands → default."""
 
@@ -73,6 +81,9 @@ def make_adapter_job(
     common = {name: value for name, value in options.items() if name not in OWN}
     if str(common.get("dtype")) in FORMATS or common.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"--dtype {shown(common.get('dtype'))}", "write --dtype bf16")
+    given |= {name: parts(given[name], f"--{name}") for name in CHOICE[:2] if name in given}
+    if "compute_dtype" in given:
+        given["compute_dtype"] = _computed(given["compute_dtype"])
     own = {**OWN, "alpha": "keep" if command == "resize" else "rank", **given}
     method = SAME_COMBINATION.get(own["method"], own["method"])
     if method not in COMBINATIONS:
@@ -112,7 +123,8 @@ def make_adapter_job(
     recorded = tuple(sorted((name, value) for name, value in given.items() if value != OWN[name]))
     found = None if base is None else expand(base)
     return AdapterJob(
-        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]), to.name, recorded
+        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]),
+        own["include"], own["exclude"], own["compute_dtype"], to.name, recorded,
     )  # fmt: skip
 
 
@@ -123,6 +135,14 @@ def _named(job: Job, command: str, rule: str, folder: Path) -> Job:
     if any(folder / f"{name}.safetensors" == a.path for a in job.adapters):  # of one adapter
         name += f"-{command}"
     return replace(job, output=folder / f"{name}.safetensors")
+
+
+def _computed(value: Any) -> str:
+    """Return the dtype that formulas compute in; UsageError for one in which changes lose digits."""
+    found = dtype_name(value, OPTIONS["compute_dtype"])
+    if found not in ("fp32", "fp64"):
+        raise UsageError(f"an adapter is not computed in {found}", "--compute-dtype", "use fp32 or fp64")
+    return found
 
 
 def _alpha(value: Any) -> str | float:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from threading import local
-from typing import Final
 
 import torch
 
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
-from ..engine.placement import HOST, Placement
+from ..engine.placement import HOST, SINGLE, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
@@ -27,8 +26,6 @@ from .sources import Sources, Target
 from .truncation.factored import STORED_IN_16
 from .truncation.storing import LARGE, SMALL
 from .written import Spelling
-
-SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass
@@ -92,8 +89,13 @@ class Maker:
         return found
 
     def _wanted(self, target: Target) -> Wanted | None:
-        """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64."""
-        if self._is_concatenated(target):
+        """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64. Factors
+        that are decomposed are in fp64, however they were computed."""
+        if self.job.compute_dtype == "fp32":
+            found = self._combined(target, SINGLE)[0]
+            return found and (found if found.whole is not None else replace(
+                found, left=found.factors[0].double(), right=found.factors[1].double()))  # fmt: skip
+        if self.job.compute_dtype is None and self._is_concatenated(target):
             found, columns = self._combined(target, SINGLE)
             if found is not None and found.factors[0].shape[1] == columns and SMALL < found.squares < LARGE:
                 return found

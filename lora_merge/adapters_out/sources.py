@@ -20,11 +20,14 @@ from ..matching.choose import choose
 from ..matching.context import AdapterContext
 from ..matching.incomplete import gaps, incomplete
 from ..matching.patch import Match, PatchPart
+from ..models.chosen import Chosen
+from ..models.module_blocks import network_of
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice, Weight, whole
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
+from ..text import plural
 from .job import AdapterJob
 
 GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
@@ -96,9 +99,33 @@ class Sources:
 def open_sources(job: AdapterJob) -> Sources:
     """Return the weights that the job's adapters change, from headers; errors as for `merge`."""
     opened = CheckpointCache()
-    if job.base is None:
-        return _without_base(job, opened)
-    return on_base(open_inputs(job.inputs, opened, merged=False))
+    found = on_base(open_inputs(job.inputs, opened, merged=False)) if job.base else _without_base(job, opened)
+    return chosen_of(job, found)
+
+
+def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
+    """Return the sources with the weights that `--include` and `--exclude` choose, and a note of how many they leave;
+    without a base, names and networks are those of the modules."""
+    chosen = Chosen(job.include, job.exclude)
+    if not chosen:
+        return sources
+    named = []
+    for target in sources.targets:
+        modules = (target.name, *(u.patch.module.name for u in target.uses))
+        real = sources.inputs if job.base is not None else None
+        named.append((real.names.component(target.key), (target.key,)) if real else (network_of(target.name), modules))
+    labels = {label for label, _ in named}
+    if job.base is not None and sources.inputs:
+        chosen.on_base(sources.inputs.names)
+    else:
+        chosen.by_prefix(labels)
+    chosen.check(labels, "the adapter")
+    kept = tuple(t for t, (label, names) in zip(sources.targets, named, strict=True) if chosen.takes(label, names))
+    if not kept:
+        raise UsageError("no module is chosen", "--include and --exclude", "choose other parts of the model")
+    left = len(sources.targets) - len(kept)
+    note = [f"left out by --include and --exclude: {plural(left, 'weight')}"] if left else []
+    return replace(sources, targets=kept, notes=(*sources.notes, *note))
 
 
 def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) -> Sources:

@@ -96,7 +96,9 @@ def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[st
     parts = any(a.parts for a in job.adapters)
     ruled = given["rank"] != SAME or any(given.get(n) for n in ("conv_rank", "max_rank", "rank_for"))
     other = job.format != "keep"
-    for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format")):
+    computed = job.compute_dtype is not None
+    for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format"),
+                        (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
                              f"leave it out, or average changes: --space {CHANGES}")  # fmt: skip

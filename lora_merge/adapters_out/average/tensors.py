@@ -104,12 +104,25 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         means = Averages(snapshots, weights, betas, cache.fetch, dtype)
         layers = dict(_layers(sources, job, means, cache, this.counted))
         heap, entries = heap_of(job, stack), list[Entry]()
+        unchosen = _unchosen(sources) if job.include or job.exclude else ()
         for name, info in snapshots[0].tensors.items():
+            if name in unchosen:
+                continue
             entries += waiting({name: means.of(info)}, heap).values()
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), (*dict.fromkeys(sources.notes),))
         return made.finish(reader, facts, lambda part: prove(means, reader, part, this.counted), this)
+
+
+def _unchosen(sources: Sources) -> set[str]:
+    """Return the tensors of the first snapshot's modules that change no weight that is averaged."""
+    used = {id(u.patch.module) for t in sources.targets for u in t.uses} | {
+        id(info) for t in sources.targets for _, info, _ in t.values}  # fmt: skip
+    first = sources.adapters[0]
+    kept = {i.name for m in first.modules if id(m) in used for i in (*m.slots.values(), *m.shared.values())}
+    every = {i.name for m in first.modules for i in (*m.slots.values(), *m.shared.values())}
+    return (every | {i.name for i in first.strange}) - kept - {i.name for i in first.strange if id(i) in used}
 
 
 def _configured(snapshots: Sequence[Index]) -> dict[str, str]:

@@ -47,7 +47,6 @@ class Claim(NamedTuple):
     job: AdapterJob
     part: Path
     residual: float  # the largest of a layer
-    partly: bool  # whether it leaves components of the adapter out
 
 
 def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
@@ -57,9 +56,7 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}
-    chosen = [t for t in sources.targets if not claim.partly or t.key in theirs]
-    layers = len(chosen)
-    chosen = chosen[:: max(1, -(-sum(map(_cost, chosen)) // BUDGET))]
+    chosen = sources.targets[:: max(1, -(-sum(map(_cost, sources.targets)) // BUDGET))]
     worst, name, allowed = 0.0, "", 1.01 * claim.residual + SLACK
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
@@ -85,7 +82,7 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
                 where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
             done(_cost(target))
-    return {"ok": True, "layers": layers, "recomputed": len(chosen), "worst_residual": worst,
+    return {"ok": True, "layers": len(sources.targets), "recomputed": len(chosen), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
 
 

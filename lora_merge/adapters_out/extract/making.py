@@ -90,13 +90,15 @@ class Difference:
         return _noise(self.value, self.dtypes)
 
 
-def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
-    """Return tuned − base; None where both are equal. InputError for NaN or infinite numbers."""
+def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
+    """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
+    numbers."""
     dtypes = base.dtypes(pair.place.view) | tuned.dtypes(pair.tuned)
     old, new = base.rows(pair.place.view), tuned.rows(pair.tuned)
     if len(dtypes) == 1 and torch.equal(as_bytes(old), as_bytes(new)):
         return None
-    change = torch.empty(old.shape, dtype=torch.float64 if dtypes & {"F32", "F64"} else torch.float32)
+    wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
+    change = torch.empty(old.shape, dtype=torch.float64 if wide else torch.float32)
     for into, other in pieces(change, new):
         into.copy_(other)
     for into, other in pieces(change, old):

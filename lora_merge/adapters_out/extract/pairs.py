@@ -8,14 +8,12 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ...algorithms import flat
-from ...errors import FitError, UsageError
+from ...errors import FitError
 from ...files.checkpoint import Index
-from ...limits import Pattern, Refused, Steps
+from ...models.chosen import Chosen
 from ...models.names import AVERAGES, Names
-from ...models.strengths import networks
 from ...models.tied_weights import tied
 from ...models.weights import RowSlice, WeightView
-from ...options import REGEX
 from ...text import listed
 from ..dialects import Dialect
 from ..places import Place, places
@@ -52,49 +50,6 @@ class Pairs:
     nameless: tuple[Pair, ...] = ()  # rows that the dialect has no name for: they must be equal in both
 
 
-class Chosen:
-    """The choice of `--include` and `--exclude`: components, or `re:REGEX` of keys of the base."""
-
-    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
-        self.include = [_part(p, "--include") for p in include]
-        self.exclude = [_part(p, "--exclude") for p in exclude]
-
-    def on_base(self, names: Names) -> None:
-        """Put the labels of the base's networks in place of the words for them: te1 and te2 for `te`."""
-        for chosen in (self.include, self.exclude):
-            chosen[:] = [own for p in chosen for own in (networks(p, names) if isinstance(p, str) else [p])]
-
-    def takes(self, place: Place, *, usual: bool = True) -> bool:
-        """Return whether a parameter is compared. `usual`: the answer where `--include` is not given."""
-        if any(_covers(p, place) for p in self.exclude):
-            return False
-        return any(_covers(p, place) for p in self.include) if self.include else usual
-
-    def check(self, there: Sequence[Place]) -> None:
-        """Raise UsageError for a component that no parameter belongs to."""
-        labels = sorted({p.component for p in there})
-        for flag, parts in (("--include", self.include), ("--exclude", self.exclude)):
-            for part in parts:
-                if isinstance(part, str) and part not in labels:
-                    raise UsageError(f"the base has no component {part[:40]!r}", flag,
-                                     f"use one of {', '.join(labels)}, or re:REGEX")  # fmt: skip
-
-
-def _part(text: str, flag: str) -> str | Pattern:
-    if not text.startswith(REGEX):
-        return text
-    try:
-        return Steps().pattern(text.removeprefix(REGEX))
-    except Refused as e:
-        raise UsageError(f"the regular expression is {e}", f"{flag} {text[:80]}", "correct the pattern") from e
-
-
-def _covers(part: str | Pattern, place: Place) -> bool:
-    if isinstance(part, str):
-        return part == place.component
-    return any(part.matches(piece.key, Steps(), anywhere=True) for piece in place.view.row_slices)
-
-
 def paired(
     base: tuple[Index, Names], tuned: tuple[Index, Names], to: Dialect, chosen: Chosen, *, lenient: bool
 ) -> Pairs:
@@ -105,13 +60,13 @@ def paired(
     """
     here = [*places(base[1], to)]
     chosen.on_base(base[1])
-    chosen.check(here)
+    chosen.check({place.component for place in here})
     there = {_key(p): p for p in places(tuned[1], to)}
     twins = _twins(base) | _twins(tuned)
     found, absent, left, notes = [], [], [], []
     for place in here:
         mate = there.pop(_key(place), None)
-        if not _compared(place, base[0]) or not chosen.takes(place, usual=_usual(place)):
+        if not _compared(place, base[0]) or not _taken(place, chosen):
             left += [] if _usual(place) else [place.component]
             continue
         if mate is None:
@@ -124,7 +79,7 @@ def paired(
         found.append(Pair(place, mate.view))
     if absent:
         raise _absent(absent, found)
-    extra = [p for p in there.values() if _compared(p, tuned[0]) and chosen.takes(p, usual=_usual(p))]
+    extra = [p for p in there.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     if extra and not lenient:
         raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
@@ -134,7 +89,7 @@ def paired(
         notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.row_slices[0].key for p in extra), 3)}")
     if left:
         notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
-    rest = [p for p in _nameless(base, here) if _compared(p, base[0]) and chosen.takes(p, usual=_usual(p))]
+    rest = [p for p in _nameless(base, here) if _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:
         notes.append(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}")
@@ -170,6 +125,11 @@ def _same_rows(place: Place, tuned: Index, base: Index) -> bool:
 
 def _key(place: Place) -> tuple[str, str, str]:
     return place.prefix, place.module, place.parameter
+
+
+def _taken(place: Place, chosen: Chosen) -> bool:
+    keys = (piece.key for piece in place.view.row_slices)
+    return chosen.takes(place.component, keys, usual=_usual(place))
 
 
 def _usual(place: Place) -> bool:

@@ -20,6 +20,7 @@ from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
+from ...models.chosen import Chosen
 from ...models.names import Names
 from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
@@ -41,7 +42,7 @@ from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
 from .making import Extractor, Side, difference
-from .pairs import Chosen, Pair, Pairs, paired
+from .pairs import Pair, Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
 
@@ -69,7 +70,7 @@ def opened(task: Extraction) -> Opened:
     check_output(task.job.output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
-    pairs = paired((base, names), (tuned, theirs), to, Chosen(task.include, task.exclude), lenient=lenient)
+    pairs = paired((base, names), (tuned, theirs), to, Chosen(task.job.include, task.job.exclude), lenient=lenient)
     if not pairs.pairs:
         raise UsageError("no weight is compared", "--include and --exclude", "choose other parts of the model")
     if to.folder:
@@ -173,7 +174,7 @@ def _made(
 
     def work(batch: Batch) -> list[Made | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
-        changed = [difference(pair, *sides) for pair in batch]
+        changed = [difference(pair, *sides, task.job.compute_dtype) for pair in batch]
         with decomposing(batch[0].name):
             triples = extractor.together(changed) if len(batch) > 1 and not ranks else [None] * len(batch)
             return [None if c is None else extractor.made(c, ranks.get(c.pair.name), t) or c.pair
@@ -217,7 +218,7 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
 def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in found.pairs.pairs:
-        changed = difference(pair, *sides) if len(pair.place.view.shape) > 1 else None
+        changed = difference(pair, *sides, found.task.job.compute_dtype) if len(pair.place.view.shape) > 1 else None
         if changed is not None:
             yield pair.name, Wanted(None, None, changed.change, 0)
         told(pair.nbytes)

@@ -19,7 +19,7 @@ FORMAT, CHANGES, SKIP, ERROR = "auto", "diff", "skip", "error"
 OTHERS: Final = (CHANGES, SKIP, ERROR)
 """The values of `--others`: what becomes of biases, norms and other vectors that changed."""
 
-OWN: Final[Mapping[str, Any]] = {"others": CHANGES, "include": (), "exclude": (), "format": FORMAT, "factor": -1}
+OWN: Final[Mapping[str, Any]] = {"others": CHANGES, "format": FORMAT, "factor": -1}
 """Option of this command alone → default."""
 
 
@@ -30,8 +30,6 @@ class Extraction:
     job: AdapterJob
     to: Dialect | None  # None: chosen by the architecture
     others: str
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
     factor: int  # of Kronecker products
 
     @property
@@ -61,17 +59,13 @@ def make_extraction(
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
     if not isinstance(own["factor"], int) or not (own["factor"] == -1 or own["factor"] > 0):
         raise UsageError(f"{shown(own['factor'])!r} cannot be the factor", "--factor", "use -1, or 1 and more")
-    parts = {n: (own[n],) if isinstance(own[n], str) else tuple(own[n]) for n in ("include", "exclude")}
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
     if output is None:
         job = replace(job, inputs=replace(job.inputs, output=_named(expand(base), job.adapters[0].path, to)))
-    told = {**own, **parts}
-    recorded = (*job.options, *((n, v) for n, v in sorted(told.items()) if v != OWN[n]))
-    return Extraction(
-        replace(job, options=recorded), to, own["others"], parts["include"], parts["exclude"], own["factor"]
-    )
+    recorded = (*job.options, *((n, v) for n, v in sorted(own.items()) if v != OWN[n]))
+    return Extraction(replace(job, options=recorded), to, own["others"], own["factor"])
 
 
 def _named(base: Path, tuned: Path, to: Dialect | None) -> Path:

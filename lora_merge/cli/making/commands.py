@@ -23,7 +23,8 @@ from .options import OWN
 if TYPE_CHECKING:
     from ...batch.commands import Task
 
-SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "device", "max_memory", "max_vram", "verify")
+SHARED: Final = ("include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device",
+                 "max_memory", "max_vram", "verify")  # fmt: skip
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
@@ -84,9 +85,6 @@ def convert(
         typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.", autocompletion=dialects),
     ] = "keep",
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="COMPONENT", help="Write only these; repeatable.")
-    ] = None,
     **options: Any,
 ) -> None:
     """Write an adapter in the dialect of another program."""
@@ -97,7 +95,7 @@ def convert(
         from ...adapters_out.dialects import KEEP
         from ...batch.commands import Task
 
-        (given,), found = _given([named_adapter(adapter)], {"rank": rank, "include": include, **options})
+        (given,), found = _given([named_adapter(adapter)], {"rank": rank, **options})
         made = make_conversion(given, with_ending(output, file=to not in ("peft", KEEP)), base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
@@ -131,7 +129,7 @@ def average(
     show("average", task, printed)
 
 
-@_takes(*RANKS, "algorithm", "others", "include", "exclude", "factor", "format", "alpha")
+@_takes(*RANKS, "algorithm", "others", "factor", "format", "alpha")
 def extract(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint before the training.")],
     tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The checkpoint after it.")],

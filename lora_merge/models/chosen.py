@@ -1,0 +1,82 @@
+"""The parameters that `--include` and `--exclude` choose: components of a model, or `re:REGEX` of names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from ..errors import UsageError
+from ..limits import Pattern, Refused, Steps
+from ..options import REGEX, a_list, unlike
+from .names import Names
+from .strengths import CALLED, DENOISER, networks
+
+FLAGS: Final = ("--include", "--exclude")
+
+
+class Chosen:
+    """A choice of parameters: those that a part of `include` covers, or all, without those that `exclude` covers."""
+
+    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
+        self.include = [_part(p, FLAGS[0]) for p in include]
+        self.exclude = [_part(p, FLAGS[1]) for p in exclude]
+
+    def __bool__(self) -> bool:
+        return bool(self.include or self.exclude)
+
+    def on_base(self, names: Names) -> None:
+        """Put the labels of the base's networks in place of the words for them: te1 and te2 for `te`."""
+        for chosen in (self.include, self.exclude):
+            chosen[:] = [own for p in chosen for own in (networks(p, names) if isinstance(p, str) else [p])]
+
+    def by_prefix(self, found: Collection[str]) -> None:
+        """Put networks as prefixes of names tell them in place of the words for them; `found`: those that there are."""
+        for chosen in (self.include, self.exclude):
+            chosen[:] = [own for p in chosen for own in (_called(p, found) if isinstance(p, str) else [p])]
+
+    def takes(self, component: str, names: Iterable[str], *, usual: bool = True) -> bool:
+        """Return whether a parameter is chosen; `names`: in which expressions search. `usual`: the answer where
+        `--include` is not given."""
+        names = [*names]
+        if any(_covers(p, component, names) for p in self.exclude):
+            return False
+        return any(_covers(p, component, names) for p in self.include) if self.include else usual
+
+    def check(self, labels: Collection[str], what: str = "the base") -> None:
+        """Raise UsageError for a component that nothing belongs to; `labels`: the components that there are."""
+        for flag, parts in zip(FLAGS, (self.include, self.exclude), strict=True):
+            for part in parts:
+                if isinstance(part, str) and part not in labels:
+                    raise UsageError(f"{what} has no component {part[:40]!r}", flag,
+                                     f"use one of {', '.join(sorted(labels))}, or re:REGEX")  # fmt: skip
+
+
+def parts(value: Any, flag: str) -> tuple[str, ...]:
+    """Return the parts that an option names, one or many; UsageError for what is not text."""
+    found = (value,) if isinstance(value, str) else tuple(a_list(value, flag, "a list of texts"))
+    if wrong := next((p for p in found if not isinstance(p, str) or not p), None):
+        raise unlike(wrong, flag, "a component, or re:REGEX")
+    return found
+
+
+def _called(word: str, found: Collection[str]) -> list[str]:
+    """Return the networks that a word names among those that prefixes tell; the word itself if it names none."""
+    known = CALLED.get(word.lower(), word.lower())
+    same = {*DENOISER, "denoiser", "prior"} if known in (*DENOISER, "denoiser", "prior") else {known}
+    same |= {one for one in found if one.startswith("te")} if known == "te" else {"te"} if known == "te1" else set()
+    return sorted(same.intersection(found)) or [word]
+
+
+def _part(text: str, flag: str) -> str | Pattern:
+    if not text.startswith(REGEX):
+        return text
+    try:
+        return Steps().pattern(text.removeprefix(REGEX))
+    except Refused as e:
+        raise UsageError(f"the regular expression is {e}", f"{flag} {text[:80]}", "correct the pattern") from e
+
+
+def _covers(part: str | Pattern, component: str, names: Iterable[str]) -> bool:
+    if isinstance(part, str):
+        return part == component
+    return any(part.matches(name, Steps(), anywhere=True) for name in names)
