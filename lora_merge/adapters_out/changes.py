@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .sources import Sources, Target
+
+SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..disk.spool import Heap
 from ..dtypes import spoken
-from ..engine.placement import HOST, SINGLE
+from ..engine.placement import HOST
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
@@ -25,7 +25,7 @@ from ..options import pairs, shown
 from ..paths import absolute, is_folder
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
-from .changes import Evaluator, is_plain
+from .changes import SINGLE, Evaluator, is_plain
 from .conversion.assumed import as_named, cache_of, without_base
 from .conversion.kept import Kept, entry, kept
 from .conversion.made import Made

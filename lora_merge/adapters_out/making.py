@@ -13,11 +13,11 @@ import torch
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
-from ..engine.placement import HOST, SINGLE, Placement
+from ..engine.placement import HOST, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
-from .changes import Evaluator, is_plain
+from .changes import SINGLE, Evaluator, is_plain
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
 from .rank_rules import EXACT

@@ -29,6 +29,7 @@ from ..proof.combined import costs_all, together
 from ..proof.recompute import Made, Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
+from ..proof.reference.one_core import one_core
 from .job import AdapterJob
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources, Target
@@ -90,7 +91,7 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
     found, chosen = {}, _chosen(sources, claims.layers)
     told = begin("prove", 8 * sum(_count(part) for _, part in chosen))
-    with ThreadPoolExecutor(1) as pool, Reader([made]) as own:
+    with one_core(), ThreadPoolExecutor(1) as pool, Reader([made]) as own:
         again = PerThread(lambda: Recomputation(facts, reader, pool, full=True))
 
         def work(layer: tuple[Target, Target]) -> tuple[float, float] | None:

@@ -61,7 +61,6 @@ class Placement:
 
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
-SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
 
 def queues(device: torch.device) -> bool:
