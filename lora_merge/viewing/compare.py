@@ -88,8 +88,8 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
 
 def compare_lines(found: Mapping[str, Any], *, blocks: bool = True) -> Iterator[str]:
     """Yield the comparison as text, a line each; `blocks`: with one for each block."""
-    yield line("a", found["a"])
-    yield line("b", found["b"])
+    yield line("A", found["a"])
+    yield line("B", found["b"])
     yield from (_of_models if found["kind"] == "checkpoints" else _of_adapters)(found)
     if blocks and found["kind"] == "checkpoints":
         yield from table((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
@@ -103,9 +103,9 @@ def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
     yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
     for both, count in found["dtypes"].items():
         yield line("dtypes", f"{both}: {count} tensors")
-    for name in ("only_a", "only_b"):
-        if names := found[name]:
-            yield line(name.replace("_", " in "), f"{len(names)}: {', '.join(names[:3])}" + " …" * (len(names) > 3))
+    for name in ("A", "B"):
+        if names := found[f"only_{name.lower()}"]:
+            yield line(f"only in {name}", f"{len(names)}: {', '.join(names[:3])}" + " …" * (len(names) > 3))
     yield from table((name, why) for name, why in found["other_shapes"].items())
     if found["different"]:
         yield line("difference", _difference(found["total"]))

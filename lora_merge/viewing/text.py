@@ -33,7 +33,7 @@ FEW: Final = 12  # values of a list
 
 SECTIONS: Final = frozenset({
     "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
-    "formats", "not_quantised", "alpha_range", "parts", "weights", "sizes", "incomplete", "notes",
+    "undo", "formats", "not_quantised", "alpha_range", "parts", "weights", "sizes", "incomplete", "notes",
 })  # fmt: skip
 """Facts that are printed below the plain ones, or only in JSON."""
 
@@ -54,6 +54,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from _formats(facts)
     for n, one in enumerate(facts.get("merged", ())):
         yield line("merged" if not n else "  before that", of_merge(one))
+    if undo := facts.get("undo"):
+        yield line("undo", cut(undo, 3 * WIDTH))
     yield from _blocks(facts)
     yield from _weights(facts.get("weights", {}))
     yield from _sizes(facts.get("sizes", {}))
@@ -308,4 +310,4 @@ def _text(key: str, value: Any) -> str:
         return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value[:FEW])) + more
     if key == "parameters":
         return size(value, *COUNT)
-    return size(value) if key == "bytes" else cut(str(value), 3 * WIDTH if key == "undo" else WIDTH)
+    return size(value) if key == "bytes" else cut(str(value))

@@ -41,7 +41,9 @@ def number(value: float | None, unit: str = "") -> str:
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3g}" if unit != "%" else f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
+    if unit != "%":
+        return f"{value:g}" if value.is_integer() and abs(value) < 1000 else f"{value:#.3g}".removesuffix(".")
+    return f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
 
 
 def colored(share: float, ramp: Ramp = RAMP) -> Style:
@@ -84,6 +86,8 @@ def heat_map(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator
         shown = range(first, min(first + count, len(found["columns"])))
         yield Text(" " * (wide + GAP) + "".join(f"{n + 1:^{cell}}" for n in shown), "dim")
         for row, label in enumerate(found["rows"]):
+            if not any((row, column) in values for column in shown):
+                continue  # all its cells are in another picture
             line = text(shortened(label, wide).ljust(wide + GAP))
             for column in shown:
                 value = values.get((row, column))

@@ -13,7 +13,7 @@ from ..look import colored, console, grid, has, show, styled, text
 from ..text import put
 
 NAME: Final = 13  # columns of a name in plain lines
-NAMES: Final = ("strength", "effective", "patterns", "changes", "change", "before that")
+NAMES: Final = ("why", "strength", "effective", "patterns", "changes", "change", "before that")
 """Names that stand two columns to the right in plain lines."""
 GAP: Final = 2  # columns between a name and its value
 WIDEST: Final = 200

@@ -39,7 +39,7 @@ function scrolling(name, ...children) {
   const made = element("div", { class: "scroll" }, ...children);
   new ResizeObserver(() => {
     const wide = made.scrollWidth > made.clientWidth + 1;
-    for (const [key, value] of [["tabindex", "0"], ["role", "region"], ["aria-label", name]]) {
+    for (const [key, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", name]]) {
       if (wide) made.setAttribute(key, value); else made.removeAttribute(key);
     }
   }).observe(made);

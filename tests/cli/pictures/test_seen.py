@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from lora_merge.cli.pictures import seen
-from lora_merge.cli.pictures.drawn import RAMP, SHADES, SIGNED, bars, colored, heat_map
+from lora_merge.cli.pictures.drawn import RAMP, SHADES, SIGNED, bars, colored, heat_map, number
 from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_lines
 from lora_merge.viewing.inspect import inspect
@@ -114,6 +114,21 @@ def test_cells_without_a_number_are_dots_and_long_pictures_are_broken() -> None:
     grounds = [s for line in rows for s in line.spans if getattr(s.style, "bgcolor", None)]
     assert len(grounds) == 20
     assert all(f"{n + 1} kind{n}" in " ".join(line.plain for line in told) for n in range(40))
+
+
+def test_a_picture_that_is_broken_shows_the_rows_that_it_has_cells_of() -> None:
+    cells = [{"row": n // 20, "column": n, "values": {"v": 1.0 + n}} for n in range(40)]
+    picture = {"title": "t", "rows": ["first.0", "other.0"], "columns": [f"k{n}" for n in range(40)], "cells": cells,
+               "metrics": [{"key": "v", "title": "v", "unit": ""}]}  # fmt: skip
+    rows = [line.plain.split()[0] for line in heat_map(picture, 78) if re.match(r"(first|other)\.0", line.plain)]
+    assert rows == ["first.0", "other.0", "other.0"]  # of 23 columns, and of 17
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(0.95, "0.950"), (6.0006, "6.00"), (-1.0, "-1"), (12.5, "12.5"), (123.4, "123"), (0.0, "0")]
+)
+def test_numbers_beside_bars_have_three_digits(value: float, told: str) -> None:
+    assert number(value) == told
 
 
 def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() -> None:
