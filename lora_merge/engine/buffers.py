@@ -17,6 +17,7 @@ from ..measure import Measured, Norms
 from .windows import Change, Window
 
 if TYPE_CHECKING:
+    from .measuring.strided import Seen
     from .measuring.watch import Watch
     from .tensors import Held
 
@@ -60,7 +61,7 @@ class Outcome:
     parts: tuple[PartBytes, ...] = ()
     measured: tuple[Measured, ...] = ()  # what was done to the blocks
     held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
-    seen: tuple[Watch, ...] = ()  # what is to be measured of them
+    seen: tuple[Watch | Seen, ...] = ()  # what is to be measured of them
     norms: Norms = field(default_factory=dict)
 
     def __add__(self, other: Outcome) -> Outcome:

@@ -29,7 +29,9 @@ from .devices import device_bytes, device_failed, fallback_device, passed_over, 
 from .fold import separable
 from .measuring.codes import looked, told
 from .measuring.factors import factor_norms
-from .measuring.watch import Looks, Read, Together, Watch, bring, watched
+from .measuring.looks import Looks
+from .measuring.strided import Seen
+from .measuring.watch import Read, Together, Watch, bring, watched
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
@@ -51,7 +53,7 @@ class Folded(NamedTuple):
     """Folded blocks: the merged values, if there is more to do with them, and what was seen of them."""
 
     values: Tensor | None  # codes are to be made of them, or some may be too large for their dtype
-    watch: Watch | None
+    watch: Watch | Seen | None
     looked: Read = tuple
 
 
@@ -82,6 +84,7 @@ class BlockMerger:
         return BlockMerger(
             at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
             saturate=job.on_overflow == "saturate", draw=draws(job.seed) if job.rounding == "stochastic" else None,
+            looks=Looks(runs=job.rounding != "stochastic"),
             fallback_device=fallback_device(job.device, at), host=Room(job.max_memory),
         )  # fmt: skip
 
@@ -184,7 +187,7 @@ class BlockMerger:
             return merged
         values, watch, looked = merged
         if values is not None and group[0].block.target.packed is not None:
-            return self._recoded(group, values, watch, lane)
+            return self._recoded(group, values, watch if isinstance(watch, Watch) else None, lane)
         outcome = Outcome(measured=looked(), seen=() if watch is None or watch.apart else (watch,))
         return outcome if values is None else outcome + self._cut(group, values)
 
@@ -225,9 +228,9 @@ class BlockMerger:
             return Folded(merged, watch)
         if self.draw is not None and one.into.dtype.itemsize < 4:
             merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
-            if watch is not None:
+            if isinstance(watch, Watch):
                 watch.drawn(merged)
-        looked = bring([watch] if watch is not None and watch.apart else [], lane)
+        looked = bring([watch] if isinstance(watch, Watch) and watch.apart else [], lane)
         if merged is base and in_place(group, at):
             return Folded(merged if odd(merged) else None, watch, looked)
         return Folded(None if land(merged, [i.into for i in group], lane) else merged, watch, looked)

@@ -12,7 +12,7 @@ from ..disk.reader import Reader
 from ..disk.spool import Spool
 from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
-from ..measure import Measures
+from ..measure import Measures, checked
 from ..planning.plan import Plan
 from .buffers import Outcome, WindowTask, settled
 from .device.adapters import AdaptersOnDevice
@@ -47,7 +47,9 @@ class WindowMerger:
         if at[0].device.type != "cpu":
             held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, held=held)
-        self.blocks = replace(BlockMerger.of(job, at, tensors, self.pool), staged=2 * unit)
+        merger = BlockMerger.of(job, at, tensors, self.pool)
+        changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
+        self.blocks = replace(merger, staged=2 * unit, looks=replace(merger.looks, checked=changed))
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""

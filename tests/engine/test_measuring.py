@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring.watch import Looks, Watch
+from lora_merge.engine.measuring import strided
+from lora_merge.engine.measuring.looks import Looks
+from lora_merge.engine.measuring.watch import Watch
 from lora_merge.measure import Measured
 
 from ..proof.test_numbers import NAMES, STRENGTHS, assert_same, lora, numbers_of
@@ -46,7 +48,7 @@ def test_every_number_is_what_numpy_says(count: int, method: str, dtype: str, tm
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One number in 16 is looked at, also of small weights."""
-    monkeypatch.setattr(Looks.__init__, "__defaults__", (16, 1))
+    monkeypatch.setattr(Looks.__init__, "__defaults__", (16, 1, False, frozenset()))
     yield
 
 
@@ -73,10 +75,16 @@ def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> Non
     assert every["retained"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_of_blocks_in_a_row_every_fourth_stands_for_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [False, True])
+def test_of_blocks_in_a_row_every_fourth_stands_for_them_all(
+    *, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums stand for every number, whether parts of a weight have many blocks, one, or a short last one."""
     monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
-    monkeypatch.setattr(Looks.__init__, "__defaults__", (8, 1))
+    monkeypatch.setattr(Looks.__init__, "__defaults__", (8, 1, runs, frozenset()))
+    monkeypatch.setattr("lora_merge.engine.fold_window.checked", lambda _: frozenset())
+    for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST", 64)):
+        monkeypatch.setattr(strided, name, size)
     name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
     save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")
     save(

@@ -12,15 +12,15 @@ import torch
 
 import lora_merge
 from lora_merge.engine.measuring import strided
-from lora_merge.engine.measuring.watch import Looks
+from lora_merge.engine.measuring.looks import Looks
 from lora_merge.engine.placement import _stream
 
 from ..pretended_cuda import Pretended, pretended_cuda
-from ..support import rand, save
+from ..support import load, rand, save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
-SIZES = {"a": (384, 320), "b": (300, 331), "small": (16, 40), "c": (512, 256), "wide": (8, 40000)}
+SIZES = {"a": (384, 320), "b": (300, 331), "small": (40, 80), "c": (512, 256), "wide": (8, 40000)}
 
 
 @pytest.fixture
@@ -48,22 +48,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def on_cpu(files: tuple[Path, Path], out: Path, patched: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
     """The numbers of each tensor that a merge on the CPU sees where all rows are looked at."""
     with patched.context() as own:
-        own.setattr(Looks.__init__, "__defaults__", (1, 1))
+        own.setattr(Looks.__init__, "__defaults__", (1, 1, False, frozenset()))
         report = lora_merge.merge(files[0], [(files[1], 0.7)], out, device="cpu", overwrite=True, **options)
     found: dict[str, Any] = report.numbers["tensors"]
     return found
 
 
-@pytest.mark.parametrize("dtype", ["keep", "fp16"])
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "keep"), ("cpu", "fp16"), ("cuda", "keep"), ("cuda", "fp16")])
 def test_sums_of_all_runs_are_exact(
-    dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    *, device: str, dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Where each run is looked at, all numbers are, but for runs that lie across the end of a weight."""
     monkeypatch.setattr(strided, "PERIOD", strided.RUN)
     monkeypatch.setattr(strided, "LEAST", 2 * strided.RUN)
     monkeypatch.setattr(strided, "HELD", 2**17)  # added up while windows are merged, and at their end
-    got = lora_merge.merge(files[0], [(files[1], 0.7)], tmp_path / "got", device="cuda", dtype=dtype).numbers
-    assert cuda.counts["up"]
+    got: dict[str, Any] = {}
+    if device == "cpu":  # in memory, where no proof wants rows
+        options: Any = {"device": "cpu", "dtype": dtype, "numbers": got}
+        lora_merge.merge_state_dict(load(files[0]), [(files[1], 0.7)], **options)
+    else:
+        got |= lora_merge.merge(files[0], [(files[1], 0.7)], tmp_path / "got", device="cuda", dtype=dtype).numbers
+    assert bool(cuda.counts["up"]) is (device == "cuda")
     for name, want in on_cpu(files, tmp_path / "want", monkeypatch, dtype=dtype).items():
         one, near = got["tensors"][name], 0.15 if name == "small.weight" else 0.01
         assert one["of"] == one["elements"] + missing(want, one) == want["of"]
@@ -89,7 +95,7 @@ def test_some_runs_tell_about_as_much(
     for name, one in got.items():
         assert one["of"] == want[name]["of"]
         least = strided.RUN * (one["of"] // strided.PERIOD - 1)
-        assert max(least, 1) <= one["elements"] <= max(2 * one["of"] // 64, 2**11)
+        assert max(least, 1) <= one["elements"] <= max(2 * one["of"] // 64, 2**13)
         assert one["change"] == pytest.approx(want[name]["change"], rel=0.5), name
     assert report.verified is not None
     assert not report.verified["warnings"]

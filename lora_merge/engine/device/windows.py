@@ -23,7 +23,7 @@ from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold_blocks import BlockMerger
 from ..measuring import strided
-from ..measuring.strided import Seen, StridedLooks, added, runs, suits
+from ..measuring.strided import Seen, StridedLooks, runs, suits
 from ..measuring.watch import Read, Watch, bring, watched
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
@@ -60,7 +60,7 @@ class Made(NamedTuple):
     work: Tensor  # their merged numbers, flat
     sizes: list[int]  # how many there are of each
     watches: list[Watch]  # rows of those of which rows are looked at
-    runs: tuple[Tensor, Tensor] | None  # of all, before and after they were folded; None if none are looked at
+    seen: Seen | None  # runs of the others
 
 
 class DeviceWindows:
@@ -207,23 +207,21 @@ class DeviceWindows:
         """Start to add up what was seen of a part, and of earlier ones; return a function for the measures of blocks
         of which rows were seen. Those of the others are kept."""
         read = bring([w for made in found for w in made.watches], lane)
-        seen = [Seen(plan, [f.block for f in m.folds], *m.runs) for m in found if m.runs is not None]
-        rest = self.looks.add(seen, lane)
+        rest = self.looks.add(plan, [made.seen for made in found if made.seen is not None], lane)
 
         def both() -> tuple[Measured, ...]:
-            if rest is not None:
-                self.looks.found.extend(rest())
+            rest()
             return read()
 
         return both
 
     def measured(self, plan: int) -> Iterator[Measured]:
         """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
-        for lane, seen in self.looks.rest():
-            rest = self.blocks.turn(partial(added, seen), DeviceStream(lane.at))
+        for lane, add in self.looks.rest():
+            rest = self.blocks.turn(add, DeviceStream(lane.at))
             if not isinstance(rest, str):
-                self.looks.found.extend(rest())
-        return (one for number, one in self.looks.found if number == plan)
+                rest()
+        return self.looks.of(plan)
 
     def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> Made:
         """Fold blocks of one placement and dtype."""
@@ -238,17 +236,21 @@ class DeviceWindows:
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
         by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
-        before, done, watches = runs(work) if by_runs else None, 0, list[Watch]()
+        before, done, watches = runs(work, strided.PERIOD) if by_runs else None, 0, list[Watch]()
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             looks = None if by_runs and suits(b) else self.blocks.looks
             merged, watch = watched([f.block for f in stack], base, own, looks)
-            watches += [] if watch is None else [watch]
+            watches += [watch] if isinstance(watch, Watch) else []
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        return Made(ordered, work, sizes, watches, None if before is None else (before, runs(work)))
+        seen = None
+        if before is not None:
+            numbers = [f.block.elements if suits(f.block) else 0 for f in ordered]
+            seen = Seen([f.block for f in ordered], numbers, before, runs(work, strided.PERIOD), strided.PERIOD)
+        return Made(ordered, work, sizes, watches, seen)
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..storing.recoding import Codes, NewParts, read_back
 from ..tensors import Fetch
-from .watch import Stored, Watch, same
+from .strided import same
+from .watch import Stored, Watch
 
 if TYPE_CHECKING:
     from ...measure import Measured

@@ -1,23 +1,24 @@
-"""Looks at every so-many-th run of a window's numbers on a device, whatever weights they are of: a few operations for
-many windows, where rows of each block would take a dozen for each block."""
+"""Looks at short runs of numbers, evenly spread, whatever weights they are of: two copies for each block, or on a
+device for a whole window, and a few operations for many blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...measure import Measure, Measured, Share
+from ...planning.plan import OutputTensor
 from ..blocks import Block
 from ..device.placement import brought
 from ..placement import TORCH_DTYPES, DeviceStream
 from .placement import as_stored
-from .watch import same, several
 
-RUN: Final = 64
+RUN: Final = 128
 """The numbers of a run; they lie side by side."""
 
 PERIOD: Final = 256 * RUN
@@ -32,28 +33,49 @@ HELD: Final = 2**21
 ROOM: Final = 256
 """Bytes; adding a number up takes less than 40."""
 
-Read: TypeAlias = Callable[[], list[tuple[int, Measured]]]
-"""Function that returns plans with measures of their tensors, once the lane is settled."""
+Read: TypeAlias = Callable[[], list[tuple[Measured, ...]]]
+"""Function that returns the measures of what was seen, once the lane is settled."""
+
+
+def several(block: Block) -> bool:
+    """Return whether several adapters change a block."""
+    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
+
+
+def same(target: OutputTensor) -> bool:
+    """Return whether the output can hold the numbers of the base as they are."""
+    return target.weight.packing.encoding is target.packing.encoding
 
 
 def suits(block: Block) -> bool:
-    """Return whether runs tell what is done to a block: it holds some, and one adapter changes it."""
-    return block.elements >= LEAST and not several(block)
+    """Return whether runs tell what is done to a block: it holds some, of plain numbers, and one adapter changes it."""
+    return block.elements >= LEAST and block.target.packed is None and not several(block)
 
 
-def runs(work: Tensor) -> Tensor:
-    """Return a copy of the runs [n, RUN] of flat numbers."""
-    whole = len(work) // PERIOD * PERIOD
-    return work.narrow(0, 0, whole).view(-1, PERIOD).narrow(1, 0, RUN).clone()
+def runs(work: Tensor, period: int) -> Tensor:
+    """Return a copy of the runs [n, RUN] of flat numbers, one in so many."""
+    whole = len(work) // period * period
+    return work.narrow(0, 0, whole).view(-1, period).narrow(1, 0, RUN).clone()
 
 
 class Seen(NamedTuple):
     """The runs of some blocks that lie one after another, before and after they are folded."""
 
-    plan: int
-    blocks: Sequence[Block]  # those that runs do not suit are measured otherwise
+    blocks: Sequence[Block]
+    stands_for: Sequence[int]  # how many numbers of its weight those of each block stand for; 0: it is not measured so
     before: Tensor  # [n, RUN]
     after: Tensor
+    period: int  # one run lies in so many numbers
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are kept."""
+        return 2 * self.before.numel()
+
+    @property
+    def apart(self) -> bool:
+        """Whether they are on a device."""
+        return self.before.device.type != "cpu"
 
 
 @dataclass
@@ -61,38 +83,49 @@ class StridedLooks:
     """What the lanes of devices have seen, until it is added up."""
 
     most: int  # numbers that wait on a lane for their sums, if no part has more
-    found: list[tuple[int, Measured]] = field(default_factory=list)
-    _kept: dict[DeviceStream, list[Seen]] = field(default_factory=dict)
+    _found: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan
+    _kept: dict[DeviceStream, list[tuple[int, Seen]]] = field(default_factory=dict)
 
-    def add(self, seen: Sequence[Seen], lane: DeviceStream) -> Read | None:
-        """Keep what a lane has seen; once it is much, start to add it up, and return a function for its result."""
+    def add(self, plan: int, seen: Sequence[Seen], lane: DeviceStream) -> Callable[[], None]:
+        """Keep what a lane has seen; once it is much, start to add it up. Call the result once the lane is settled."""
         kept = self._kept.setdefault(lane, [])
-        kept += seen
-        if sum(one.before.numel() for one in kept) < self.most:
-            return None
+        kept += [(plan, one) for one in seen]
+        if sum(one.numbers for _, one in kept) < self.most:
+            return lambda: None
         self._kept[lane] = []
-        return added(kept, lane)
+        return self._added(kept, lane)
 
-    def rest(self) -> Iterator[tuple[DeviceStream, list[Seen]]]:
-        """Yield each lane with what it has seen and not added up, which is forgotten; nothing may be under way."""
+    def rest(self) -> Iterator[tuple[DeviceStream, Callable[[DeviceStream], Callable[[], None]]]]:
+        """Yield each lane that has seen more, and a function that adds it up as `add` does; nothing is under way."""
         kept, self._kept = self._kept, {}
-        return ((lane, seen) for lane, seen in kept.items() if seen)
+        return ((lane, partial(self._added, seen)) for lane, seen in kept.items() if seen)
+
+    def of(self, plan: int) -> Iterator[Measured]:
+        """Yield the measures of a plan's tensors."""
+        return (one for number, some in self._found if number == plan for one in some)
+
+    def _added(self, kept: Sequence[tuple[int, Seen]], lane: DeviceStream) -> Callable[[], None]:
+        read = added([one for _, one in kept], lane)
+        return lambda: self._found.extend(zip((plan for plan, _ in kept), read(), strict=True))
 
 
 def added(every: Sequence[Seen], lane: DeviceStream) -> Read:
-    """Start to add up the numbers of each run; return a function for the measures of the blocks."""
-    kinds: dict[tuple[torch.dtype, str, bool], list[Seen]] = {}
-    for one in every:
-        target = one.blocks[0].target
+    """Start to add up the numbers of each run; return a function for the measures of the blocks of each."""
+    kinds: dict[tuple[torch.dtype, str, bool], list[int]] = {}
+    for number, one in enumerate(every):
         alike = all(same(b.target) for b in one.blocks)
-        kinds.setdefault((one.before.dtype, target.dtype, alike), []).append(one)
-    sums = [_sums(some, TORCH_DTYPES[dtype], alike=alike) for (_, dtype, alike), some in kinds.items()]
+        kinds.setdefault((one.before.dtype, one.blocks[0].target.dtype, alike), []).append(number)
+    sums = [
+        _sums([every[number] for number in some], TORCH_DTYPES[dtype], alike=alike)
+        for (_, dtype, alike), some in kinds.items()
+    ]
     there = brought(torch.cat(sums, 1), lane, "strided")
-    ordered = [one for some in kinds.values() for one in some]
+    ordered = [number for some in kinds.values() for number in some]
 
-    def read() -> list[tuple[int, Measured]]:
-        parts = there.split_with_sizes([len(one.before) for one in ordered], 1)
-        return [(one.plan, m) for one, part in zip(ordered, parts, strict=True) for m in _measured(one, part)]
+    def read() -> list[tuple[Measured, ...]]:
+        parts = there.split_with_sizes([len(every[number].before) for number in ordered], 1)
+        found, finite = dict(zip(ordered, parts, strict=True)), bool(there.isfinite().all())
+        return [tuple(_measured(one, found[number], finite=finite)) for number, one in enumerate(every)]
 
     return read
 
@@ -105,26 +138,27 @@ def _sums(some: Sequence[Seen], dtype: torch.dtype, *, alike: bool) -> Tensor:
     before, after = (torch.cat([getattr(one, name) for one in some]) for name in ("before", "after"))
     change = after - before
     applied = as_stored(after, dtype) - (before if alike else as_stored(before, dtype))
-    squares = torch.stack((before * before, change * change, applied * change, applied * applied, applied.ne(0)))
-    return torch.cat((squares.sum(2), change.abs().amax(1).unsqueeze(0)))
+    differ = torch.ne(applied, 0, out=torch.empty_like(applied))  # a sum of truth values takes three times as long
+    pairs = (before, before), (change, change), (applied, change), (applied, applied)
+    return torch.stack([*((x * y).sum(1) for x, y in pairs), differ.sum(1), change.abs().amax(1)])
 
 
-def _measured(seen: Seen, sums: Tensor) -> Iterator[Measured]:
+def _measured(seen: Seen, sums: Tensor, *, finite: bool) -> Iterator[Measured]:
     """Yield the measures of blocks from the sums of their runs; runs with numbers that are not finite are left out."""
     end = 0
-    for block in seen.blocks:
+    for block, stands_for in zip(seen.blocks, seen.stands_for, strict=True):
         low, end = end, end + block.elements
-        if not suits(block):
+        if not stands_for:
             continue
-        own = sums[:, -(-low // PERIOD) : (end - RUN) // PERIOD + 1]
-        if not own.isfinite().all():
+        own = sums[:, -(-low // seen.period) : (end - RUN) // seen.period + 1]
+        if not finite:
             own = own[:, own.isfinite().all(0)]
         if looked := RUN * own.shape[1]:
-            scaled = own[:5].sum(1, dtype=torch.float64) * (block.elements / looked)
-            weight, change, kept, applied, changed = scaled.tolist()
-            whole, noise = Share(change, change, kept), max(applied - 2 * kept + change, 0.0)
-            measure = Measure(
-                block.elements, looked, changed, 0, weight, noise, float(own[5].max()), whole,
+            weight, change, kept, applied, changed, _ = own.sum(1, dtype=torch.float64).tolist()
+            scale = stands_for / looked
+            whole = Share(scale * change, scale * change, scale * kept)
+            yield Measured(block.target.name, Measure(
+                stands_for, looked, scale * changed, 0, scale * weight,
+                scale * max(applied - 2 * kept + change, 0.0), float(own[5].max()), whole,
                 {block.slices[0].use.patch.adapter: whole},
-            )  # fmt: skip
-            yield Measured(block.target.name, measure)
+            ))  # fmt: skip

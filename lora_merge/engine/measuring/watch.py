@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ...measure import Checked, Measure, Measured, Share
-from ...planning.plan import OutputTensor
 from ..blocks import Block
 from ..device.placement import brought
 from ..fold import new_weights
 from ..placement import HOST, TORCH_DTYPES, DeviceStream, host
+from .looks import Looks
 from .placement import as_stored, take, workspace
+from .strided import Seen, added, runs, same, several
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
@@ -28,63 +30,6 @@ SUMS: Final = 6
 
 HELD: Final = 2**21
 """The numbers of rows that wait for their sums, until these are made."""
-
-
-COARSE: Final = 4
-"""The factor by which more numbers than usual are looked at where whole tiles of rows are encoded together."""
-
-
-PERIOD: Final = 4
-"""Of so many blocks that the same patches change, one is looked at: each costs a dozen calls, whatever its rows are."""
-
-
-@dataclass(frozen=True)
-class Looks:
-    """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
-
-    every: int = 256
-    least: int = 2**11
-
-    def rows(self, block: Block) -> range:
-        """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
-        share a scale are encoded together."""
-        rows, cols = block.last - block.first, max(block.cols, 1)
-        if block.target.packed is None:
-            blocks = min(self._period, -(-(block.run.high - block.run.low) // block.run.step))
-            count = min(rows, max(-(-self.least // cols), blocks * self._wanted(block) // cols))
-            return range(0, rows // count * count, rows // count)
-        count, group = min(rows, max(-(-self.least // cols), self._wanted(block) // cols)), block.target.row_group
-        return range(min(rows, -(-count // group) * group))
-
-    def stands_for(self, blocks: Sequence[Block]) -> list[int]:
-        """Return how many rows of its weight the looked-at rows of each block stand for; 0 for a block that need not be
-        looked at.
-
-        Rows that are encoded together may be most of a block: then only some of such blocks are looked at, unless
-        several are folded in one call.
-        """
-        if blocks[0].target.packed is None:
-            return [self._until(b) for b in blocks]
-        block = blocks[0]
-        rows, group = block.last - block.first, block.target.row_group
-        if len(blocks) > 1 or group * block.cols <= COARSE * self._wanted(block):
-            return [rows] * len(blocks)
-        period = group * max(self.every // COARSE, 1)
-        at = -(-block.first // period) * period
-        return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
-
-    @property
-    def _period(self) -> int:
-        return min(PERIOD, self.every)
-
-    def _until(self, block: Block) -> int:
-        """Return the rows from a block to the next one of its run that is looked at; 0 if it is not one itself."""
-        period = self._period * block.run.step
-        return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
-
-    def _wanted(self, block: Block) -> int:
-        """Return how many numbers of a block are to be looked at, if all blocks are."""
-        return max(block.elements // self.every, self.least)
 
 
 Nearest: TypeAlias = Callable[[Tensor], Tensor]
@@ -141,6 +86,11 @@ class Watch:
     def several(self) -> bool:
         """Whether the parts of the adapters are to be told apart."""
         return several(self.blocks[0])
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are kept."""
+        return self.work.numel()
 
     def seen(self, adapter: int, merged: Tensor) -> None:
         """Take note of blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
@@ -253,16 +203,6 @@ def look(watch: Watch) -> tuple[Watch, Tensor]:
     return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
 
 
-def several(block: Block) -> bool:
-    """Return whether several adapters change a block."""
-    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
-
-
-def same(target: OutputTensor) -> bool:
-    """Return whether the output can hold the numbers of the base as they are."""
-    return target.weight.packing.encoding is target.packing.encoding
-
-
 def bring(watches: Sequence[Watch], lane: DeviceStream) -> Read:
     """Bring all sums to the host with one transfer."""
     if not watches:
@@ -306,28 +246,44 @@ class Together:
     """Numbers that threads have seen on the host, until the last thread adds them up, in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
-        self._left, self._seen, self._numbers, self._lock = threads, list[Watch](), 0, Lock()
+        self._left, self._seen, self._numbers, self._lock = threads, list[Watch | Seen](), 0, Lock()
 
-    def measured(self, seen: Sequence[Watch]) -> tuple[Measured, ...]:
+    def measured(self, seen: Sequence[Watch | Seen]) -> tuple[Measured, ...]:
         """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
         the last thread."""
         with self._lock:
             self._left -= 1
             self._seen += seen
-            self._numbers += sum(w.work.numel() for w in seen)
+            self._numbers += sum(one.numbers for one in seen)
             if self._left and self._numbers < HELD:
                 return ()
             every, self._seen, self._numbers = self._seen, [], 0
         with torch.no_grad():
-            return bring(every, DeviceStream(HOST))()
+            lane, by_runs = DeviceStream(HOST), [one for one in every if isinstance(one, Seen)]
+            found = bring([one for one in every if isinstance(one, Watch)], lane)()
+            return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
 
 
 def watched(
     blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], looks: Looks | None
-) -> tuple[Tensor, Watch | None]:
+) -> tuple[Tensor, Watch | Seen | None]:
     """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them; nothing without looks."""
+    if looks is not None and stacks and base.device.type == "cpu" and looks.by_runs(blocks):
+        return _by_runs(blocks, base, stacks, looks)
     watch = Watch.of(blocks, base, looks) if looks is not None and base.numel() and stacks else None
     merged = new_weights(blocks, base, stacks, watch if watch is not None and watch.several else None)
     if watch is not None:
         watch.done(merged)
     return merged, watch
+
+
+def _by_runs(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], looks: Looks
+) -> tuple[Tensor, Seen | None]:
+    numbers = [rows * b.cols for rows, b in zip(looks.stands_for(blocks), blocks, strict=True)]
+    if not any(numbers):
+        return new_weights(blocks, base, stacks), None
+    period = looks.period(blocks[0])
+    before = runs(base.view(-1), period)
+    merged = new_weights(blocks, base, stacks)
+    return merged, Seen(blocks, numbers, before, runs(merged.reshape(-1), period), period)

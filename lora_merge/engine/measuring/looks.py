@@ -1,0 +1,80 @@
+"""How many numbers of a block are looked at, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..blocks import Block
+from . import strided
+from .strided import suits
+
+COARSE: Final = 4
+"""The factor by which more numbers than usual are looked at where whole tiles of rows are encoded together."""
+
+
+PERIOD: Final = 4
+"""Of so many blocks that the same patches change, one is looked at: each costs a dozen calls, whatever its rows are."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
+
+    every: int = 256
+    least: int = 2**11
+    runs: bool = True  # whether runs of numbers may be looked at in place of rows
+    checked: frozenset[str] = frozenset()  # weights of which rows are looked at, which another computation can check
+
+    def rows(self, block: Block) -> range:
+        """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
+        share a scale are encoded together."""
+        rows, cols = block.last - block.first, max(block.cols, 1)
+        if block.target.packed is None:
+            count = min(rows, max(-(-self.least // cols), self._others(block) * self._wanted(block) // cols))
+            return range(0, rows // count * count, rows // count)
+        count, group = min(rows, max(-(-self.least // cols), self._wanted(block) // cols)), block.target.row_group
+        return range(min(rows, -(-count // group) * group))
+
+    def by_runs(self, blocks: Sequence[Block]) -> bool:
+        """Return whether runs of these blocks are looked at."""
+        return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)
+
+    def period(self, block: Block) -> int:
+        """Return in how many numbers of a block one run is looked at."""
+        return max(strided.RUN, strided.PERIOD // 256 * self.every // self._others(block))
+
+    def stands_for(self, blocks: Sequence[Block]) -> list[int]:
+        """Return how many rows of its weight the looked-at rows of each block stand for; 0 for a block that need not be
+        looked at.
+
+        Rows that are encoded together may be most of a block: then only some of such blocks are looked at, unless
+        several are folded in one call.
+        """
+        if blocks[0].target.packed is None:
+            return [self._until(b) for b in blocks]
+        block = blocks[0]
+        rows, group = block.last - block.first, block.target.row_group
+        if len(blocks) > 1 or group * block.cols <= COARSE * self._wanted(block):
+            return [rows] * len(blocks)
+        period = group * max(self.every // COARSE, 1)
+        at = -(-block.first // period) * period
+        return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
+
+    @property
+    def _period(self) -> int:
+        return min(PERIOD, self.every)
+
+    def _others(self, block: Block) -> int:
+        """Return for how many blocks of its run a block that is looked at stands, at most."""
+        return min(self._period, -(-(block.run.high - block.run.low) // block.run.step))
+
+    def _until(self, block: Block) -> int:
+        """Return the rows from a block to the next one of its run that is looked at; 0 if it is not one itself."""
+        period = self._period * block.run.step
+        return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
+
+    def _wanted(self, block: Block) -> int:
+        """Return how many numbers of a block are to be looked at, if all blocks are."""
+        return max(block.elements // self.every, self.least)
