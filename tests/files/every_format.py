@@ -22,7 +22,7 @@ from lora_merge.engine.tensors import as_bytes, parts_of
 from lora_merge.files.codecs import CODECS
 from lora_merge.files.codecs.base import CODES, Checkpoint, Encoding, Packing
 from lora_merge.files.codecs.ggml import fresh, ggml
-from lora_merge.files.codecs.ggml_blocks import KINDS
+from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS

@@ -5,14 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.engine import blocks
-from lora_merge.files.codecs import arithmetic
-from lora_merge.files.codecs.base import Encoding, Packing
+from lora_merge.files.codecs import arithmetic, ggml, ggml_blocks, nearest
+from lora_merge.files.codecs.base import CODES, Encoding, Packing
+from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
+from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.plain import plain
 from lora_merge.models.weights import Weight
 from lora_merge.planning.plan import OutputTensor
@@ -67,3 +71,82 @@ def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_na
 def test_the_largest_magnitude_of_each_block(size: int) -> None:
     blocks = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
     assert torch.equal(arithmetic.largest_of_each(blocks), blocks.abs().amax(1))
+
+
+@pytest.mark.parametrize("size", [1, 16, 32])
+def test_the_ends_of_each_block_whatever_their_signs(size: int) -> None:
+    numbers = torch.randn(6, size, generator=torch.Generator().manual_seed(0))
+    blocks = torch.cat([numbers, numbers.abs(), -numbers.abs()])
+    for some in (blocks, blocks.double()):
+        low, high = arithmetic.ends_of_each(some, torch.empty_like(some))
+        assert torch.equal(low, some.amin(1))
+        assert torch.equal(high, some.amax(1))
+
+
+def beside(points: torch.Tensor) -> torch.Tensor:
+    """Numbers, and the next ones on both sides of each."""
+    up, down = (torch.nextafter(points, torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    return torch.cat([points, up, down])
+
+
+def test_codes_of_e2m1_are_the_nearest_with_ties_to_even() -> None:
+    points = torch.arange(-64, 65) / 8
+    levels = torch.cat([beside(points), torch.tensor([-0.0, 1e-30, -1e-30, 1e30, -1e30])])
+    expected = levels.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    assert nearest.e2m1_codes(levels).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 15, 200])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtype: torch.dtype) -> None:
+    ends = torch.linspace(-1.5, 1.25, count)
+    values = torch.cat([beside(ends), torch.tensor([0.0, -0.0, 3e38, -3e38]), torch.linspace(-2, 2, 999)])
+    assert torch.equal(nearest.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
+
+
+@pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(name: str, change: float) -> None:
+    """Also beside blocks of zeros, and of a scale that covers nothing."""
+    kind, made = KINDS[name], torch.Generator().manual_seed(0)
+    values = torch.randn(64 * 256, generator=made)
+    values[:512] = 0
+    raw = ggml_blocks.encode(name, values, torch.zeros(ggml.ggml(name).nbytes(len(values)), dtype=torch.uint8))
+    merged = ggml_blocks.decode(name, raw) + change * torch.randn(len(values), generator=made)
+    old = raw.view(-1, kind.layout.size)
+    every = ggml_blocks._encoded(kind, merged.view(len(old), kind.layout.subs, -1), old, kind.fields(old), None)
+    assert torch.equal(ggml_blocks.encode(name, merged, raw), every.reshape(-1))
+
+
+@pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
+@pytest.mark.parametrize("size", [16, 32])
+def test_blocks_of_fp4_are_the_same_whether_or_not_each_is_looked_at(
+    size: int, change: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.Generator().manual_seed(0)
+    at = Path("f")
+    packing = fp4(
+        Fp4Tensors(
+            StoredTensor("q", "U8", (64, 64), at, 0, 4096),
+            StoredTensor("s", "U8", (64, 128 // size), at, 0, 64 * 128 // size),
+            "",
+            None,
+            fp8_scales=size == 16,
+        )
+    )
+    assert packing is not None
+    encode, parts = (
+        packing.encoding.encode,
+        {CODES: torch.zeros(4096, dtype=torch.uint8), "scale": torch.zeros(64 * 128 // size, dtype=torch.uint8)},
+    )
+    values = torch.randn(64 * 128, generator=made)
+    values[:256] = 0
+    first = encode(values, parts, 0)
+    assert first is not None
+    merged = packing.encoding.decode(first, 0, len(values)).view(-1) + change * torch.randn(len(values), generator=made)
+    found = encode(merged.clone(), first, 0)
+    monkeypatch.setattr(nearest, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
+    every = encode(merged.clone(), first, 0)
+    assert found is not None
+    assert every is not None
+    assert all(torch.equal(found[role], every[role]) for role in found)

@@ -18,7 +18,7 @@ from lora_merge.errors import InputError
 from lora_merge.files import codecs
 from lora_merge.files.codecs import CODECS
 from lora_merge.files.codecs.base import CODES, Checkpoint, Claim, InvalidPart, OutOfRange
-from lora_merge.files.codecs.ggml_blocks import KINDS
+from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart

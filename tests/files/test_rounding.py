@@ -11,7 +11,7 @@ import lora_merge
 from lora_merge.errors import UsageError
 from lora_merge.files.codecs.arithmetic import E2M1
 from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
-from lora_merge.files.codecs.ggml_blocks import IQ4
+from lora_merge.files.codecs.ggml_kinds import IQ4
 from lora_merge.files.codecs.making import NF4
 
 from ..support import Tensors, load, rand, save

@@ -121,20 +121,31 @@ def largest(values: Tensor) -> float:
 
 
 def largest_of_each(blocks: Tensor, room: Tensor | None = None) -> Tensor:
-    """Return the largest magnitude in each row of [n, k]. `room`: memory of the same shape, which is overwritten."""
-    return highest_of_each(torch.abs(blocks, out=room))
+    """Return the largest magnitude in each row of [..., k]. `room`: memory of the same shape, which is overwritten.
+
+    Bits of numbers that are not negative grow with them; the largest whole number is found in a third of the time.
+    """
+    size = torch.abs(blocks, out=room)
+    return size.view(torch.int32).amax(-1).view(torch.float32) if size.dtype == torch.float32 else size.amax(-1)
 
 
-def highest_of_each(numbers: Tensor) -> Tensor:
-    """Return the largest number in each row of [..., k]. Short rows are halved, down to four, in half of the time."""
-    width = numbers.shape[-1]
-    while 4 < width <= SHORT and width % 2 == 0:
-        width //= 2
-        numbers = torch.maximum(numbers[..., :width], numbers[..., width:])
-    return numbers.amax(-1)
+def ends_of_each(blocks: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest number in each row of [..., k]. `room`: memory of the same shape and dtype,
+    which is overwritten.
+
+    The bits of negative numbers are flipped but for the sign, so that whole numbers are in the order of the numbers.
+    """
+    if blocks.dtype != torch.float32:
+        return blocks.amin(-1), blocks.amax(-1)
+    bits, keys = blocks.view(torch.int32), room.view(torch.int32)
+    torch.bitwise_right_shift(bits, 31, out=keys)
+    keys.bitwise_and_(MAGNITUDE).bitwise_xor_(bits)
+    low, high = (k ^ (k >> 31 & MAGNITUDE) for k in (keys.amin(-1), keys.amax(-1)))
+    return low.view(torch.float32), high.view(torch.float32)
 
 
-SHORT: Final = 16
+MAGNITUDE: Final = 0x7FFFFFFF
+"""The bits of fp32 without the sign."""
 
 
 def single(values: Tensor) -> Tensor:

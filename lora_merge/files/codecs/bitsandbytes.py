@@ -70,7 +70,7 @@ class Bnb4(Encoding):
         count = values.numel()
         ragged = -count % self.size
         padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
-        old, largest = self._scale(parts), padded.abs().amax(1).float()
+        old, largest = self._scale(parts), arithmetic.largest_of_each(padded).float()
         ends = parts[MAP].sort().values
         cover = min(1.5 * float(ends[-1]) - 0.5 * float(ends[-2]), 0.5 * float(ends[1]) - 1.5 * float(ends[0]))
         refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)

@@ -79,10 +79,7 @@ class Fp4(Encoding):
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
-        import torch
-
-        from . import arithmetic, draws
-        from .nearest import e2m1_codes
+        from . import arithmetic
 
         count = values.numel()
         if self.measured and not parts[WHOLE].item():
@@ -92,25 +89,43 @@ class Fp4(Encoding):
         if PRE in parts:
             values = (values.view(-1, self.cols) / self._pre(parts).to(values.dtype)).view(-1)
         blocks = values.view(-1, self.size)
-        old, whole = self._scale(parts, count), self._whole(parts)
-        room = torch.empty_like(blocks)
-        largest = arithmetic.largest_of_each(blocks, room)
+        old, stored = self._scale(parts, count), parts[SCALE]
+        codes, rows = _kept(blocks, old, every=self.fresh or DRAW in parts)
+        if rows is None or len(rows):
+            some, before = (blocks, old) if rows is None else (blocks[rows], old[rows])
+            scale = self._refitted(some, before, parts)
+            if scale is None:
+                return None
+            made = self._codes(some, scale, parts)
+            codes = made if rows is None else codes.view(-1, self.size).index_copy_(0, rows, made.view(some.shape))
+            if scale is not before:
+                stored = self._stored(scale if rows is None else old.index_copy(0, rows, scale), parts, count)
+        return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
+
+    def _codes(self, blocks: Tensor, scale: Tensor, parts: Parts) -> Tensor:
+        """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
+        from . import arithmetic, draws
+        from .nearest import e2m1_codes
+
+        levels = _levels(blocks, scale)
+        return e2m1_codes(draws.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels)
+
+    def _refitted(self, blocks: Tensor, old: Tensor, parts: Parts) -> Tensor | None:
+        """Return the scales of blocks: the old ones, the same tensor, where all of them cover the numbers and are not
+        too coarse. None where that of the weight does not cover them; OutOfRange if there is none."""
+        import torch
+
+        from . import arithmetic
+
+        largest, whole = arithmetic.largest_of_each(blocks), self._whole(parts)
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
             if WHOLE not in parts:
                 raise OutOfRange
             return None
         refit = ((largest > old * COVERED) | (largest < old * FINE)) & (largest > 0)
-        scale, stored = old, parts[SCALE]
-        if bool(refit.any()):
-            scale = torch.where(refit, self._fitted(largest.float() / LARGEST, whole), old)
-            made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
-            stored = self._stored(made, parts, count)
-        safe = torch.where(scale > 0, scale, inf).to(values.dtype)  # a block of zeros may have the scale 0
-        levels = torch.div(blocks, safe[:, None], out=room).view(-1)
-        if DRAW in parts:
-            levels = draws.to_table(levels, arithmetic.e2m1(), parts[DRAW])
-        codes = e2m1_codes(levels)
-        return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
+        if not bool(refit.any()):
+            return old
+        return torch.where(refit, self._fitted(largest.float() / LARGEST, whole), old)
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
@@ -152,21 +167,43 @@ class Fp4(Encoding):
         from . import arithmetic
 
         raw = parts[SCALE].view(arithmetic.BYTE)
-        found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
         if self.swizzled:
-            found = found.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
+            raw = raw.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
+        found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
         if not bool((found >= 0).all()):
             raise InvalidPart("a scale is negative or not a number")
         return found * self._whole(parts)
 
-    def _stored(self, made: Tensor, parts: Parts, count: int) -> Tensor:
+    def _stored(self, scale: Tensor, parts: Parts, count: int) -> Tensor:
+        """Return the scales of blocks as they are stored."""
         from . import arithmetic
 
+        whole = self._whole(parts)
+        made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
         if not self.swizzled:
             return made
         found = parts[SCALE].view(arithmetic.BYTE).clone()
         found[arithmetic.swizzle(count // self.cols, self.cols // self.size)] = made
         return found
+
+
+def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Return the numbers of blocks over their scales, flat; a block of zeros may have the scale 0."""
+    import torch
+
+    return (blocks / torch.where(scale > 0, scale, inf).to(blocks.dtype)[:, None]).view(-1)
+
+
+def _kept(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the codes of blocks at their old scales, flat, and the blocks whose scales may not be kept: few, as the
+    codes tell. None for all of them, without codes, where `every` one is to be looked at."""
+    from .nearest import doubtful, marked_e2m1_codes
+
+    if every:
+        return old[:0], None
+    codes = marked_e2m1_codes(_levels(blocks, old))
+    rows = doubtful(codes, blocks.shape[1])
+    return codes.bitwise_and_(15), rows
 
 
 class Fp4Tensors(NamedTuple):
