@@ -63,6 +63,7 @@ class Trained:
     no_scale: bool = False  # whether neither α nor the rank had an effect: the scale is 1
     split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
     has_arguments: bool = False
+    bypass: bool = False  # whether bypass mode was on
     note: str = ""  # for the user, on an unreadable entry that the formula does not need
 
 
@@ -84,7 +85,7 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     no_scale = bypass and _is_dylora(row, given)
     split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
     factor = _factor(row, given, where)
-    return Trained(settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), note)
+    return Trained(settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), bypass, note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:

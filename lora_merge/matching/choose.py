@@ -17,9 +17,12 @@ from ..algorithms.base import expect
 from ..algorithms.boft import BOFT
 from ..algorithms.frod import LAYER
 from ..algorithms.ia3 import IA3, groups_of
+from ..algorithms.lokr import LOKR
+from ..algorithms.lora import LORA
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.oft import DIAG_OFT
 from ..algorithms.peft_oft import PEFT_OFT
+from ..algorithms.tlora import TLORA
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE, spoken
 from ..errors import InputError, ShapeMismatch
@@ -52,6 +55,9 @@ TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
 IN_FLOATS: Final = "export the adapter in fp32, fp16 or bf16 with the program that quantised it"
 
 ROTATIONS: Final = (DIAG_OFT.name, BOFT.name)
+UNLIKE_IN_GROUPS: Final = (LOKR.name, TLORA.name)
+"""Formulas that compute something else in bypass mode where a convolution has groups. LoHa does not, and LoRA turns
+the mode off there (lycoris/modules/{lokr,tlora,loha,locon}.py)."""
 ONLY_IN_BYPASS: Final = (
     "its factors fit {groups} groups of inputs of {shape}, which LyCORIS trains in bypass mode alone, and no metadata "
     "tells of that"
@@ -248,7 +254,11 @@ class _Chooser:
 
     def _check_groups(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """Raise DoesNotFit, or add a remark, where bypass mode changed a convolution that may have groups."""
-        bypassed = self.context.trained(name).turns_bias
+        trained = self.context.trained(name)
+        bypassed = trained.turns_bias
+        decomposed = name == LORA.name and trained.no_magnitude and "magnitude" in self.module.shared
+        if len(shape) > 2 and (decomposed or trained.no_scale or (trained.bypass and name in UNLIKE_IN_GROUPS)):
+            self.remarks.append(MAY_HAVE_GROUPS)
         on_input = self.module.slots.get("on_input")
         if name == IA3.name and on_input is not None and any(self.context.values.numbers(on_input)):
             groups = groups_of(prod(shapes["diff"]), shape)

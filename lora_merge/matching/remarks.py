@@ -31,8 +31,8 @@ KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is not a convolution
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is changed with it; other programs leave the bias"
 MAY_HAVE_GROUPS: Final = (
-    "its rotation mixed the outputs of a convolution in bypass mode; the merge is right if that convolution has one "
-    "group, which no file tells"
+    "LyCORIS trains a convolution with groups in another way in bypass mode; the merge is right if that convolution "
+    "has one group, which no file tells"
 )
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 DYLORA: Final = (

@@ -41,6 +41,11 @@ APART: Final = (
     "two apart"
 )
 
+NO_BIAS: Final = (
+    "{name}: PEFT's forward pass of trained tokens leaves out the bias of the head that is tied to them, its merge "
+    "does not; nor does this one"
+)
+
 
 class AdapterPair:
     """The tied pair of a base, as one adapter uses it. It only answers questions; `separate` makes the changes."""
@@ -51,6 +56,7 @@ class AdapterPair:
         self.tied = None if self.stored else tied
         self._head, self.shared = (tied.head, tied.info.name) if tied else (LM_HEAD, "")
         self.sources = tied.sources if tied else {}
+        self.bias = tied.own_bias if tied else ""
         self.weight = next(iter(self.sources), "")  # name of a new head
         self.own = {key: replace(info, name=key) for key, info in self.sources.items()}
 
@@ -192,6 +198,8 @@ def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, l
     uses, replaced, notes = dict(match.uses), dict(match.replaced), []
     head = next((key for key in match.parted if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
+    if pair.bias and tokens:
+        notes.append(NO_BIAS.format(name=pair.bias))
     if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
         if pair.stored:
             notes.append(f"{head} is tied to {pair.shared}: the trained tokens are those of both")

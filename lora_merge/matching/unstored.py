@@ -7,7 +7,8 @@ be found. They are searched among the base's names, which must be those of its m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
@@ -21,6 +22,7 @@ from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..models.module_order import in_order, tables, type_of
 
+EXPERTS: Final = re.compile(r"experts\.\d+\.")
 AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
 
 
@@ -33,7 +35,7 @@ def unstored(
         return rules, modules
     found = _targets(rules, base)
     why = _doubt(rules, [*found], config)
-    order = None if why else in_order([*found], type_of(config))
+    order = None if why or type_of(config) not in tables() else in_order([*found], type_of(config))
     if order is None:
         raise refuse(rules.kind, why or UNKNOWN_ORDER, AGAIN, rules.fields.where)
     rank = rules.fields.integer("r", 4)
@@ -53,9 +55,28 @@ def _targets(rules: PeftRules, base: Mapping[str, StoredTensor]) -> dict[str, St
     return {
         path: info
         for path, info in paths.items()
-        if len(info.shape) == 2 and 0 not in info.shape and is_layer(rules.fields, path)
+        if len(info.shape) == 2 and 0 not in info.shape and is_layer(rules.fields, path) and _transformed(rules, path)
         and not any(f".{name}." in f".{path}." for name in saved)
     }  # fmt: skip
+
+
+def _transformed(rules: PeftRules, path: str) -> bool:
+    """Return whether `layers_to_transform` lets a layer be trained. The layer's number is the first one behind a name
+    of `layers_pattern`, or, without a pattern, behind two names; a layer that is named in full needs none (PEFT,
+    tuners_utils.py, `check_target_module_exists`)."""
+    chosen, targets = rules.fields.get("layers_to_transform"), rules.fields.get("target_modules")
+    if chosen in (None, []) or isinstance(targets, str) or path in rules.fields.texts("target_modules"):
+        return True
+    parts = path.split(".")
+    numbers = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
+    behind = [next((i for i in numbers if parts[i - 1] == name), 0) for name in _pattern(rules)]
+    at = next(filter(None, behind), 0) if behind else next((i for i in numbers if i > 1), 0)
+    return at > 0 and parts[at] in map(str, chosen if isinstance(chosen, list) else [chosen])
+
+
+def _pattern(rules: PeftRules) -> Sequence[str]:
+    given = rules.fields.get("layers_pattern")
+    return [given] if given and isinstance(given, str) else rules.fields.texts("layers_pattern")
 
 
 def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str:
@@ -64,12 +85,12 @@ def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str
     Every class of a model type has all of its one stack of layers. Only the trained class is sure to have the layers
     outside, such as a head, or a second stack.
     """
-    if type_of(config) not in tables():
-        return UNKNOWN_ORDER
     if not paths or rules.fields.get("target_modules") == "all-linear":
         return "neither its file nor the base's names show which layers it was trained on"
-    if rules.fields.get("layers_to_transform") not in (None, []):
-        return "which layers it was trained on follows from layers_to_transform, which is not known here"
+    if any(EXPERTS.search(path) for path in paths):
+        return "transformers 4 has a layer for each expert, transformers 5 one parameter, and no file says which it was"
+    if not all(name.isidentifier() for name in _pattern(rules)):
+        return "its layers_pattern is no list of names"
     mapping = rules.fields.get("auto_mapping")
     classes = config.get("architectures") or [config.get("_class_name")]
     trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None

@@ -83,6 +83,7 @@ class TiedPair:
     separable: bool  # whether the head can be given a tensor of its own
     key: str = ""  # module name of the head in the base, if it is another one
     stored: str = ""  # the head's own tensor, which some bases store though their configuration ties it
+    own_bias: str = ""  # the tensor that the head's layer adds to its outputs
 
     @property
     def sources(self) -> dict[str, StoredTensor]:
@@ -124,7 +125,8 @@ def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
         table = next((i for k, i in base.items() if embeddings.fullmatch(k)), None) if bias in base else None
         if table is not None:
             shared = base[bias] if shares and f"{head}.bias" not in base else None
-            return TiedPair(table, head, shared, _plain(table))
+            own = bias if shares or bias == f"{head}.bias" else ""
+            return TiedPair(table, head, shared, _plain(table), own_bias=own)
     return None
 
 

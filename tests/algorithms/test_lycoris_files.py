@@ -238,13 +238,13 @@ def test_bypass_mode_is_what_was_trained(algo: str, mode: bool, entry: str, tmp_
 class Convolution(nn.Module):
     """One convolution."""
 
-    def __init__(self, inputs: int, out: int, groups: int) -> None:
+    def __init__(self, inputs: int, out: int, groups: int, kernel: int = 3) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(inputs, out, 3, groups=groups)
+        self.conv = nn.Conv2d(inputs, out, kernel, groups=groups)
 
 
 def in_bypass(
-    path: str, shape: tuple[int, int, int], options: dict[str, Any], told: dict[str, Any], file: Path
+    path: str, shape: tuple[int, ...], options: dict[str, Any], told: dict[str, Any], file: Path
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Write the file of a convolution trained in bypass mode; return its weights before, inputs and its outputs."""
     torch.manual_seed(3)
@@ -260,6 +260,12 @@ def in_bypass(
 
 IA3 = ("ia3.IA3Module", {"train_on_input": True}, {"algo": "ia3", "bypass_mode": "True"})
 BOFT = ("boft.ButterflyOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "boft", "bypass_mode": "True"})
+LOHA = ("loha.LohaModule", {"weight_decompose": True}, {"algo": "loha", "bypass_mode": "True"})
+LOKR = ("lokr.LokrModule", {}, {"algo": "lokr", "bypass_mode": "True"})
+LORA = ("locon.LoConModule", {}, {"algo": "lora", "bypass_mode": "True"})
+DORA = ("locon.LoConModule", {"weight_decompose": True}, {"algo": "lora", "bypass_mode": "True"})
+TLORA = ("tlora.TLoraModule", {}, {"algo": "tlora", "bypass_mode": "True"})
+DYLORA = ("locon.LoConModule", {"lora_dim": 4, "alpha": 4.0}, {"algo": "dylora", "bypass_mode": "True"})
 OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "diag-oft", "bypass_mode": "True"})
 
 
@@ -269,11 +275,14 @@ OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "dia
         *[(IA3, shape, False) for shape in ((8, 12, 2), (12, 12, 3), (8, 8, 8), (4, 8, 4), (8, 12, 1))],
         *[(kind, (8, 16, 1), True) for kind in (BOFT, OFT)],
         (OFT, (8, 16, 2), True),  # no block lies in two groups
+        *[(kind, (8, 16, 1), True) for kind in (LOKR, DYLORA, DORA)],
+        (TLORA, (8, 16, 1, 1), True),
+        *[(kind, (8, 16, 2), False) for kind in (LOHA, LORA)],
     ],
 )
 def test_a_convolution_trained_in_bypass_mode(
     kind: tuple[str, dict[str, Any], dict[str, Any]],
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     noted: bool,  # noqa: FBT001
     tmp_path: Path,
 ) -> None:
@@ -301,7 +310,7 @@ def test_a_convolution_trained_in_bypass_mode(
     ],
 )
 def test_what_no_weight_of_a_convolution_in_groups_holds_is_refused(
-    kind: tuple[str, dict[str, Any], dict[str, Any]], shape: tuple[int, int, int], told: dict[str, Any], why: str,
+    kind: tuple[str, dict[str, Any], dict[str, Any]], shape: tuple[int, ...], told: dict[str, Any], why: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """Blocks across groups mix their outputs; factors for several groups in another mode were trained on another base."""

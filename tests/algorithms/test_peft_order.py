@@ -12,10 +12,14 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 
 import lora_merge
+from lora_merge.adapters.peft.rules import rules
+from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import MergeError
+from lora_merge.matching.unstored import _targets
 from lora_merge.models.module_order import in_order, tables
 from tests.peft_oracle import assert_close, save, train
 
@@ -59,6 +63,29 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tinylora-tied": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 0.6}),
     "tinylora-one": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 1.0, "save_projection": False}),
 }
+
+
+SOME: dict[str, dict[str, Any]] = {
+    "all": {},
+    "one": {"layers_to_transform": 1},
+    "some": {"layers_to_transform": [10, 0, 3]},
+    "named": {"layers_to_transform": [1, 2], "layers_pattern": "layers"},
+    "first of two": {"layers_to_transform": [1], "layers_pattern": ["nothing", "layers"]},
+}
+
+
+@pytest.mark.parametrize("chosen", SOME)
+def test_layers_that_are_not_named_are_those_that_peft_selects(chosen: str) -> None:
+    config = peft.UniLoraConfig(target_modules=["q", "lm_head"], **SOME[chosen])
+    told = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    stacks = ("layers", "model.layers", "a.layers.1.layers", "h", "model.h", "model.layers.0.experts", "m.0.layers")
+    paths = [f"{stack}.{i}.{end}" for stack in stacks for i in (0, 1, 2, 10) for end in ("q", "s.q", "x.q", "other")]
+    source = Path("b")
+    base = {f"{path}.weight": StoredTensor("x", "F32", (2, 2), source, 0, 16) for path in [*paths, "lm_head", "1.q"]}
+    wanted = [key.removesuffix(".weight") for key in base]
+    wanted = [path for path in wanted if check_target_module_exists(config, path) is True]
+    assert list(_targets(rules(told, "adapter_config.json"), base)) == wanted
+    assert wanted
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -141,3 +168,19 @@ def test_layers_that_are_not_named_must_be_known(
     with pytest.raises(MergeError, match=why) as e:
         lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert "save_indices=True" in e.value.fix
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbered_experts_may_be_no_layers_of_the_trained_model(tmp_path: Path) -> None:
+    """transformers 5 has one parameter for them, though its files number them; there PEFT wraps q_proj alone."""
+    small = {**SMALL, "num_hidden_layers": 1, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.Qwen3MoeConfig(**small, num_key_value_heads=1, head_dim=8)
+    base, tuned = train(
+        peft.UniLoraConfig(target_modules=["q_proj", "down_proj"], r=2),
+        model=transformers.Qwen3MoeForCausalLM(config),
+    )
+    save(tuned, tmp_path / "adapter")
+    base.save_pretrained(tmp_path / "base")
+    assert any(".experts.1." in key for key in load_file(tmp_path / "base" / "model.safetensors"))
+    with pytest.raises(MergeError, match="transformers 5 one parameter"):
+        lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")

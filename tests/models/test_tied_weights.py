@@ -161,6 +161,25 @@ def test_heads_of_other_names_are_parted_where_one_end_changes(tmp_path: Path, n
     assert ("stored apart" in _notes(report)) is (case not in TOGETHER)
 
 
+@pytest.mark.parametrize("name", ["bert", "esm"])
+def test_a_bias_that_peft_leaves_out_in_its_forward_pass_is_named(tmp_path: Path, name: str) -> None:
+    """PEFT 0.21.2 computes a head of trained tokens without the bias of its layer. ESM adds its bias outside."""
+    kind, config, sizes, layers = OTHERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
+    bias = model.cls.predictions.bias if name == "bert" else model.lm_head.bias
+    bias.data += torch.randn_like(bias)
+    model.save_pretrained(tmp_path / "base")
+    tuned = _tune(model, ENDS["tokens"](*layers))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = type(model).from_pretrained(tmp_path / "ours").eval()(TOKENS).logits
+    left_out = bias if name == "bert" else 0
+    torch.testing.assert_close(ours, tuned(TOKENS).logits + left_out, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours, tuned.merge_and_unload()(TOKENS).logits, atol=2e-5, rtol=1e-4)
+    assert ("leaves out the bias" in _notes(report)) is (name == "bert")
+
+
 TEXT: dict[str, Any] = dict(
     vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0,
