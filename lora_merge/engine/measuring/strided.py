@@ -27,7 +27,7 @@ PERIOD: Final = 256 * RUN
 LEAST: Final = 2 * PERIOD
 """The numbers of a block that surely holds a whole run, wherever it begins."""
 
-HELD: Final = 2**21
+HELD: Final = 2**22
 """The numbers that wait on a lane for their sums, where the lane's share of the memory has `ROOM` bytes for each."""
 
 ROOM: Final = 256
