@@ -125,3 +125,18 @@ def test_each_strength_has_its_own_numbers(files: tuple[Path, Path], tmp_path: P
     for name, one in whole.items():
         assert one["change"] == pytest.approx(2 * half[name]["change"], rel=1e-3), name
         assert one["elements"] == half[name]["elements"]
+
+
+def test_a_window_costs_few_operations_whatever_it_holds(tmp_path: Path, cuda: Pretended) -> None:
+    """The numbers of a window of many weights cost a device as much as those of one weight."""
+    counts = []
+    for layers in (1, 24):
+        base = {f"m.{n}.weight": rand(512, 256, seed=n) for n in range(layers)}
+        lora = {f"m.{n}.lora_{end}.weight": rand(*size) for n in range(layers) for end, size in (("up", (512, 4)), ("down", (4, 256)))}  # fmt: skip
+        paths = save(base, tmp_path / f"b{layers}"), save(lora, tmp_path / f"a{layers}")
+        cuda.counts.clear()
+        lora_merge.merge(*paths, tmp_path / f"o{layers}", device="cuda", verify=False)
+        counts.append({name: count for name, count in cuda.counts.items() if name.startswith("aten::")})
+    one, many = (sum(found.values()) for found in counts)
+    assert many <= one + 10, counts
+    assert one <= 40, counts
