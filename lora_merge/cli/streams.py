@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.volumes import same
-from ..errors import UsageError, as_resource_error, error_dict
+from ..errors import MergeError, UsageError, as_resource_error, error_dict
 from ..text import CONTROLS, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -176,7 +176,13 @@ class Pictures:
 
     def write(self, found: Callable[[], Any]) -> None:
         """Write all of them about what `found` returns, the JSON that the command prints; warn where that fails."""
-        made = found() if self._files else None
+        if not self._files:
+            return
+        try:
+            made = found()
+        except (OSError, MergeError) as e:  # what it is about is written and proven
+            _unwritten(self._files[0][0].path, e)
+            return
         for file, make in self._files:
             part = file.path.with_name(f".{file.path.name}.{os.getpid()}.part")
             try:
@@ -184,8 +190,13 @@ class Pictures:
                 part.replace(file.path)
             except (OSError, UsageError) as e:
                 part.unlink(missing_ok=True)
-                why, where = getattr(e, "strerror", None) or getattr(e, "what", e), one_line(str(file.path))
-                print(f"warning: the picture could not be written: {why} ({where})", file=sys.stderr)  # noqa: T201
+                _unwritten(file.path, e)
+
+
+def _unwritten(path: Path, error: Exception) -> None:
+    """Warn that a picture could not be written."""
+    why = getattr(error, "strerror", None) or getattr(error, "what", error)
+    print(f"warning: the picture could not be written: {why} ({one_line(str(path))})", file=sys.stderr)  # noqa: T201
 
 
 @contextmanager

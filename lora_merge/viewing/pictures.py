@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from ..adapters.file import group
 from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
+from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
 from .changes import changes
-from .deltas import NOISE, Delta
+from .deltas import NOISE, Delta, Deltas
 
 SHOWN: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts
@@ -55,3 +58,16 @@ def _rank(delta: Delta) -> dict[str, int]:
     values = delta.singular_values()
     known = len(values) > 1 or min(delta.shape) == 1
     return {"rank": int((values > NOISE * values[0]).sum())} if known else {}
+
+
+@undisturbed()
+def made_pictures(path: Path) -> dict[str, dict[str, Any]]:
+    """Return layer → `spectrum` and `histogram` of the change that the adapter at `path` makes, at strength 1. Layers
+    whose formulas read a base have none."""
+    file = group(open_checkpoint(path))
+    found: dict[str, dict[str, Any]] = {}
+    with Reader([file.index]) as reader, torch.no_grad():
+        for module, delta in Deltas(file, reader).each():
+            if delta is not None:
+                found[module.name] = pictures(delta)
+    return found

@@ -204,6 +204,12 @@ def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_pa
     assert code == 0
     layers = json.loads(text)["layers"]
     (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "By block"]
+    (heat_map,) = content(page.read_text(encoding="utf-8"))["heat_maps"]
+    for name, one in heat_map["weights"].items():  # a click on its cell shows what of it was written
+        assert sum(v * v for v in one["spectrum"]) == pytest.approx(
+            layers[name]["norm"] ** 2 * layers[name]["energy"], rel=1e-2
+        )
+        assert one["histogram"]["counts"]
     assert sum(row[1] for row in table["rows"]) == len(layers)
     assert sum(row[2] ** 2 for row in table["rows"]) == pytest.approx(sum(one["norm"] ** 2 for one in layers.values()))
     kept = sum(row[2] ** 2 * row[3] for row in table["rows"])

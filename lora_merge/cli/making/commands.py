@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -21,6 +22,7 @@ from .look import tell
 from .options import OWN
 
 if TYPE_CHECKING:
+    from ...adapters_out.report import AdapterReport
     from ...batch.commands import Task
 
 SHARED: Final = ("include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device",
@@ -208,8 +210,17 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
         done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
         if told is not None:
             told.replace(done.to_json())
-    pictures.write(lambda: asdict(done))
+    pictures.write(lambda: _with_pictures(done) if printed["html"] is not None else asdict(done))
     if printed["json"]:
         put(done.to_json())
         return
     tell(done, DONE[command], quiet=printed["quiet"], verbose=printed["verbose"])
+
+
+def _with_pictures(done: AdapterReport) -> dict[str, Any]:
+    """Return a report with the spectrum and the histogram of each layer that was written."""
+    from ...viewing.pictures import made_pictures
+
+    shown = made_pictures(Path(done.output))
+    layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
+    return {**asdict(done), "layers": layers}
