@@ -22,7 +22,7 @@ from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.factored import of_factors
-from .truncation.storing import apart, apart_from, inner, squares_of, stored
+from .truncation.storing import apart, apart_from, in_range, inner, squares_of, stored
 from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
@@ -127,7 +127,7 @@ def _stacked(changes: Sequence[Change], weights: Sequence[float]) -> tuple[Tenso
     lefts: list[Tensor] = []
     for c, weight in zip(changes, weights, strict=True):
         assert c.left is not None and c.right is not None, "all are factors"
-        scaled = c.left * weight
+        scaled = c.left if weight == 1 else c.left * weight
         same = next((i for i, r in enumerate(rights) if r.shape == c.right.shape and torch.equal(r, c.right)), None)
         if same is None:
             rights.append(c.right)
@@ -255,9 +255,13 @@ class Storage:
             left, right = (one, left @ right) if out <= cols else (left @ right, one)
         alpha = cut.alpha_of(left.shape[1])
         scale = alpha / left.shape[1] if left.shape[1] else 1.0  # rank 0: no change
-        up, down = (left / scale).to(self.dtype), right.to(self.dtype)
         rows = wanted.rows if right is wanted.right else None
-        off = apart(left, right, up.to(left.dtype) * scale, down.to(right.dtype), rows)
+        if (shift := in_range(left, right, scale, self.dtype, rows)) is not None:
+            left, right = left * shift, right / shift[:, None]
+            rows = None if rows is None else rows / shift[:, None] / shift
+        up, down = (left if scale == 1 else left / scale).to(self.dtype), right.to(self.dtype)
+        held = up.to(left.dtype)
+        off = apart(left, right, held if scale == 1 else held.mul_(scale), down.to(right.dtype), rows)
         return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:

@@ -305,3 +305,23 @@ def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -
         work(10, act)
         small, middle, large = (work(n, act) for n in (40, 80, 160))
         assert large - middle < 1.1 * 2 * (middle - small)
+
+
+@pytest.mark.parametrize("alpha", [2.0**-16, 0.003, 4e4])
+def test_an_exact_sum_keeps_its_digits_whatever_the_scale_of_its_inputs(alpha: float, tmp_path: Path) -> None:
+    """In fp16 the left factor alone would hold a few bits of such changes, or none; powers of two are moved to the
+    right one."""
+    one, other = kohya(tmp_path / "a.safetensors", 4, 2.0, 1), kohya(tmp_path / "b.safetensors", 8, 8.0, 100)
+    stored = load_file(one)
+    changed = {k: torch.tensor(alpha) if k.endswith("alpha") else v for k, v in stored.items()}
+    save_file({k: v * 2**-9 if "up" in k else v for k, v in changed.items()}, one)
+    report = lora_merge.combine([one, other], tmp_path / "c.safetensors", dtype="fp16")
+    assert report.residual < 4e-4
+    alone = lora_merge.combine([one], tmp_path / "d.safetensors", dtype="fp16")
+    made, wanted = delta(tmp_path / "d.safetensors"), delta(one)
+    for name, change in wanted.items():
+        assert np.linalg.norm(made[name] - change) < 4e-4 * np.linalg.norm(change), name
+    assert alone.residual < 4e-4
+    files = load_file(one), load_file(other), load_file(tmp_path / "c.safetensors")
+    name = f"lora_unet_{LINEAR}.lora_down.weight"
+    assert files[2][name][4:].equal(files[1][name]), "rows that need no other scale keep their bits"

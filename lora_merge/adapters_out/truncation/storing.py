@@ -17,6 +17,9 @@ FINE: Final = 1e-10
 PIECE: Final = 2**18
 """Numbers of a matrix that are worked at together."""
 
+ROOM: Final = 8.0
+"""By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
+
 SMALL, LARGE = 1e-20, 1e20
 """Bounds of ‖L R‖² between which fp32 holds the squares of all numbers."""
 
@@ -35,15 +38,39 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT.to(dtype), down
 
 
+def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, rows: Tensor | None) -> Tensor | None:
+    """Return powers of two by which columns of L are multiplied, and rows of R divided, so that a narrow dtype holds the
+    digits of both; None where it does already. Only columns that need it are moved: the other rows of R keep their bits.
+
+    `scale`: by which L is divided before it is stored. `rows`: R Rᵀ, where it is known.
+    """
+    known = torch.finfo(dtype)
+    if known.tiny <= torch.finfo(torch.float32).tiny or not left.numel():
+        return None  # of the range of fp32
+    squares = right.square().sum(1) if rows is None else rows.diagonal()
+    one = left.square().sum(0).double().div(len(left)).sqrt() / abs(scale)
+    other = squares.double().div(right.shape[1]).sqrt()
+    bad = (torch.minimum(one, other) < ROOM * known.tiny) | (torch.maximum(one, other) > known.max / ROOM)
+    bad &= (one > 0) & (other > 0)
+    if not bool(bad.any()):
+        return None
+    half = torch.where(bad, (torch.log2(other / one) / 2).round(), torch.zeros_like(one))
+    return torch.exp2(half).to(left.dtype)
+
+
 def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | None = None) -> float:
     """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels.
     `rows`: R Rᵀ, where it is known."""
-    first, second = left - up, right - down
-    if not bool(second.any()):
+    first = left - up
+    if torch.equal(right, down):
+        if first.dtype == torch.float32:  # squares that it cannot hold are nothing beside ‖L R‖² > SMALL
+            return _gram(first, right, rows)
         size = float(first.abs().max()) if first.numel() else 0.0
         first = (first / size).float() if size else first  # nothing cancels: fp32 does
         return size**2 * _gram(first, right.float(), None if rows is None else rows.float()) if size else 0.0
-    return _gram(torch.cat((first, up), 1), torch.cat((right, second), 0))
+    second, rows = right - down, right @ right.mT if rows is None else rows
+    off = (first.mT @ first) * rows + 2 * (first.mT @ up) * (right @ second.mT) + (up.mT @ up) * (second @ second.mT)
+    return max(0.0, float(off.sum(dtype=torch.float64)))
 
 
 def apart_from(whole: Tensor, up: Tensor, down: Tensor, squares: float) -> float:
