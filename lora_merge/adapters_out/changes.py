@@ -85,6 +85,17 @@ class Evaluator:
         made.tensors = PatchTensors(fetch, self.sources.weights)
         return made
 
+    def scaling(self, info: StoredTensor, factor: float) -> Evaluator:
+        """Return an evaluator for which a tensor is multiplied by a number, and rounded to its dtype."""
+
+        def fetch(other: StoredTensor) -> Tensor:
+            value = self.cache.fetch(other)
+            return value if other is not info else (value.double() * factor).to(value.dtype)
+
+        made = Evaluator(self.sources, self.cache, self.at, wide=self.wide)
+        made.tensors = PatchTensors(fetch, self.sources.weights)
+        return made
+
     def forget(self) -> None:
         """Drop the tensors that were read."""
         self.cache.forget()

@@ -25,7 +25,8 @@ def expect_one(components: Iterable[str], what: str) -> None:
     found = sorted({*components})
     if len(found) > 1:
         raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(found)}", "--include",
-                         f"choose one, with convert or extract: --include {found[0]}")  # fmt: skip
+                         f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in found)}"
+                         " -o OTHER")  # fmt: skip
 
 
 def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:

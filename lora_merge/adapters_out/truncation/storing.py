@@ -39,8 +39,8 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, rows: Tensor | None) -> Tensor | None:
-    """Return powers of two by which columns of L are multiplied, and rows of R divided, so that a narrow dtype holds the
-    digits of both; None where it does already. Only columns that need it are moved: the other rows of R keep their bits.
+    """Return powers of two by which columns of L are multiplied, and rows of R divided, so that a narrow dtype holds
+    the digits of both; None where it does already. Rows of R that need none keep their bits.
 
     `scale`: by which L is divided before it is stored. `rows`: R Rᵀ, where it is known.
     """
