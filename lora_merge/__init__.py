@@ -3,8 +3,6 @@
 The names below are loaded on first use, so that `import lora_merge` and `--help` do not wait for torch.
 """
 
-from __future__ import annotations
-
 import os  # nothing more: `__main__` sets the handlers of signals only after this module
 
 from .version import __version__

@@ -237,7 +237,9 @@ class Display:
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
         of = f"{in_units(self.bytes)} of {in_units(jobs.size)}"
-        facts = [of, self._rate(), self._left(share, now), limit] if self.working is not None else ["loading torch"]
+        facts = [of, self._rate(), self._left(share, now), limit]
+        if self.working is None:
+            facts = [f"{interval(now - self.began)} so far", "loading torch"]
         return self._line(f"{self.ended}/{jobs.count} jobs", facts, share, width)
 
     def _line(self, head: str, facts: list[str], share: float | None, width: int, *, beats: bool = True) -> str:

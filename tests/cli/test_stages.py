@@ -6,6 +6,7 @@ import io
 import os
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from lora_merge.cli import stages
 from lora_merge.cli.look import CUT, REFLOWING
 from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
-from lora_merge.progress import APART, Gathered, Step
+from lora_merge.progress import APART, Gathered, Stage, Step
 
 from ..support import kohya, save, sd1
 from .terminal import fcntl, played_here, screen, terminal, termios
@@ -70,6 +71,27 @@ def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     assert "prove" in line(display) and "50% of the proof" in line(display)
     display(Step("prove", "out.safetensors", 30, 60))
     assert "100%" in line(display) and "0:00 left" in line(display)
+
+
+@pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
+@pytest.mark.parametrize("stage", [None, "load", "merge", "make", "flush", "prove"])
+def test_no_line_stands_still_for_a_second_while_nothing_is_reported(jobs: Jobs | None, stage: Stage | None) -> None:
+    display, clock = shown(jobs=jobs)
+    if stage is not None:
+        display(Step(stage, "/o", 5, GIB))
+    seen = []
+    for _ in range(20):
+        clock.now += 0.5
+        display.draw()
+        seen.append(display.drawn)
+    assert all(a != b for a, b in pairwise(seen))
+
+
+@pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
+def test_before_the_first_byte_the_time_is_counted(jobs: Jobs | None) -> None:
+    display, clock = shown(jobs=jobs)
+    clock.now += 65
+    assert "1:05 so far" in display.lines(80)[-1]
 
 
 def test_a_rate_of_a_disk_that_stands_still_falls() -> None:
