@@ -5,8 +5,6 @@ The names below are loaded on first use, so that `import lora_merge` and `--help
 
 import os  # nothing more: `__main__` sets the handlers of signals only after this module
 
-from .version import __version__
-
 TYPE_CHECKING = False  # type checkers take a variable of this name as true
 
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "algorithms")):  # noqa: PTH112, PTH118, PTH120
@@ -29,9 +27,11 @@ if TYPE_CHECKING:
     from .planning.plan import Plan
     from .progress import Step
     from .report import Report
+    from .version import __version__
     from .viewing.facts import Facts
 
 _HOMES = {
+    "__version__": "version",
     "merge": "api",
     "plan": "api",
     "replay": "api",
