@@ -35,7 +35,7 @@ from .options import (
     text,
 )
 from .paths import absolute, expand, is_file, is_folder
-from .text import Shown
+from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
@@ -236,7 +236,7 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")
     if len(strengths) != len(adapters):
-        counts = f"strengths for {len(adapters)} adapters: {len(strengths)}"
+        counts = f"{plural(len(strengths), 'strength')} for {plural(len(adapters), 'adapter')}"
         raise UsageError(counts, "--strength", "give one per adapter, in order")
     return list(zip(adapters, strengths, strict=True))
 

@@ -282,7 +282,8 @@ def _known(name: str) -> None:
         raise UsageError(f"only the command line has the option {name!r}", flag, fix)
     if name not in OPTIONS:
         near = get_close_matches(name, OPTIONS, 1)
-        raise UsageError(f"there is no option {name!r}", flag, f"use one of {', '.join(near or OPTIONS)}")
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
+        raise UsageError(f"there is no option {name!r}", flag, fix)
 
 
 def _value(option: Option, value: Any) -> Any:

@@ -13,7 +13,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_resource_error, error_dict
 from ..process import here
 from ..report import Report
-from ..text import Lines, Shown, html_table
+from ..text import Lines, Shown, html_table, plural
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
@@ -100,7 +100,7 @@ class Reports(list[JobReport]):
         return "\n".join([f"Reports: {head}", *(f"  {report!r}" for report in self)])
 
     def _repr_html_(self) -> str:
-        return html_table(f"{len(self)} jobs", [row for report in self for row in report._facts()])
+        return html_table(plural(len(self), "job"), [row for report in self for row in report._facts()])
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
