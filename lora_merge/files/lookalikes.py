@@ -141,8 +141,9 @@ def missing(path: Path) -> InputError:
         return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
     stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
     for entry in entries(path.parent):
-        stems.setdefault(entry.stem, []).append(entry.name)
-    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
+        if entry.suffix in {*ENDINGS, path.suffix} or entry.is_dir():
+            stems.setdefault(entry.stem, []).append(entry.name)
+    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     if near:
         return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")

@@ -73,7 +73,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
         return why
     if other := _for_pictures(names, unmatched):
-        return f"the adapter is for {other}, the base is {names.architecture}; {OWN_BASE}"
+        return f"the adapter is for {other}, the base is {_one(names.architecture)}; {OWN_BASE}"
     if absent := sorted(set(wanted) - labels):
         return absence(absent, sorted(labels))
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
@@ -160,8 +160,13 @@ def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored:
     return _sentence(described(found, in_adapter), described(own, in_base))
 
 
+def _one(model: str) -> str:
+    """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    return f"a {model}" if model[:1].islower() and model != UNKNOWN else model
+
+
 def _sentence(made_for: str, base: str) -> str:
-    return f"the adapter looks made for {made_for}, the base is {base}; use the base it was trained on"
+    return f"the adapter looks made for {_one(made_for)}, the base is {_one(base)}; use the base it was trained on"
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
@@ -191,7 +196,7 @@ def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) 
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
         )
-    known = title if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
+    known = _one(title) if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
     if near := _known_prefix(unmatched[0]):
         wrong = unmatched[0][: len(near) + 1]
         remark = f"known are names such as {near}…, these begin with {wrong}…"
@@ -243,7 +248,7 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)
     why, fix = _parted(reason)
-    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {names.architecture}")
+    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_one(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",

@@ -143,8 +143,9 @@ def test_the_program_alone_shows_its_help(run: Run) -> None:
 
 
 def test_unrelated_names_are_not_suggested(run: Run) -> None:
+    Path("loraa.txt").write_text("words")
     text = run("base.safetensors", "loraa.safetensors")[1]
-    assert "llm" not in text and "base.safetensors" not in text.partition("fix:")[2]
+    assert "llm" not in text and ".txt" not in text and "base.safetensors" not in text.partition("fix:")[2]
 
 
 def test_arguments_that_cannot_be_taken_are_json_too(run: Run) -> None:
