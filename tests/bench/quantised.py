@@ -28,11 +28,11 @@ LAYERS: Final = {True: 4, False: 20}  # of the language model, with 38 M numbers
 CONFIG: Final = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
 TOLD: Final = 0.2  # seconds beyond those of a tiny merge, below which no ratio is told
 
-FILE: Final = {"fp8_scaled": ".safetensors", "int8": ".safetensors", "mxfp8": ".safetensors", "nvfp4": ".safetensors",
+FILE: Final = {"fp8_scaled": ".safetensors", "fp8_e4m3fn": ".safetensors", "int8": ".safetensors", "mxfp8": ".safetensors", "nvfp4": ".safetensors",
                "q8_0": ".gguf", "q4_k": ".gguf"}  # fmt: skip
 FOLDER: Final = {"fp8_block": "", "nf4": ""}
-KEPT: Final = {"fp8_scaled": 1.5, "fp8_block": 1.5, "nvfp4": 3.0, "q4_k": 3.0}
-MADE: Final = {"fp8_scaled": 2.0, "fp8_block": 2.0}
+KEPT: Final = {"fp8_scaled": 1.5, "fp8_e4m3fn": 1.5, "fp8_block": 1.5, "nvfp4": 3.0, "q4_k": 3.0}
+MADE: Final = {"fp8_scaled": 2.0, "fp8_e4m3fn": 2.0, "fp8_block": 2.0}
 """Format → the most times that plain bf16 takes, for a kept base by the byte, for a new one as a whole."""
 
 

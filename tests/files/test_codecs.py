@@ -18,6 +18,7 @@ from lora_merge.files.codecs.base import CODES, Encoding, Packing
 from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
 from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.plain import plain
+from lora_merge.files.codecs.scaled import Stored, scaled
 from lora_merge.models.weights import Weight
 from lora_merge.planning.plan import OutputTensor
 
@@ -147,6 +148,29 @@ def test_blocks_of_fp4_are_the_same_whether_or_not_each_is_looked_at(
     found = encode(merged.clone(), first, 0)
     monkeypatch.setattr(nearest, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
     every = encode(merged.clone(), first, 0)
+    assert found is not None
+    assert every is not None
+    assert all(torch.equal(found[role], every[role]) for role in found)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.002, 0.05, 1.0, 1e-4])
+def test_blocks_of_fp8_are_the_same_whether_or_not_each_is_looked_at(
+    change: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where numbers become so small that a scale is too coarse."""
+    made, at = torch.Generator().manual_seed(0), Path("f")
+    codes, scale = StoredTensor("q", "F8_E4M3", (256, 200), at, 0, 51200), StoredTensor("s", "F32", (2, 2), at, 0, 16)
+    packing = scaled(Stored(codes, scale, "", block=(128, 128)))
+    assert packing is not None
+    parts = {CODES: torch.zeros(51200, dtype=torch.uint8), "scale": torch.full((4,), 1e-30)}
+    values = torch.randn(51200, generator=made)
+    first = packing.encoding.encode(values, parts, 0)
+    assert first is not None
+    decoded = packing.encoding.decode(first, 0, 51200).view(-1)
+    merged = decoded * change if change == 1e-4 else decoded + change * torch.randn(51200, generator=made)
+    found = packing.encoding.encode(merged.clone(), first, 0)
+    monkeypatch.setattr("lora_merge.files.codecs.scaled.SURE", -1.0)
+    every = packing.encoding.encode(merged.clone(), first, 0)
     assert found is not None
     assert every is not None
     assert all(torch.equal(found[role], every[role]) for role in found)

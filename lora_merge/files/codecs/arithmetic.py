@@ -62,7 +62,7 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
     if raw.device.type == "cpu" and raw.numel() and (last_byte(raw) if last is None else last) < 0x7F:
         signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
         wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
-        return wide.mul_(256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
+        return _times(wide, 256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
     return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 

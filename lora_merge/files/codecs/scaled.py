@@ -30,6 +30,7 @@ SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
 NEARLY_HALF: Final = 0.4  # of a step that a number may lie beyond the last code
+SURE: Final = 0.999  # of a bound, up to which no rounding matters
 COARSE: Final = {True: 2.0**-6, False: 0.8}
 """Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
 anywhere in the range; a whole number is not."""
@@ -76,8 +77,10 @@ class Scaled(Encoding):
         scale = self._scale(parts, count) * self.factor
         if not self.block[0]:
             return arithmetic.from_bytes(parts[CODES], self.dtype, scale)
-        values = arithmetic.from_bytes(parts[CODES], self.dtype)
-        blocks = self._blocks(values)
+        # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
+        step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
+        values = arithmetic.from_bytes(parts[CODES], self.dtype, 1 / step)
+        scale, blocks = scale * step, self._blocks(values)
         if self.zeros:
             blocks = blocks - self._spread(parts[ZERO].float(), count)
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
@@ -102,7 +105,9 @@ class Scaled(Encoding):
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
         blocks = self._blocks(values)
-        low, high = blocks.amin((2, 4)), blocks.amax((2, 4))
+        if (codes := self._kept(blocks, parts, count)) is not None:
+            return {CODES: codes, SCALE: parts[SCALE]}
+        low, high = self._ends(blocks)
         old, found = torch.ones_like(low) if self.fresh else self._scale(parts, count).view(low.shape), {}
         if self.zeros:
             zero = parts[ZERO].view(low.shape).to(low.dtype)
@@ -111,10 +116,39 @@ class Scaled(Encoding):
             levels = blocks / scale.to(values.dtype)[:, :, None, :, None] + zero[:, :, None, :, None]
         else:
             scale = self._fitted(low, high, old)
-            divisor = torch.where(scale > 0, scale, inf).to(values.dtype) * self.factor
-            levels = blocks / divisor[:, :, None, :, None]
+            levels = self._levels(blocks, scale[:, :, None, :, None])
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
+
+    def _kept(self, blocks: Tensor, parts: Parts, count: int) -> Tensor | None:
+        """Return the codes of fp8 at the old scales where the largest level of all shows that these cover the numbers,
+        and the first row of each block that it is not too coarse; None where each block is to be looked at."""
+        if self.fresh or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
+            return None
+        from . import arithmetic
+
+        row = TABLE[self.dtype]
+        levels = self._levels(blocks, self._spread(self._scale(parts, count), count))
+        low, high = float(levels.amin()), float(levels.amax())
+        coarsest = float(arithmetic.largest_of_each(levels[:, :, 0]).min())
+        if max(-low, high) > SURE * row.room or SURE * coarsest < COARSE[True] * row.largest:
+            return None
+        return arithmetic.cut_to_fp8(self._flat(levels, count), self.dtype)
+
+    def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
+        """Return the numbers of blocks over their scales; 0 where a scale is 0."""
+        import torch
+
+        return blocks / (torch.where(scale > 0, scale, inf).to(blocks.dtype) * self.factor)
+
+    def _ends(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest number of each block; for fp8, they may lie further from zero."""
+        from . import arithmetic
+
+        if self.dtype != "I8" and not self.zeros and self.block[0] == 1:
+            size = arithmetic.largest_of_each(blocks[:, :, 0])
+            return -size, size
+        return blocks.amin((2, 4)), blocks.amax((2, 4))
 
     def _drawn(self, levels: Tensor, parts: Parts) -> Tensor:
         """Return the levels, those of stochastic rounding where draws are given."""
