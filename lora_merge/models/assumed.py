@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from ..algorithms import Shape
+from ..errors import AmbiguousName
 from .architectures import Architecture, shipped
 from .architectures.notation import Table, fill
 from .components import ENCODER_IDS, label
 from .forms import FlatForms, filled, form, numbers_in, others
 from .guess import architectures, seen
-from .names import of_the_denoiser, written
+from .names import Names, of_the_denoiser, written
 from .prefixes import DENOISERS, innermost, prefixed
 from .spellings import Component
 
@@ -28,6 +29,9 @@ CANONICAL: Final = ""
 SECOND: Final = "transformer_2"
 OF_KIND: Final = {"clip_l": "clip", "clip_g": "clip", "clip_h": "clip", "t5": "t5_encoder"}
 """Kind of a text encoder → its architecture file."""
+
+Name: TypeAlias = tuple[str, str]
+"""(network, name in it)."""
 
 Forms: TypeAlias = Mapping[str, str]
 """Form of a name that adapters use, with its parameter → form of the tensor's own name."""
@@ -209,3 +213,49 @@ def _check_last(component: Component, table: Table) -> None:
                 alike = {component.shapes[k] for n, k in component.keys.items() if form(n) == form(name) and n != name}
                 if component.shapes[component.keys[name]] in alike or not alike:
                     raise NotTold(f"it does not show which block is the last one, for {name}")
+
+
+def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mapping[str, Name], Mapping[str, Name]]:
+    """Return for each adapter module → name, so that modules of one weight have one name. `a`, `b`: module → the shape
+    of its weight, () where it is not known.
+
+    The names are the adapters' own, flat and without prefixes, where that pairs them all; else those of the model that
+    both are made for, where they tell it and more modules pair.
+    """
+    own = {name: _plain(name) for name in a}, {name: _plain(name) for name in b}
+    if {*own[0].values()} == {*own[1].values()}:
+        return own
+    told = _of_model(a), _of_model(b)
+    return max(own, told, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
+
+
+def _plain(name: str) -> Name:
+    """Return the network and the name in it as all dialects of one layout spell it: flat, without prefixes."""
+    hint, body = list(prefixed(name))[-1]
+    return "" if hint in ("any", *DENOISERS) else hint, body.lower().replace(".", "_")
+
+
+def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
+    """Return module → name in the words of the architecture's file; {} where the adapter does not tell its model."""
+    found = [Change(name, "weight", shape) for name, shape in modules.items()]
+    if not all(modules.values()):
+        return {}
+    try:
+        for architecture in candidates(found):
+            if (named := _named(found, architecture)) is not None:
+                return named
+    except (NotTold, AmbiguousName):
+        return {}
+    return {}
+
+
+def _named(found: Sequence[Change], architecture: Architecture) -> dict[str, Name] | None:
+    """Return module → name in the words of an architecture; None where it is another one."""
+    try:
+        parts = assumed(found, architecture)
+    except OtherModel:
+        return None
+    names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
+    views = {view: (part.label, name) for part in parts for name, view in part.views(CANONICAL).items()}
+    placed = ((change.module, names.find(change.module)) for change in found)
+    return {module: views[view] for module, view in placed if view in views}

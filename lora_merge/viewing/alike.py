@@ -17,16 +17,16 @@ from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..job import make_job
+from ..models.assumed import common_names
 from ..models.blocks import blocks
 from ..models.module_blocks import block_name, in_order
 from ..models.names import names
-from ..models.prefixes import DENOISERS, prefixed
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
 from .adapter import rank_of
 from .changes import changes
-from .deltas import NOISE, Delta, Deltas
+from .deltas import NOISE, Delta, Deltas, shape_of
 
 Spaces: TypeAlias = tuple[Tensor, Tensor] | None
 """Orthonormal bases of a column space and a row space."""
@@ -66,8 +66,8 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
     """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
     for those that take each other back.
 
-    Without a base, modules are found by their names without prefixes. With one, each adapter's changes are those of a
-    merge into it, and one that does not fit it is refused.
+    Without a base, modules are found by their names, in the words of their model where they tell it. With one, each
+    adapter's changes are those of a merge into it, and one that does not fit it is refused.
     """
     files = group(a), group(b)
     pairs = _on_base(a, b, base) if base is not None else _by_name(*files)
@@ -84,8 +84,9 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
             rows.setdefault(block, Alike()).add(one)
             table[name] = one.to_dict()
     told = [f"{len(notes)} modules need a base: name it with --base"] if notes else []
-    if not table and base is None:
-        told.append("no module has the same name in both; if they spell names in other words, give --base")
+    if base is None and only["a"] and only["b"]:
+        which = "not every module" if table else "no module"
+        told.append(f"{which} has the same name in both; if they spell names in other words, give --base")
     by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
@@ -96,20 +97,16 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
 
 def _by_name(a: AdapterFile, b: AdapterFile) -> Iterator[tuple[str, str, Alike | str | None]]:
     """Yield (module, block, sums) of modules in both; "a" or "b" for those in one, None where a base is needed."""
-    others = {_plain(m.name): m for m in b.modules if m.parameter == "weight"}
+    own, far = ([m for m in file.modules if m.parameter == "weight"] for file in (a, b))
+    mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in (own, far)))
+    others = {theirs.get(m.name, ("", m.name)): m for m in far}
     with Reader([a.index, b.index]) as reader, torch.no_grad():
         first, second = Deltas(a, reader), Deltas(b, reader)
-        for module in (m for m in a.modules if m.parameter == "weight"):
-            other = others.pop(_plain(module.name), None)
+        for module in own:
+            other = others.pop(mine.get(module.name, ("", "")), None)
             sums = "a" if other is None else _pair(first.of(module), second.of(other))
             yield module.name, block_name(module.name), sums
         yield from ((m.name, block_name(m.name), "b") for m in others.values())
-
-
-def _plain(name: str) -> tuple[str, str]:
-    """Return the network and the name in it as all dialects of one layout spell it: flat, without prefixes."""
-    hint, body = list(prefixed(name))[-1]
-    return "" if hint in ("any", *DENOISERS) else hint, body.lower().replace(".", "_")
 
 
 def _pair(

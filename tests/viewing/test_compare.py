@@ -183,3 +183,20 @@ def test_a_change_too_large_to_be_measured_is_refused(tmp_path: Path) -> None:
     for act in (lambda: compare(a, a), lambda: inspect(a, weights=True)):
         with pytest.raises(InputError, match="too large"):
             act()
+
+
+def test_adapters_in_the_words_of_two_layouts_are_paired_without_a_base(tmp_path: Path) -> None:
+    """kohya's flat names in the words of the original code, and those of diffusers, as the names tell the model."""
+    blocks = {"input_blocks.1.1": "down_blocks.0.attentions.0", "input_blocks.4.1": "down_blocks.1.attentions.0"}
+    layers = {f"attn{n}.to_{p}": 768 if n == 2 and p in "kv" else 0 for n in (1, 2) for p in "qkv"}
+    native, diffusers = {}, {}
+    for wide, (old, new) in zip((320, 640), blocks.items(), strict=True):
+        for seed, (layer, context) in enumerate(layers.items()):
+            up, down = rand(wide, 2, seed=seed), rand(2, context or wide, seed=seed + 9)
+            flat = f"lora_unet_{old}.transformer_blocks.0.{layer}".replace(".", "_")
+            native |= {f"{flat}.lora_up.weight": up, f"{flat}.lora_down.weight": down}
+            name = f"unet.{new}.transformer_blocks.0.{layer}"
+            diffusers |= {f"{name}.lora_B.weight": up.clone(), f"{name}.lora_A.weight": down.clone()}
+    found = compare(save(native, tmp_path / "a.safetensors"), save(diffusers, tmp_path / "b.safetensors"))
+    assert (found["common"], found["only_a"], found["only_b"], found["notes"]) == (len(native) // 2, [], [], [])
+    assert found["total"]["cosine"] == pytest.approx(1, abs=1e-5)
