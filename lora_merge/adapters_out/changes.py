@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -73,27 +73,10 @@ class Evaluator:
             found.append(joined([p for p in parts if p.adapter == number]))
         return [c.wide() for c in found] if self.wide else found
 
-    def rounding(self, dtype: torch.dtype, some: Sequence[StoredTensor]) -> Evaluator:
-        """Return an evaluator for which some tensors are rounded to a dtype."""
-        rounded = {id(info) for info in some}
-
-        def fetch(info: StoredTensor) -> Tensor:
-            value = self.cache.fetch(info)
-            return value.to(dtype).to(value.dtype) if id(info) in rounded and value.is_floating_point() else value
-
+    def altered(self, alter: Callable[[StoredTensor, Tensor], Tensor]) -> Evaluator:
+        """Return an evaluator that reads every tensor of the adapters as a function gives it."""
         made = Evaluator(self.sources, self.cache, self.at, wide=self.wide)
-        made.tensors = PatchTensors(fetch, self.sources.weights)
-        return made
-
-    def scaling(self, info: StoredTensor, factor: float) -> Evaluator:
-        """Return an evaluator for which a tensor is multiplied by a number, and rounded to its dtype."""
-
-        def fetch(other: StoredTensor) -> Tensor:
-            value = self.cache.fetch(other)
-            return value if other is not info else (value.double() * factor).to(value.dtype)
-
-        made = Evaluator(self.sources, self.cache, self.at, wide=self.wide)
-        made.tensors = PatchTensors(fetch, self.sources.weights)
+        made.tensors = PatchTensors(lambda info: alter(info, self.cache.fetch(info)), self.sources.weights)
         return made
 
     def forget(self) -> None:
@@ -205,3 +188,16 @@ def joined(parts: Sequence[Change]) -> Change:
         return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))
     whole = sum((r * p.dense() for r, p in zip(ratios, parts, strict=True)), torch.zeros_like(parts[0].dense()))
     return Change(one.adapter, one.strength, whole=whole)
+
+
+def change_of(patch: Patch, evaluator: Evaluator) -> Change:
+    """Return the whole change of a patch at strength 1, in its own rows."""
+    rows, cols = patch.view.matrix
+    piece = RowSlice(patch.view.row_slices[0].key, 0, rows, cols)
+    target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
+    return evaluator.changes(target)[0]
+
+
+def whole_change(patch: Patch, evaluator: Evaluator) -> Tensor:
+    """Return that change as a matrix [out, cols]."""
+    return change_of(patch, evaluator).dense()

@@ -127,7 +127,8 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         outcome = Outcome(
             job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
         )
-        notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made))
+        notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made),
+                 *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())
         facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log2
 from typing import Any, Final
 
 import torch
@@ -18,10 +17,11 @@ from ..engine.devices import places
 from ..engine.placement import TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..errors import FitError
-from ..matching.patch import Patch, PatchPart
+from ..matching.patch import Patch
 from ..models.weights import RowSlice
-from .changes import Change, Evaluator, is_plain
+from .changes import Evaluator, change_of, is_plain, whole_change
 from .conversion.made import Made, value_made, vector_ending, whole_made
+from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, shared_out
@@ -81,7 +81,13 @@ class Converter:
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
         product = not self.to.alpha and patch.algorithm in self.to.products and patch.magnitude is None
-        alpha: Mapping[str, Tensor] | None = {} if product and self._holds_strength(share) else self._alpha(share)
+        held = Scales(self.evaluator, self.to)
+        alpha: Mapping[str, Tensor] | None = {} if product and held.strength_in(share) else held.alpha(share)
+        moved = None
+        if alpha is None and not others and share.is_all(place) and self.to.copies and not product:
+            number, kept = held.kept(patch)
+            moved = in_a_factor(share, number, self.evaluator, self._dtype(()))
+            alpha = kept if moved else None
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
@@ -89,6 +95,8 @@ class Converter:
                 self.to.products and not product):  # fmt: skip
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
+        if moved:
+            tensors[str(endings[moved.slot])] = moved.times(tensors[str(endings[moved.slot])])
         if patch.magnitude is not None:
             tensors[self.to.endings["magnitude"]] = self._stored(patch.module.shared["magnitude"]).reshape(
                 _magnitude(patch)
@@ -98,8 +106,11 @@ class Converter:
         if product:
             rank = rank_of({ending: tuple(t.shape) for ending, t in tensors.items()})
             number = patch.numbers.get("scale", 1.0) * share.strength * rank
-        squares, lost = self._rounding(patch)
-        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost), copied=True)
+        squares, lost = (moved.squares, moved.lost) if moved else self._rounding(patch)
+        notes = (IN_A_FACTOR,) if moved else ()
+        return Made(
+            place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
+        )
 
     def _renamed(self, place: Place, shares: Sequence[Share]) -> Made | None:
         """Return a plain LoRA with the factors that are stored; None where a number of them or α has to change."""
@@ -129,40 +140,14 @@ class Converter:
         used = [*patch.module.slots.values(), *([patch.module.shared["magnitude"]] if patch.magnitude else ())]
         if dtype is None or all(_holds(dtype, cache.fetch(info)) for info in used):
             return 0.0, 0.0
-        stored = self._change(patch).dense()
-        rounded = replace(self, evaluator=self.evaluator.rounding(dtype, used))._change(patch).dense()
+        stored = whole_change(patch, self.evaluator)
+        names = {id(info) for info in used}
+
+        def alter(info: StoredTensor, value: Tensor) -> Tensor:
+            return value.to(dtype).to(value.dtype) if id(info) in names and value.is_floating_point() else value
+
+        rounded = whole_change(patch, self.evaluator.altered(alter))
         return float(stored.square().sum()), float((stored - rounded).square().sum())
-
-    def _alpha(self, share: Share) -> Mapping[str, Tensor] | None:
-        """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
-        patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
-        info = patch.module.shared.get("alpha")
-        alpha = None if info is None else self.evaluator.cache.fetch(info).float().reshape(())
-        kept = {} if alpha is None else {self.to.endings.get("alpha", ".alpha"): alpha}
-        if "scale" not in patch.numbers:
-            return kept if share.strength == 1 else None
-
-        def scale(number: float | None) -> float:
-            return float(row.scalars_from(number, patch.shapes, patch.view.shape)["scale"])
-
-        wanted = patch.numbers["scale"] * share.strength
-        if scale(None if alpha is None else float(alpha)) == wanted:
-            return kept
-        one, two = scale(1.0), scale(2.0)
-        power = log2(two / one) if two != one else 0.0
-        if not power or (wanted / one <= 0 and power != 1) or not self._holds_strength(share):
-            return None
-        found = wanted / one if power == 1 else (wanted / one) ** (1 / power)
-        return {self.to.endings.get("alpha", ".alpha"): torch.tensor(found)}
-
-    def _holds_strength(self, share: Share) -> bool:
-        """Return whether the formula at a scale that holds the strength gives the change times the strength."""
-        patch, strength = share.patch, share.strength
-        scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
-        if strength == 1:
-            return True
-        wanted = strength * self._change(patch).dense()
-        return float((self._change(scaled).dense() - wanted).norm()) <= 1e-9 * float(wanted.norm())
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()
@@ -213,7 +198,7 @@ class Converter:
 
     def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
-        changes = [self._change(s.patch) for s in shares]
+        changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
         scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}
         scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
@@ -237,13 +222,6 @@ class Converter:
             else:
                 lefts[same] = lefts[same] + left
         return Wanted(torch.cat(lefts, 1), torch.cat(rights), None, before), scale
-
-    def _change(self, patch: Patch) -> Change:
-        """Return the whole change of a patch, in its own rows."""
-        rows, cols = patch.view.matrix
-        piece = RowSlice(patch.view.row_slices[0].key, 0, rows, cols)
-        target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
-        return self.evaluator.changes(target)[0]
 
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
@@ -276,7 +254,7 @@ class Converter:
         size = place.view.matrix[0]
         total = torch.zeros(size, 1, dtype=torch.float64)
         for s in shares:
-            total += s.strength * _placed(self._change(s.patch).dense(), s, size)
+            total += s.strength * _placed(whole_change(s.patch, self.evaluator), s, size)
         ending = vector_ending(place, self.to)
         change = total.reshape(place.view.shape)
         if ending is None and self.to.whole and not place.bare:

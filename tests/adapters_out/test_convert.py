@@ -203,7 +203,8 @@ def test_peft_loads_the_folder_without_missing_or_unexpected_keys(tmp_path: Path
 def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
     folder: Path, tmp_path: Path, strength: float
 ) -> None:
-    """LoKr and LoHa of PEFT keep α in adapter_config.json; the other dialects store it."""
+    """LoKr and LoHa of PEFT keep α in adapter_config.json; the other dialects store it. LoKr of two whole factors is
+    read without α: a factor holds the scale. LyCORIS loads no module without one."""
     model = folder / "flux.safetensors"
     base = load_file(model)
     layer = "double_blocks.0.img_attn.proj"
@@ -211,16 +212,19 @@ def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
     factors = {
         "LOKR": {"lokr_w1": (4, 4), "lokr_w2_a": (out // 4, 2), "lokr_w2_b": (2, width // 4)},
         "LOHA": {"hada_w1_a": (out, 2), "hada_w1_b": (2, width), "hada_w2_a": (out, 2), "hada_w2_b": (2, width)},
+        "LOKR of whole factors": {"lokr_w1": (4, 4), "lokr_w2": (out // 4, width // 4)},
     }
     for method, shapes in factors.items():
         (source := tmp_path / method).mkdir()
         name = f"base_model.model.{layer}"
         tensors = {f"{name}.{last}": rand(*shape, seed=n) for n, (last, shape) in enumerate(shapes.items())}
         save_file(tensors, source / "adapter_model.safetensors")
-        config = {"peft_type": method, "r": 2, "alpha": 8, "target_modules": ["proj"]}
+        config = {"peft_type": method[:4], "r": 2, "alpha": 8, "target_modules": ["proj"]}
         (source / "adapter_config.json").write_text(json.dumps(config))
         output = tmp_path / f"{method}.safetensors"
-        lora_merge.convert((source, strength), output, to="kohya", base=model)
+        told = lora_merge.convert((source, strength), output, to="kohya", base=model).notes
+        assert any("in one of their factors" in note for note in told) == (method not in ("LOKR", "LOHA"))
+        assert any(key.endswith(".alpha") for key in load_file(output))
         wanted = lora_merge.merge_state_dict(base, [(source, strength)], compute_dtype="fp64")
         check(wanted, lora_merge.merge_state_dict(base, [output], compute_dtype="fp64"), 1e-6)
 
