@@ -67,7 +67,7 @@ class Recomputation:
         self.stored = Stored(reader, plan.base)
         self.outputs: dict[str, Coded] = {}  # merged weights that are not plain numbers, in the written files
         merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
-        self.scales = frozenset(part.info.name for packing in merged for part in packing.parts.values())
+        self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
         self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
         self.rounding = ROUNDING[plan.job.compute_dtype]

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lora_merge
@@ -23,9 +25,10 @@ from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart
 
-from ..support import load, save
-from .every_format import EXAMPLES, ROWS, Weight, weights
-from .quantised_forms import FORMS
+from ..support import load, rand, save
+from . import quantised_forms
+from .every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight, weights
+from .quantised_forms import FORMS, note
 from .test_quantised_bases import NAMES, SIZES, adapter, base, same
 
 
@@ -89,6 +92,41 @@ def test_both_decoders_read_the_same_numbers(name: str) -> None:
         (exact, grid), got = found.proven(), found.decoded().double().numpy()
         want = exact if grid.turn is None else grid.turn(exact)
         assert (np.abs(got - want) <= grid.lost(want) + 2.0**-149).all(), "the smallest number of fp32"
+
+
+def within_half_a_step(found: Weight, values: Tensor) -> None:
+    """Store new numbers, and hold each to the exact one."""
+    made, grid = found.encoded(values).proven()
+    want = values.double().numpy()
+    want = want if grid.turn is None else grid.turn(want)
+    assert (np.abs(made - want) / np.maximum(grid.step(want), 1e-300)).max() <= 0.5 + 1e-4
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMS.keys() - IN_EIGHTS)), rows=st.integers(9, 140), wide=st.integers(1, 5),
+    scale=st.sampled_from([2e-6, 0.02, 50.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_weights_of_any_shape_and_size_are_read_and_written(
+    name: str, rows: int, wide: int, scale: float, seed: int
+) -> None:
+    """As the library reads them, where it stores no rows to fill up; with a block of zeros, and a change of 1 %.
+
+    compressed-tensors reads no zero points of fewer than nine rows.
+    """
+    form, shape = FORMS[name], (rows, 64 * wide)
+    numbers = rand(*shape, seed=seed, scale=scale)
+    numbers[rows // 2, :64] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", shape)
+        layer = form.make(numbers)
+        found, read = Example(layer | note(form), form.config).weight(), form.read
+        if found.shape == shape:
+            want = form.turn(read(layer).double()).reshape(-1)
+            got = form.turn(found.decoded().double().view(shape)).reshape(-1)
+            torch.testing.assert_close(got, want, rtol=1e-5 + form.slack, atol=1e-6 * float(want.abs().max()))
+    values = found.decoded()
+    within_half_a_step(found, values + 0.01 * scale * rand(*values.shape, seed=seed + 1))
 
 
 NAN = {

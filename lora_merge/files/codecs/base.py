@@ -79,6 +79,8 @@ class Encoding:
 
     decode_only: ClassVar[str] = ""
     """The reason why new numbers cannot be stored; "" if they can."""
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Roles of the parts that new numbers never change."""
     afresh: ClassVar[bool] = False
     """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
 
@@ -150,6 +152,12 @@ class Packing(NamedTuple):
     def names(self) -> frozenset[str]:
         """Return the names of all tensors beside the numbers, which a weight of plain numbers does not have."""
         return self.beside.union(part.info.name for part in self.parts.values())
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Return the names of the tensors beside the codes that new numbers may change."""
+        fixed = frozenset[str]() if self.encoding.fresh else self.encoding.fixed
+        return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
 
 
 class Claim(NamedTuple):

@@ -41,6 +41,7 @@ class Bnb4(Encoding):
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
     stochastic: ClassVar[bool] = True
+    fixed: ClassVar[frozenset[str]] = frozenset((MAP, NESTED_MAP))
     afresh: ClassVar[bool] = True
 
     @property

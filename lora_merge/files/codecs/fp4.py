@@ -50,6 +50,7 @@ class Fp4(Encoding):
     inputs: str = ""  # dtype of the factors of the inputs; "" without them
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
+    fixed: ClassVar[frozenset[str]] = frozenset((PRE,))
     afresh: ClassVar[bool] = True
 
     @property
