@@ -159,7 +159,8 @@ class MatchBuilder:
         """Place one module: find its weight and formula and record the patch."""
         if (view := self._seek(module)) is None:
             return
-        if self.pair.as_one(module.name) and self._repeats(module.name):
+        if self.pair.as_one(module.name) and self.places.lacks_head(module.name) and self.places.embeddings_change:
+            self.notes.append(AGAIN.format(name=module.name))
             self._leave_unused(module, COPY)
             self._count(module.where, {self.names.component(view.row_slices[0].key)})
             return
@@ -177,11 +178,13 @@ class MatchBuilder:
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
-    def _repeats(self, name: str, rows: Rows | None = None) -> bool:
-        """Return whether the adapter repeats for the head what it stores for the embeddings; add a note if so."""
-        found = self.places.lacks_head(name) and self.places.embeddings_change(rows)
-        self.notes += [AGAIN.format(name=name)] if found else []
-        return found
+    def _repeat(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
+        """Leave out trained tokens that the adapter stores for the embeddings too; they are equal."""
+        if self.values.same(twin, info):
+            self.notes.append(AGAIN.format(name=name))
+            self.unused[info.name] = COPY
+            return self._count(info.name, {"model"})
+        return self.failures.append(twice(self.path, twin, info))
 
     def _untie(self, name: str, view: WeightView) -> None:
         """Record a module that may change one end of tied embeddings alone."""
@@ -296,9 +299,8 @@ class MatchBuilder:
             view = bare if bare and bare.row_slices[0].key.rpartition(".")[2] == parameter else None
         if value is not None and value.kind != "value":
             self._leave(info, value, view)
-        elif value is not None and value.rows is not None and self._repeats(name, value.rows):
-            self.unused[info.name] = COPY
-            self._count(info.name, {"model"})
+        elif value is not None and value.rows is not None and (twin := self.places.twin(name, value.rows)):
+            self._repeat(info, name, twin)
         elif (view := view or self._of_head(info, name, parameter, rows=bool(value and value.rows))) is None:
             self.unmatched[info.name] = STRANGE
         elif value is not None and value.rows is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 from ..adapters.file import WRAPPED, Module
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS, flat
 from ..algorithms.frod import LAYER
+from ..disk.files import StoredTensor
 from ..errors import MergeError, ShapeMismatch
 from ..models.names import EXPERTS, Names
 from ..models.tied_weights import EMBEDDINGS
@@ -19,7 +21,7 @@ from .context import AdapterContext
 from .orientation import Place
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
-from .tied_heads import AdapterPair
+from .tied_heads import EMBEDDING_NAMES, AdapterPair
 
 
 class Places:
@@ -30,7 +32,7 @@ class Places:
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
-        self._changed: dict[Rows | None, bool] = {}  # trained tokens, None for factors → see below
+        self._twins: dict[Rows, StoredTensor | None] = {}  # trained tokens → see `twin`
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
 
@@ -102,13 +104,22 @@ class Places:
             return whole(self.pair.shared, self.pair.tied.info.shape)
         return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
 
-    def embeddings_change(self, rows: Rows | None) -> bool:
-        """Return whether the adapter has a module on the embeddings, or has trained these tokens of them."""
-        if rows not in self._changed:
-            others = (m.name for m in self._modules) if rows is None else self.pair.trained.get(rows, ())
-            shared = self.embeddings()
-            self._changed[rows] = shared is not None and any(self.look(other) == shared for other in others)
-        return self._changed[rows]
+    @cached_property
+    def embeddings_change(self) -> bool:
+        """Whether the adapter has a module on the embeddings."""
+        shared = self.embeddings()
+        return shared is not None and any(self.look(m.name) == shared for m in self._modules)
+
+    def twin(self, name: str, rows: Rows) -> StoredTensor | None:
+        """Return what the adapter stores for these tokens of the embeddings, if the module is a head or a table that
+        the base does not store: PEFT saves what it ties under all names."""
+        if not (self.pair.is_head(name) or name.rpartition(".")[2] in EMBEDDING_NAMES) or self.look(name) is not None:
+            return None
+        if rows not in self._twins:
+            shared, trained = self.embeddings(), self.pair.trained.get(rows, ())
+            found = (info for other, info in trained if shared is not None and self.look(other) == shared)
+            self._twins[rows] = next(found, None)
+        return self._twins[rows]
 
     def lacks_head(self, name: str) -> bool:
         """Return whether this is the name of a head that the base does not store."""

@@ -86,13 +86,13 @@ class AdapterPair:
         return whole(key, shared.shape)
 
     @cached_property
-    def trained(self) -> Mapping[Rows, Sequence[str]]:
-        """Trained tokens → the modules for which the adapter trained them."""
-        values = (self.context.rules.of(t.name).stored_value(t.name) for t in self.context.adapter.strange)
-        found: dict[Rows, list[str]] = {}
-        for value in values:
+    def trained(self) -> Mapping[Rows, Sequence[tuple[str, StoredTensor]]]:
+        """Trained tokens → the modules for which the adapter trained them, and what it stores for each."""
+        found: dict[Rows, list[tuple[str, StoredTensor]]] = {}
+        for info in self.context.adapter.strange:
+            value = self.context.rules.of(info.name).stored_value(info.name)
             if value and value.rows is not None:
-                found.setdefault(value.rows, []).append(value.target.rpartition(".")[0])
+                found.setdefault(value.rows, []).append((value.target.rpartition(".")[0], info))
         return found
 
     def origin(self, view: WeightView) -> WeightView:

@@ -58,6 +58,6 @@ def _siblings(parts: list[str], parent: str, known: Sequence[Table]) -> list[str
         return parts
     if all(part.isdigit() for part in parts):
         return sorted(parts, key=int)
-    lines = {line for table in known for line in table.get(parent, ())}
+    lines = {line for table in known for line in table.get(parent) or table.get("", ())}  # a class around the model
     orders = {tuple(p for p in line.split() if p in parts) for line in lines if set(parts) <= {*line.split()}}
     return list(orders.pop()) if len(orders) == 1 else None

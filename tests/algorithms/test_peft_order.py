@@ -118,6 +118,15 @@ def test_the_order_is_that_of_named_modules(model: str) -> None:
     assert in_order([], model) == []
 
 
+def test_a_class_around_the_model_lists_what_the_model_lists() -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16}
+    with torch.device("meta"):
+        model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes))
+    names = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert any(".encoder_attn." in name for name in names)
+    assert in_order(sorted(names), "whisper") == names
+
+
 def test_siblings_that_types_of_models_order_differently_have_no_order_of_their_own() -> None:
     names = ["a.self_attn.q_proj", "a.self_attn.v_proj"]
     assert in_order(names, "llama") == names

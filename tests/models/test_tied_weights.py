@@ -161,6 +161,29 @@ def test_heads_of_other_names_are_parted_where_one_end_changes(tmp_path: Path, n
     assert ("stored apart" in _notes(report)) is (case not in TOGETHER)
 
 
+@pytest.mark.parametrize("changed", ["", "lm_head", "decoder.embed_tokens"])
+def test_tokens_that_peft_saves_under_all_names_of_one_table(tmp_path: Path, changed: str) -> None:
+    """PEFT saves them for both stacks of T5 and for its head; another value for one of them is not dropped."""
+    sizes = dict(vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+    model.save_pretrained(tmp_path / "base")
+    tuned = _tune(model, peft.TrainableTokensConfig(token_indices=[9, 5, 2]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = load(file)
+    assert len(stored) == 4
+    if changed:
+        stored[f"base_model.model.{changed}.trainable_tokens_delta"] += 1
+        save_file(stored, file)
+        with pytest.raises(lora_merge.MergeError, match="two tensors claim the same place"):
+            lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+        return
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
+    words = {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
+    torch.testing.assert_close(ours(**words).logits, tuned(**words).logits, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["bert", "esm"])
 def test_a_bias_that_peft_leaves_out_in_its_forward_pass_is_named(tmp_path: Path, name: str) -> None:
     """PEFT 0.21.2 computes a head of trained tokens without the bias of its layer. ESM adds its bias outside."""
