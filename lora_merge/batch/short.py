@@ -22,8 +22,9 @@ LISTS: Final = frozenset(("adapters",))
 """Columns of a table that hold several values, with spaces between them."""
 
 FIRST: Final = """\
+# yaml-language-server: $schema=jobs.schema.json
 # A first jobs file. Run it with:  lora-merge batch {name}
-# Paths are relative to this file. `lora-merge schema jobs` prints every field.
+# Paths are relative to this file. So that an editor completes the fields:  lora-merge schema jobs > jobs.schema.json
 version: 1
 jobs:
   - base: base.safetensors

@@ -13,6 +13,13 @@ from .content import COSINE
 from .page import content
 
 FORMATS: Final = (".png", ".svg", ".pdf")
+LARGE: Final = ("#d9e4fa", "#6390e4", "#12316f")
+"""Colours from the least to the largest number, those of the page in the light."""
+
+SIGNED: Final = ("#d6762a", "#ececec", "#3486d0")
+"""Colours of −1, 0 and 1."""
+
+BAR: Final = "#2458c5"
 MOST: Final = 60  # bars of one picture; the largest are shown
 
 
@@ -55,20 +62,30 @@ def drawable(path: Path) -> None:
 
 
 def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
     metric = found["metrics"][0]
     numbers = [[float("nan")] * len(found["columns"]) for _ in found["rows"]]
     for cell in found["cells"]:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
-    of_cosines = {"cmap": "RdBu", "vmin": -1, "vmax": 1}  # 0 is the middle of the colours, as on a page
-    image = ax.imshow(numbers, aspect="auto", **(of_cosines if metric["unit"] == COSINE else {"cmap": "Blues"}))
+    signed = metric["unit"] == COSINE  # 0 is the middle of the colours, as on a page
+    colours, limits = (SIGNED, {"vmin": -1, "vmax": 1}) if signed else (LARGE, {})
+    image = ax.imshow(numbers, aspect="auto", cmap=LinearSegmentedColormap.from_list("ours", colours), **limits)
     ax.set_xticks(
         range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7
     )
     ax.set_yticks(range(len(found["rows"])), [_text(r) for r in found["rows"]], fontsize=7)
+    for axis, count in ((ax.xaxis, len(found["columns"])), (ax.yaxis, len(found["rows"]))):
+        axis.set_ticks([n - 0.5 for n in range(1, count)], minor=True)
+    ax.grid(which="minor", color="white", linewidth=0.8)
+    ax.tick_params(which="both", length=0)
+    ax.spines[:].set_visible(False)
     ax.xaxis.tick_top()
     ax.set_title(f"{found['title']}: {metric['title']}", fontsize=10, loc="left")
-    figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None)
+    scale = figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None, pad=0.01, aspect=40)
+    scale.outline.set_visible(False)
+    scale.ax.tick_params(labelsize=7)
 
 
 def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
@@ -76,12 +93,18 @@ def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
     if len(rows) > MOST:
         largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST]
         rows = [row for row in rows if row in largest]
-    bars = ax.barh([_text(name) for name, _ in rows], [value for _, value in rows], color="#2458c5")
+    values = [value for _, value in rows]
+    signed = min(values) < 0
+    colours = [SIGNED[0 if value < 0 else -1] if signed else BAR for value in values]
+    bars = ax.barh([_text(name) for name, _ in rows], values, color=colours)
     ax.bar_label(bars, fmt="{:.3%}" if found["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
+    ax.margins(x=0.12, y=0.01)
     ax.invert_yaxis()
-    ax.tick_params(labelsize=7)
+    ax.tick_params(labelsize=7, length=0)
     ax.set_title(found["title"], fontsize=10, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.xaxis.set_visible(False)  # each bar has its number
+    ax.spines[:].set_visible(False)
+    ax.axvline(0, color="#5b6675", linewidth=0.8)
 
 
 def _text(name: str) -> str:
