@@ -68,6 +68,13 @@ class Blocks:
     """Key of the base → its block; "" for a tensor without a block, such as one of a VAE."""
     own: Mapping[str, str] = field(default_factory=dict)
     """The user's presets: name → list of numbers, or the name of another preset."""
+    loose: Callable[[str], bool] = lambda _: False
+    """Whether a tensor of a U-Net is in no block, so that it counts as BASE or as the last; other programs differ."""
+
+    def unnamed(self, value: str) -> frozenset[str]:
+        """Return the blocks that a list does not name, whose weight is 0: those that only the full list has."""
+        short = bool(self.few) and self.own.get(value, value).count(",") + 1 == len(self.few)
+        return frozenset(self.order) - {*self.few} if short else frozenset()
 
     def chosen(self, text: str) -> frozenset[str]:
         """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several joined by +; empty if one is unknown."""
@@ -133,13 +140,13 @@ def blocks(names: Names) -> Blocks:
     main, *others = names.parts or [Component("denoiser", "model", "")]
     has_down = any(body.startswith(("input_blocks.", "down_blocks.")) for body in main.keys)
     if has_down and any(_UNET[1][0].match(body) for body in main.keys):
-        block_of, order = _unet(main)
+        block_of, order, ends = _unet(main)
         few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
         owner = {key: body for body, key in main.keys.items()}
     else:
         owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
         block_of, order = _stacks(main, [*owner.values()])
-        few = ()
+        few, ends = (), lambda _: False
     encoders = {part.label: REST for part in others if part.kind}
     if names.architecture == FLUX:
         encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
@@ -154,11 +161,16 @@ def blocks(names: Names) -> Blocks:
             return "OUT" if _ENDS.match(body) else "IN"
         return block
 
-    return Blocks(order, few, of, names.presets)
+    def loose(key: str) -> bool:
+        body = owner.get(names.without_wrappers(key))
+        return body is not None and ends(body)
+
+    return Blocks(order, few, of, names.presets, loose)
 
 
-def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
-    """Return (function name → block, all blocks) of a U-Net in its authors' layout or in that of diffusers.
+def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...], Callable[[str], bool]]:
+    """Return (function name → block, all blocks, function name → whether it is in none) of a U-Net in its authors'
+    layout or in that of diffusers.
 
     In diffusers' layout, a level of the down path has n layers and then a downsampler, which is a block of its own. A
     level of the up path has n + 1 layers; its upsampler belongs to the last of these.
@@ -185,7 +197,11 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
     found = {inner(body) for body in part.keys} - {"OUT", REST}
     order = (REST, *sorted(b for b in found if b[0] == "I"), "M00", *sorted(b for b in found if b[0] == "O"))
     last = order[-1]
-    return lambda body: last if (block := inner(body)) == "OUT" else block, order
+    return (
+        lambda body: last if (block := inner(body)) == "OUT" else block,
+        order,
+        lambda body: inner(body) in ("OUT", REST),
+    )
 
 
 _LAYERS: Final = ("resnets", "attentions", "motion_modules")

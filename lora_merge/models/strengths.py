@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..job import BLOCKS, Adapter
 from ..limits import STEPS_A_NAME, Refused, Steps
 from ..options import BLOCK_LIST, REGEX
-from ..text import listed
+from ..text import listed, plural
 from .blocks import Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
 from .names import Names
@@ -104,6 +104,23 @@ class Strengths:
             elif self._covers(part, key, component):
                 found *= value
         return found
+
+    def notes(self, keys: Iterable[str]) -> Iterator[str]:
+        """Yield what lists of block weights do to some tensors that this adapter changes, which other programs do
+        otherwise; `keys`: those that it changes."""
+        base, keys = self._blocks, [*keys]
+        for part in (p for p, _ in self._parts if base and p.startswith(BLOCK_LIST)):
+            assert base is not None, "there are block weights"
+            value = part.removeprefix(BLOCK_LIST)
+            if loose := [key for key in keys if base.loose(key)]:
+                yield (
+                    f"lbw={value[:40]}: {plural(len(loose), 'weight')} in no block, such as {loose[0]}: embeddings of "
+                    f"time and labels count as {base.order[0]}, the output as {base.order[-1]}; webui leaves them at 1"
+                )
+            unnamed = base.unnamed(value)
+            if silent := [key for key in keys if base.of(key) in unnamed and not base.loose(key)]:
+                yield (f"lbw={value[:40]}: the list names no {listed(sorted({base.of(k) for k in silent}), 4)}: "
+                       f"{plural(len(silent), 'weight')} of the adapter get 0")  # fmt: skip
 
     def check(self, components: Mapping[str, str]) -> None:
         """Raise UsageError for a part that covers no tensor of the base. `components`: key → component."""

@@ -153,7 +153,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     met = with_meetings(job, matched)
-    return tuple(replace(m, notes=(*m.notes, *_unusual(job, n))) for n, m in enumerate(met))
+    return tuple(replace(m, notes=(*m.notes, *_unusual(job, n), *strengths[n].notes({**m.uses, **m.replaced})))
+                 for n, m in enumerate(met))  # fmt: skip
 
 
 def _unusual(job: Job, number: int) -> Iterator[str]:

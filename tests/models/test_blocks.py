@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from lora_merge.errors import UsageError
+from lora_merge.job import Adapter
+from lora_merge.limits import Steps
 from lora_merge.models.blocks import FEW, Blocks, blocks
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.models.presets import CURVES, PRESETS
+from lora_merge.models.strengths import Strengths
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -214,3 +218,23 @@ def test_a_preset_for_flux_is_for_flux() -> None:
     assert [*blocks_of("native/flux-dev").weights("FLUXALL", "x").values()] == [1.0] * 61
     with pytest.raises(UsageError, match="Flux"):
         blocks_of("native/sd15").weights("FLUXALL", "x")
+
+
+@pytest.mark.parametrize("layout", ["native/sdxl", "diffusers/sdxl"])
+def test_lists_tell_of_weights_in_no_block_and_of_blocks_that_they_do_not_name(layout: str) -> None:
+    """Only of those that the adapter changes, and only of lists: a part that names blocks says itself what it means."""
+    names = names_of(layout)
+    keys = [key for part in names.parts for key in part.keys.values() if key.endswith("weight")]
+    middle = [key for key in keys if blocks(names).of(key) == "M00"]
+    loose = [k for k in keys if re.match(r"time_embed|label_emb|add_embedding|out\.\d|conv_out|conv_norm_out", k)]
+    full = "lbw:" + ",".join(["1"] * 20)
+    short = "lbw:" + ",".join(["1"] * 12)
+
+    def told(part: str, changed: list[str]) -> list[str]:
+        return [*Strengths(Adapter(Path("a"), 1.0, ((part, 1.0),)), names, Steps()).notes(changed)]
+
+    assert not told(full, middle) and not told(short, middle) and not told("IN04", keys)
+    (note,) = told(full, keys)
+    assert f"{len(loose)} weights in no block" in note and "count as BASE" in note and "OUT08" in note
+    first = told(short, keys)
+    assert first[0].endswith(note.partition(": ")[2]) and "names no IN00, IN01, IN02, IN03" in first[1]
