@@ -53,6 +53,7 @@ def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeyp
         )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # ModelOpt warns of releases of others when it is imported
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_reads_what_is_merged_into_its_own_layers(name: str, tmp_path: Path) -> None:
     module, form = LIBRARIES[name]
