@@ -230,8 +230,8 @@ def demo(
 
     where = expand(folder)
     leave_lost_folder()
-    from .demo import demo as run_demo
-
+    with watching(quiet=False, doing="loading torch"):
+        from .demo import demo as run_demo
     run_demo(where, echo)
 
 

@@ -196,9 +196,10 @@ def doctor(
 
     where = expand(folder)
     leave_lost_folder()
-    from .doctor import examine, lines, show_findings
+    with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
+        from .doctor import examine, lines, show_findings
 
-    found = examine(where)
+        found = examine(where)
     if as_json:
         put(json.dumps(found, ensure_ascii=False))
     elif not quiet and styled(sys.stdout):

@@ -14,6 +14,7 @@ import pytest
 from lora_merge.cli import stages
 from lora_merge.cli.look import CUT, REFLOWING
 from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
+from lora_merge.errors import UsageError
 from lora_merge.progress import APART, Gathered, Stage, Step
 
 from ..support import kohya, save, sd1
@@ -305,3 +306,14 @@ def test_what_finds_no_room_is_left_out_and_the_bar_stays() -> None:
     for width in (40, 50, 60, 80):
         for one in display.lines(width):
             assert len(re.findall(r"\|.*\|", one)[0]) > 5 and not one.endswith("Gi"), one
+
+
+def test_the_test_of_a_machine_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Path) -> None:
+        raise UsageError("no disk", str(tmp_path), "name another folder")
+
+    monkeypatch.setattr("lora_merge.cli.doctor.examine", broken)
+    done = played_here(["doctor", str(tmp_path)], monkeypatch)
+    assert done.code == 2
+    assert "0:00 so far, measuring the devices and the disk" in done.text
+    assert "measuring" not in "".join(done.screen)
