@@ -1,5 +1,6 @@
 """The entry point of `lora-merge` and of `python -m lora_merge`."""
 
+import _imp
 import _signal as signal  # type: ignore[import-not-found]  # `signal` makes enums first, and Ctrl-C would show a traceback
 import os
 import sys
@@ -19,6 +20,10 @@ def start() -> None:
     for number in STOPS:  # before anything is imported, and until `main` sets a handler that cleans up
         if signal.getsignal(number) != signal.SIG_IGN or number != getattr(signal, "SIGHUP", None):  # as under nohup
             signal.signal(number, _quit)
+    if _imp.lock_held():
+        # Ctrl-C arrived while Python imported modules of its own, and Python dropped it but kept the lock: nobody else
+        # imports here. Every other thread would wait for this lock without end.
+        _quit(signal.SIGINT, None)
     import atexit
 
     from .process import collect_rarely, ignore_signals

@@ -9,10 +9,12 @@ import signal
 import socket
 import sys
 import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from threading import Timer
 from types import FrameType
 from typing import Final, TypeAlias
 
@@ -27,6 +29,19 @@ TORCH_ROOM: Final = 768 << 20
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
 
+SOON: Final = 0.01
+"""Seconds until a signal is delivered again that arrived at a moment when no exception may be raised."""
+
+
+def _takes_import_lock(frame: FrameType) -> bool:
+    """Return whether Python's import system is about to enter the block that gives its lock back.
+
+    An exception that is raised there leaves the lock held, and every import of another thread waits without end.
+    """
+    code = frame.f_code
+    return code.co_filename == "<frozen importlib._bootstrap>" and code.co_name in ("_get_module_lock", "cb")
+
+
 class _Stops:
     """A signal handler that delivers the first signal once, and keeps back a signal that arrives during a commit."""
 
@@ -37,7 +52,9 @@ class _Stops:
         self.delivered: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if self.committing:
+        if frame is not None and _takes_import_lock(frame):
+            Timer(SOON, interrupt_main, [number]).start()
+        elif self.committing:
             self.waiting = number
         elif self.delivered is None:
             self.delivered = number

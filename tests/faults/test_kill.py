@@ -9,8 +9,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Any
 
 import pytest
+
+from lora_merge.process import on_stop
 
 from ..conftest import ROOT
 from .conftest import PART, Scene, send
@@ -178,6 +181,36 @@ def test_signals_are_handled_before_anything_is_imported() -> None:
         [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert {*found.split()} <= {"lora_merge", "lora_merge.__main__"}
+
+
+def test_an_interruption_that_python_has_dropped_ends_the_program() -> None:
+    """In a callback of its imports, between taking their lock and the block that gives it back."""
+    code = (
+        "import _imp, sys; _imp.acquire_lock(); from lora_merge.__main__ import start; sys.argv[1:] = ['-V']; start()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> None:
+    """A function stands in for Python's own, which takes that lock."""
+    scope: dict[str, Any] = {}
+    source = "def _get_module_lock(call, number):\n    call(number)\n    return 'the lock is given back'\n"
+    exec(compile(source, "<frozen importlib._bootstrap>", "exec"), scope)
+
+    class StoppedError(BaseException):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    on_stop(stop)
+    assert scope["_get_module_lock"](signal.raise_signal, signal.SIGINT) == "the lock is given back"
+    with pytest.raises(StoppedError):
+        for _ in range(500):
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", STOPS)
