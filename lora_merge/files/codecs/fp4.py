@@ -171,7 +171,8 @@ class Fp4(Encoding):
         if self.swizzled:
             raw = raw.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
         found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
-        if not bool((found >= 0).all()):
+        largest = int(raw.max()) if len(raw) else 0
+        if largest > arithmetic.LAST["F8_E4M3"] and not bool((found >= 0).all()):  # as e8m0, the byte may be good
             raise InvalidPart("a scale is negative or not a number")
         return found * self._whole(parts)
 
@@ -192,7 +193,8 @@ def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
     """Return the numbers of blocks over their scales, flat; a block of zeros may have the scale 0."""
     import torch
 
-    return (blocks / torch.where(scale > 0, scale, inf).to(blocks.dtype)[:, None]).view(-1)
+    divisor = scale if len(scale) and float(scale.amin()) > 0 else torch.where(scale > 0, scale, inf)
+    return (blocks / divisor.to(blocks.dtype)[:, None]).view(-1)
 
 
 def _kept(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:

@@ -116,9 +116,14 @@ def e2m1_codes(levels: Tensor) -> Tensor:
 def doubtful(marked: Tensor, size: int) -> Tensor:
     """Return the blocks of `size` marked codes that have no number from `HALF` on, or one from `NEAR_END` on. The scale
     of all others covers them, and is not too coarse."""
+    if not len(marked):
+        return marked.int()
     words = marked.view(torch.int64).view(-1, size // 8)
     while words.shape[1] > 1:
         half = words.shape[1] // 2
         words = words[:, :half] | words[:, half:]
-    good = ((words & LARGE * EACH) != 0) & ((words & BEYOND * EACH) == 0)
-    return good.view(-1).logical_not_().nonzero()[:, 0]
+    words = words.view(-1)
+    good = (words & LARGE * EACH) != 0
+    if int(marked.max()) >= BEYOND:
+        good &= (words & BEYOND * EACH) == 0
+    return good.logical_not_().nonzero()[:, 0]
