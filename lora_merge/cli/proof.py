@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from .helping import examples
 from .look import styled
 from .making.look import tell
 from .merge_look import conclude, describe, show_proof
-from .parameters import QUIET, SILENT, read, with_options
+from .parameters import HTML, QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, put, silent
 from .values import named_adapter, named_parts, with_strengths
@@ -154,6 +155,7 @@ def unmerge(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
     ] = None,
+    html: HTML = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     quiet: QUIET = False,
     **options: Any,
@@ -166,7 +168,10 @@ def unmerge(
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
     from ..proof.unmerge import plan_unmerge
+    from ..viewing.base import recipe_of
+    from .streams import Pictures
 
+    pictures = Pictures(html, None)
     if output is None:
         refuse_to_unmerge(expand(made))
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
@@ -177,10 +182,12 @@ def unmerge(
         plan = admit(
             plan_unmerge(expand(made), named, _named(output, made), [expand(p) for p in search or []], **given)
         )
+        pictures.protect(plan.inputs, [plan.job.output])
         with paused(display):
             describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
+    pictures.write(lambda: {**asdict(done), "recipe": recipe_of(plan.job.output)})
 
 
 def doctor(

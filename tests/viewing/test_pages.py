@@ -245,6 +245,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         (["inspect", scene.base, scene.ink, "--weights"], "Model"), (["compare", scene.ink, scene.oil], "Comparison"),
         (["compare", scene.base, scene.base], "Comparison"), (["batch", jobs], "Batch"),
         (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Adapter"),
+        (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
     ):  # fmt: skip
         page.unlink(missing_ok=True)
         assert run(*words, "--html", page)[0] == 0, words

@@ -61,7 +61,7 @@ function facts(rows) {
 function cell(value, column, first) {
   if (value && typeof value === "object" && "href" in value) return element("td", {}, element("a", { href: value.href }, value.text));
   const made = element(first ? "th" : "td", { class: column.numeric ? "number" : null, scope: first ? "row" : null }, number(value, column.unit));
-  if (column.bar && typeof value === "number" && column.most) {
+  if (column.bar && value > 0) {
     made.append(element("span", { class: "bar", "aria-hidden": "true", style: `width:${Math.max(0, Math.min(100, 100 * value / column.most))}%` }));
   }
   return made;

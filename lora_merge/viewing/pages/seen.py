@@ -215,7 +215,10 @@ def of_comparison(found: Found) -> dict[str, Any]:
             ("entries of metadata that differ", len(found.get("metadata", ())) or ""),
         )
         page.heat_map(
-            "Where they differ, by block and layer", "Equal tensors are left out.", DIFFERENT, found["tensors"]
+            "Where they differ, by block and layer",
+            "Equal tensors are left out. Click a cell for its tensors.",
+            DIFFERENT,
+            found["tensors"],
         )
         _blocks_that_differ(page, found["blocks"])
         page.bars(
