@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -13,7 +13,7 @@ from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, Shape, flat
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..errors import FitError, InputError, ShapeMismatch, UsageError
+from ..errors import FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter
 from ..matching.choose import choose
@@ -22,17 +22,15 @@ from ..matching.incomplete import gaps, incomplete
 from ..matching.patch import Match, PatchPart
 from ..models.chosen import Chosen
 from ..models.module_blocks import network_of
-from ..models.prefixes import prefixed
 from ..models.weights import RowSlice, Weight, whole
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
 from ..text import plural
 from .job import AdapterJob
+from .joining.names import GIVE_BASE, body_of, check_joined, shape_of, styles_of
 
-GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
-SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 
 class Part(NamedTuple):
@@ -180,7 +178,7 @@ class Naming:
                 pair = common_end(module, name)
                 self.pairs[pair] = self.pairs.get(pair, 0) + 1
         self.own = {module: name for module, name in self.own.items() if name in first}
-        self.styles = frozenset(style for name in first for style in _styles_of(name))
+        self.styles = frozenset(style for name in first for style in styles_of(name))
 
     def parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
         """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
@@ -191,7 +189,7 @@ class Naming:
             part = Part(module.name, module.parameter, piece.start, piece.stop - piece.start)
             plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
             other = found.setdefault(piece.start, part)
-            if not plain or other.rows != part.rows or part.rows == shape[0] or not _styles_of(part.name) & self.styles:
+            if not plain or other.rows != part.rows or part.rows == shape[0] or not styles_of(part.name) & self.styles:
                 return ()
         ordered = [found[start] for start in sorted(found)]
         apart = all(a.start + a.rows <= b.start for a, b in pairwise(ordered))
@@ -237,7 +235,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
                              GIVE_BASE)  # fmt: skip
         for module in file.modules:
             joined.setdefault((body_of(module.name), module.parameter), []).append((number, module))
-    _check_joined(joined, files)
+    check_joined(joined, files)
     kept, targets = CheckpointWeights(), []
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
@@ -265,12 +263,6 @@ class CheckpointWeights:
 def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterContext:
     found = rules(file.index.config, str(file.path), file.index.metadata)
     return AdapterContext(number, file, found, values)
-
-
-def body_of(name: str) -> str:
-    """Return a name that all dialects with the same words share: its network, and its path with underscores."""
-    *_, (network, body) = prefixed(name)
-    return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
 
 
 def _joined_target(
@@ -302,42 +294,3 @@ def check_complete(file: AdapterFile) -> None:
     lacking = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
     for where, slot in lacking.items():
         raise incomplete(f"{where} has no {slot}", file.path)
-
-
-def shape_of(module: Module) -> Shape | None:
-    """Return the shape of the weight that a module changes, where its tensors show it; a bias is a vector."""
-    shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
-    shape = next((shape for shape in shown if shape is not None), None)
-    return (prod(shape),) if shape is not None and module.parameter == "bias" else shape
-
-
-def _check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:
-    """Raise UsageError where names alone do not say which modules are the same."""
-    for members in joined.values():
-        twice = [n for n, _ in members]
-        if len(twice) != len(set(twice)):
-            raise InputError("two modules of one adapter have one name without prefixes",
-                             f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
-    styles = [frozenset(_styles(f)) for f in files]
-    for number in range(1, len(files)):
-        if styles[number] & styles[0]:
-            continue
-        if not any({0, number} <= {n for n, _ in members} for members in joined.values()):
-            raise UsageError("two adapters in different dialects share no module by name",
-                             f"{files[0].path.name} and {files[number].path.name}", GIVE_BASE)  # fmt: skip
-    for members in joined.values():
-        number, module = members[0]
-        if number and not _styles_of(module.name) & styles[0]:
-            raise UsageError("a module that the first adapter lacks has a name in another dialect",
-                             f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
-
-
-def _styles(file: AdapterFile) -> Iterator[str]:
-    for module in file.modules:
-        yield from _styles_of(module.name)
-
-
-def _styles_of(name: str) -> frozenset[str]:
-    """Return the prefix of a name, and whether the rest has dots."""
-    *_, (_, body) = prefixed(name)
-    return frozenset({f"{name[: len(name) - len(body)].partition('.')[0].rstrip('_0123456789')[:5]}/{'.' in body}"})

@@ -152,7 +152,7 @@ class Strengths:
 
     def _weighted(self, part: str, base: Blocks) -> Mapping[str, float]:
         """Return block → factor for a part that names blocks; UsageError if the base lacks such a block."""
-        where = f"--strength-for {part[:80]}"
+        where = f"--strength-for {part[:80].replace(BLOCK_LIST, 'lbw=', 1)}"
         if part.startswith(BLOCK_LIST):
             return base.weights(part.removeprefix(BLOCK_LIST), where)
         if chosen := base.chosen(part):

@@ -325,3 +325,31 @@ def test_an_exact_sum_keeps_its_digits_whatever_the_scale_of_its_inputs(alpha: f
     files = load_file(one), load_file(other), load_file(tmp_path / "c.safetensors")
     name = f"lora_unet_{LINEAR}.lora_down.weight"
     assert files[2][name][4:].equal(files[1][name]), "rows that need no other scale keep their bits"
+
+
+def test_adapters_of_two_models_are_refused(tmp_path: Path) -> None:
+    """Both in kohya's words: without a base, nothing but the modules' own names and widths tells."""
+    shapes = {
+        "flux": {f"double_blocks_{n}_img_attn_qkv": (9216, 3072) for n in range(2)}
+        | {"double_blocks_0_txt_mlp_0": (12288, 3072)},
+        "xl": {f"input_blocks_4_1_transformer_blocks_{n}_attn2_to_k": (640, 2048) for n in range(2)},
+    }
+    for name, modules in shapes.items():
+        made = {}
+        for module, (out, cols) in modules.items():
+            made[f"lora_unet_{module}.lora_down.weight"] = torch.ones(1, cols)
+            made[f"lora_unet_{module}.lora_up.weight"] = torch.ones(out, 1)
+            made[f"lora_unet_{module}.alpha"] = torch.tensor(1.0)
+        save_file(made, tmp_path / f"{name}.safetensors")
+    with pytest.raises(FitError, match=r"different models: Chroma or Flux\.1, and Stable Diffusion XL"):
+        lora_merge.combine([tmp_path / f"{n}.safetensors" for n in shapes], tmp_path / "o.safetensors")
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_an_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(MergeError) as failure:
+        lora_merge.combine([*pair], tmp_path / "o", format="peft")
+    assert str(failure.value.where).startswith(str(pair[0])), failure.value
+    assert not (tmp_path / "o").exists() and not strays(tmp_path)

@@ -23,8 +23,9 @@ from ...planning.cache import CheckpointCache
 from ...planning.make_plan import Inputs
 from ..dialects import Dialect
 from ..job import AdapterJob
+from ..joining.names import shape_of
 from ..places import Place, places
-from ..sources import NO_SHAPE, Sources, check_complete, on_base, shape_of
+from ..sources import NO_SHAPE, Sources, check_complete, on_base
 
 GIVE_BASE: Final = "give the base model that it was trained on: --base MODEL"
 NOWHERE: Final = Path("the base that was not given")

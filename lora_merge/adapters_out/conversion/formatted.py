@@ -10,6 +10,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from ...errors import MergeError
 from ...files.checkpoint import open_checkpoint
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
@@ -41,7 +42,11 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         }
         again = make_conversion(whole, job.output, job.base, {"to": job.format, **given})
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
-        second = run_conversion(again, progress, recipe=told)
+        try:
+            second = run_conversion(again, progress, recipe=told)
+        except MergeError as e:
+            e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
+            raise
     residual = sqrt(first.residual**2 + second.residual**2)
     return replace(
         first, output=second.output, format=second.format, dtype=second.dtype, residual=residual,

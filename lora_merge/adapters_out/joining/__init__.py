@@ -1,0 +1,1 @@
+"""Adapters that are joined by their names alone."""

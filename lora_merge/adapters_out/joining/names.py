@@ -1,0 +1,73 @@
+"""What joins the modules of several adapters where no base was given: their names without prefixes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Final
+
+from ...adapters.file import AdapterFile, Module
+from ...algorithms import ALGORITHMS, Shape
+from ...errors import FitError, InputError, UsageError
+from ...models.guess import architectures, seen
+from ...models.names import of_the_denoiser
+from ...models.prefixes import prefixed
+
+GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
+SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
+
+
+def body_of(name: str) -> str:
+    """Return a name that all dialects with the same words share: its network, and its path with underscores."""
+    *_, (network, body) = prefixed(name)
+    return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
+
+
+def shape_of(module: Module) -> Shape | None:
+    """Return the shape of the weight that a module changes, where its tensors show it; a bias is a vector."""
+    shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
+    shape = next((shape for shape in shown if shape is not None), None)
+    return (prod(shape),) if shape is not None and module.parameter == "bias" else shape
+
+
+def check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:
+    """Raise UsageError where names alone do not say which modules are the same; FitError for different models."""
+    for members in joined.values():
+        twice = [n for n, _ in members]
+        if len(twice) != len(set(twice)):
+            raise InputError("two modules of one adapter have one name without prefixes",
+                             f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
+    known = [(f, frozenset(a.title for a in architectures(seen(of_the_denoiser(_shapes(f)))))) for f in files]
+    (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
+    if other := next(((f, titles) for f, titles in others if not titles & its), None):
+        raise FitError(
+            f"two adapters are for different models: {' or '.join(sorted(its))}, and {' or '.join(sorted(other[1]))}",
+            f"{first.path} and {other[0].path}", "combine adapters of one model",
+        )  # fmt: skip
+    styles = [frozenset(_styles(f)) for f in files]
+    for number in range(1, len(files)):
+        if styles[number] & styles[0]:
+            continue
+        if not any({0, number} <= {n for n, _ in members} for members in joined.values()):
+            raise UsageError("two adapters in different dialects share no module by name",
+                             f"{files[0].path.name} and {files[number].path.name}", GIVE_BASE)  # fmt: skip
+    for members in joined.values():
+        number, module = members[0]
+        if number and not styles_of(module.name) & styles[0]:
+            raise UsageError("a module that the first adapter lacks has a name in another dialect",
+                             f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
+
+
+def _styles(file: AdapterFile) -> Iterator[str]:
+    for module in file.modules:
+        yield from styles_of(module.name)
+
+
+def styles_of(name: str) -> frozenset[str]:
+    """Return the prefix of a name, and whether the rest has dots."""
+    *_, (_, body) = prefixed(name)
+    return frozenset({f"{name[: len(name) - len(body)].partition('.')[0].rstrip('_0123456789')[:5]}/{'.' in body}"})
+
+
+def _shapes(file: AdapterFile) -> dict[str, Shape]:
+    return {m.name: shape_of(m) or () for m in file.modules if m.parameter == "weight"}
