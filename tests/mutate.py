@@ -94,11 +94,12 @@ class Lines:
 
 
 def _by_name(path: str) -> list[str]:
-    """The tests of a module where nothing is recorded: the files named after it and those that import it, else its
-    room's, else all."""
-    module = Path(path).with_suffix("").as_posix().replace("/", ".")
+    """The tests of a module where nothing is recorded: the files named after it or after a module of its room that
+    imports it, and those that import it, else its room's, else all."""
+    module, stem = Path(path).with_suffix("").as_posix().replace("/", "."), Path(path).stem
     files = sorted(ROOT.glob("tests/*/test_*.py"))
-    own = [at for at in files if at.stem == f"test_{Path(path).stem}"]
+    users = [at.stem for at in (ROOT / path).parent.glob("*.py") if f"from .{stem} import" in at.read_text("utf-8")]
+    own = [at for name in (stem, *users) for at in files if at.stem == f"test_{name}"]
     own += [at for at in files if at not in own and re.search(rf"\b{re.escape(module)}\b", at.read_text("utf-8"))]
     room = ROOT / "tests" / Path(path).parent.name
     return [str(at.relative_to(ROOT)) for at in own] or [f"tests/{room.name}" if room.exists() else "tests"]

@@ -183,6 +183,7 @@ jobs:
             "version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [1], exclude: [{x: 1}]}}]",
             "no job at all",
         ),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [1], exclude: [{}]}}]", "an empty row"),
         ("version: 2\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
         ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
         ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),

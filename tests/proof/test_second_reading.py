@@ -21,14 +21,17 @@ from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.text import show_proof
 from lora_merge.disk.files import StoredTensor
+from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
+from lora_merge.matching.match import MatchBuilder
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, matches, outputs
 from lora_merge.proof.reference.places import Places
 from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import Reading, compare
+from lora_merge.ranges import Rows
 
 from ..models.test_names import header, modules, pipeline
 from ..support import Tensors, index, kohya, rand, save, sd1, unread
@@ -516,3 +519,37 @@ def test_the_configuration_in_the_header_of_diffusers_is_known(part: str) -> Non
     found = read(index({"blocks.0.attn.to_q.weight": (64, 32)}), tensors,
                  metadata={"lora_adapter_metadata": json.dumps(told)})  # fmt: skip
     assert (found.modules, found.proven) == (1, 1)
+
+
+TABLE, TOKENS = "model.embed_tokens", "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+CHOSEN = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"trainable_token_indices": [5, 4, 9, 10]},
+        {"trainable_token_indices": {"embed_tokens": [5, 4, 9, 10], "other": [1, 2, 3, 4]}},
+        {"trainable_token_indices": {"model.embed_tokens": [0, 1, 2, 19]}},
+        {"peft_type": "TRAINABLE_TOKENS", "token_indices": [7, 8, 9, 3]},
+    ],
+)
+def test_trained_tokens_are_read_a_second_time(told: dict[str, Any]) -> None:
+    base = replace(index({f"{TABLE}.weight": (20, 8)}), config={"tie_word_embeddings": True, "architectures": ["X"]})
+    found = read(base, {TOKENS: (4, 8)}, {**CHOSEN, **told})
+    assert (found.modules, found.proven, found.alone) == (1, 1, [])
+
+
+@pytest.mark.parametrize("shift", [lambda r: [r[1], r[0], *r[2:]], lambda r: [x + 1 for x in r], lambda r: r[::-1]])
+def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
+    shift: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = index({f"{TABLE}.weight": (20, 8)})
+    right = MatchBuilder._replace_rows
+
+    def wrong(self: Any, info: Any, view: Any, rows: Any) -> None:
+        right(self, info, view, Rows(shift([*rows])))
+
+    monkeypatch.setattr(MatchBuilder, "_replace_rows", wrong)
+    with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
+        read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
-from .kinds import fits, kind_of, variant
+from .kinds import fits, kind_of, square_experts, variant
 from .methods import METHODS, VECTOR, Known
 from .numbers import Numbers
 from .places import PEFT, Place, Places, rows_of
@@ -36,14 +36,12 @@ IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 OUT_IN: Final = ("gpt_bigcode",)
 """Types of models in which none of them is."""
 
-IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
-"""The beginnings of the types of models whose class of experts is marked `is_transposed` (transformers 5)."""
-
 SHARED_NUMBERS: Final = f"base_model.{VECTOR[:-1]}"
 
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Parameters of stacked experts, in the order in which transformers' classes register them."""
 
+TOKENS: Final = ".trainable_tokens_delta"
 WRAPPED: Final = ".base_layer"
 LORA_ROLES: Final = {"up", "down"}
 MOST_PARAMETERS: Final = 100
@@ -116,6 +114,7 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     for group in read:
         group.kind = variant(group, numbers)
     yield from _experts(read, numbers, base, strength)
+    yield from _tokens(tensors, numbers, base, strength)
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
     if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
@@ -134,6 +133,23 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
             yield claim
 
 
+def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
+    """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
+    own = [info for info in tensors.values() if info.name.endswith(TOKENS)]
+    others = [n for n in tensors if own and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
+    layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if own and len(t.shape) == 2]
+    tables = [layer for layer in layers if layer.rpartition(".")[2] in TABLES]
+    for info in () if base.ties and (others or len(tables) > 1) else own:
+        stem = info.name.removesuffix(TOKENS).removesuffix(".token_adapter")
+        place = base.places.find(stem, "weight")
+        if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
+            (row,), factor = place.rows, strength(place.rows[0].key, place.network)
+            runs = numbers.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
+            spans = {Span(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor}
+            if runs:
+                yield Claim(stem, "set", {"diff": info.name}, spans, 1.0)
+
+
 def _experts(read: list[Group], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
     """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
     found = [(group, *there) for group in read if (there := _stacked(group, numbers, base)) is not None]
@@ -142,27 +158,17 @@ def _experts(read: list[Group], numbers: Numbers, base: Base, strength: Strength
         scale = numbers.of_experts(group, path, place.shape[0])
         factor = strength(place.rows[0].key, place.network)
         sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
-        row = "lora_experts" if len({*sides}) > 1 else _square(numbers.config(group.stem), base)
+        row = (
+            "lora_experts"
+            if len({*sides}) > 1
+            else square_experts(numbers.config(group.stem), str(base.config.get("model_type") or ""))
+        )
         if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
             continue
         if sorted(sides) == sorted(place.shape[1:]):
             spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
             tensors = {role: info.name for role, info in group.roles.items()}
             yield Claim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
-
-
-def _square(config: Mapping[str, Any], base: Base) -> str | None:
-    """Return the row for experts whose sides are equal; None where only the plan knows.
-
-    PEFT takes a stored weight for [out, in] since 0.19.1, unless the class of the experts says that it is [in, out].
-    """
-    parts = str(config.get("peft_version", "")).split(".")[:3]
-    version = [int(part) for part in parts if part.isdecimal() and len(part) < 4]
-    model = str(base.config.get("model_type") or "")
-    path = "" if model or config.get("auto_mapping") else str(config.get("base_model_name_or_path"))
-    if model.startswith(IN_OUT_EXPERTS) or "gpt_oss" in path.lower().replace("-", "_"):
-        return "lora_experts_transposed" if version != [0, 19, 0] else None
-    return "lora_experts" if model and version >= [0, 19, 1] else None
 
 
 def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from .layouts import Shape
 from .methods import METHODS, Stored, table
 from .numbers import Numbers
 from .places import PEFT
 from .reading import Group, shapes
+
+IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
+"""The beginnings of the types of models whose class of experts is marked `is_transposed` (transformers 5)."""
 
 
 def fits(group: Group, shape: Shape) -> bool:
@@ -138,3 +141,16 @@ def _glora(s: Stored, shape: Shape) -> str | None:
     if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
         return None
     return "glora" if s["a1"][1] == rank else "glora_old"
+
+
+def square_experts(config: Mapping[str, Any], model: str) -> str | None:
+    """Return the row for experts whose sides are equal; None where only the plan knows. `model`: the base's type.
+
+    PEFT takes a stored weight for [out, in] since 0.19.1, unless the class of the experts says that it is [in, out].
+    """
+    parts = str(config.get("peft_version", "")).split(".")[:3]
+    version = [int(part) for part in parts if part.isdecimal() and len(part) < 4]
+    path = "" if model or config.get("auto_mapping") else str(config.get("base_model_name_or_path"))
+    if model.startswith(IN_OUT_EXPERTS) or "gpt_oss" in path.lower().replace("-", "_"):
+        return "lora_experts_transposed" if version != [0, 19, 0] else None
+    return "lora_experts" if model and version >= [0, 19, 1] else None

@@ -99,6 +99,26 @@ class Numbers:
         """Return PEFT's configuration for a module; empty where it has none, or it is unknown."""
         return (self.configuration(stem) or ({}, ""))[0]
 
+    def tokens(self, stem: str, count: int, rows: int) -> list[tuple[int, int, int]]:
+        """Return (first token, the one behind the last, row of the stored values) for each run of a table's trained
+        tokens; empty where the configuration does not give exactly one list of `count` of the table's `rows` tokens."""
+        config, path = self.configuration(stem) or ({}, stem)
+        given = config.get(
+            "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
+        )
+        lists = [v for k, v in given.items() if f".{path}".endswith(f".{k}")] if isinstance(given, dict) else [given]
+        if len(lists) != 1 or not isinstance(lists[0], list) or len(lists[0]) != count:
+            return []
+        runs: list[tuple[int, int, int]] = []
+        for at, token in enumerate(lists[0]):
+            if type(token) is not int or not 0 <= token < rows:
+                return []
+            if runs and runs[-1][1] == token:
+                runs[-1] = (runs[-1][0], token + 1, runs[-1][2])
+            else:
+                runs.append((token, token + 1, at))
+        return runs
+
     def method(self, stem: str, *, stacked: bool = False) -> str | None:
         """Return the peft_type of a module's configuration, "" without one; None where its numbers are unknown here.
 
