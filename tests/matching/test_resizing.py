@@ -11,7 +11,7 @@ import lora_merge
 from lora_merge.cli.main import main
 from lora_merge.engine import blocks
 from lora_merge.errors import FitError, InputError
-from lora_merge.matching.resizing import bias_beside
+from lora_merge.matching.resizing import bias_beside, sizes
 from lora_merge.models.weights import RowSlice, WeightView
 
 from ..support import Tensors, flux_control, index, load, rand, save
@@ -157,3 +157,23 @@ def test_only_a_layer_that_is_one_whole_tensor_gets_a_new_bias(pieces: list[tupl
     rows = tuple(RowSlice(key, start, stop, 6) for key, start, stop in pieces)
     view = WeightView(rows, (sum(piece.rows for piece in rows), 6))
     assert bias_beside(view, base) == bias
+
+
+@pytest.mark.parametrize(
+    ("values", "unfit"),
+    [
+        ({"m.weight": (6, 4)}, []),
+        ({"m.weight": (6, 4), "m.bias": (6,)}, []),
+        ({"m.weight": (6, 4), "m.bias": (5,)}, ["m.bias"]),
+        ({"m.bias": (6,)}, ["m.bias"]),
+        ({"norm.weight": (6,)}, ["norm.weight"]),
+        ({"m.weight": (4, 4), "m.bias": (4,), "norm.weight": (4,)}, []),
+    ],
+)
+def test_a_vector_has_another_size_only_with_the_weight_beside_it(
+    values: dict[str, tuple[int, ...]], unfit: list[str]
+) -> None:
+    base = index({"m.weight": (4, 4), "m.bias": (4,), "norm.weight": (4,)}).tensors
+    errors, notes = sizes(index(values).tensors, base, Path("a"))
+    assert [e.where.split(": ")[1].split(" is ")[0] for e in errors] == unfit
+    assert len(notes) == sum(base[key].shape != shape for key, shape in values.items()) - len(unfit)
