@@ -137,3 +137,18 @@ def test_diffusers_gets_the_ranks_from_the_entry_that_it_trusts(folder: Path, tm
     assert told["transformer.rank_pattern"] == {r"^norm_out\.linear$": 2}
     assert "transformer_blocks.0.attn.to_q" in told["transformer.target_modules"]
     assert "lora_adapter_metadata" not in made_by("convert", folder, tmp_path / "comfy.safetensors")
+
+
+def test_a_sum_of_files_without_metadata_says_what_reads_it(tmp_path: Path) -> None:
+    """Programs that read kohya's words look for the module, the rank and the hashes."""
+    tensors = {"lora_unet_x.lora_down.weight": torch.ones(2, 8), "lora_unet_x.lora_up.weight": torch.ones(8, 2),
+               "lora_unet_x.alpha": torch.tensor(2.0)}  # fmt: skip
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        down = torch.eye(2, 8) * factor
+        save_file({**tensors, "lora_unet_x.lora_down.weight": down}, tmp_path / f"{name}.safetensors")
+    out = tmp_path / "o.safetensors"
+    lora_merge.combine([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], out)
+    told = metadata(out)
+    assert told["ss_network_module"] == "networks.lora" and told["ss_network_dim"] == "4"
+    data = out.read_bytes()
+    assert told["sshs_model_hash"] == hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()

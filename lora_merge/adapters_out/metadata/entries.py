@@ -56,14 +56,15 @@ class Known:
         told = {i for index in self.inputs for i in index.metadata}
         kept = self._kept()
         dropped = sorted(told - kept.keys() - {*ANEW, "modelspec.date"})
-        trained = not self.inputs or any(name.startswith("ss_") for name in told)
+        read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
+        several = self.job.command not in ONE and self.job.command != "average"
+        trained = (several and read) or any(name.startswith("ss_") for name in told) or not self.inputs
         if trained:
             kept |= dict(self._network(kept))
         kept |= dict(self._spec(kept))
         kept[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata(self.tensors)) != "":
             kept["lora_adapter_metadata"] = loader
-        read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
         if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
             kept |= {HASHES[0]: model_hash(self.tensors), HASHES[1]: legacy_hash(self.tensors, kept)}
         return {"format": "pt"} | kept
