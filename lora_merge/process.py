@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import signal
-import socket
 import sys
 import threading
 from _thread import interrupt_main
@@ -155,6 +154,8 @@ def ignore_signals() -> None:
 
 def here() -> str:
     """Return the names of host and process, for reports and claims."""
+    import socket  # its tables of constants take 7000 calls, and `--help` needs no name
+
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
