@@ -262,7 +262,7 @@ class Storage:
         up, down = (left if scale == 1 else left / scale).to(self.dtype), right.to(self.dtype)
         held = up.to(left.dtype)
         off = apart(left, right, held if scale == 1 else held.mul_(scale), down.to(right.dtype), rows)
-        return self._pair(target, wanted.before, (up, down), alpha, (wanted.squares, off))
+        return self.pair(target.shape, wanted.before, (up, down), alpha, (wanted.squares, off))
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:
         """Return the leading triples as factors."""
@@ -274,16 +274,16 @@ class Storage:
             off = apart_from(wanted.whole, real, wide, found.squares)
         else:
             off = _left_out(wanted, found, (left, right), (real, wide))
-        return self._pair(target, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
+        return self.pair(target.shape, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
 
-    def _pair(
-        self, target: Target, before: int, pair: tuple[Tensor, Tensor], alpha: float, squares: tuple[float, float]
+    def pair(
+        self, shape: Sequence[int], before: int, pair: tuple[Tensor, Tensor], alpha: float, squares: tuple[float, float]
     ) -> Layer:  # fmt: skip
         """Return both factors in the shapes of a linear layer or of a convolution."""
         up, down = pair
         tensors = {
-            "down": down.reshape(down.shape[0], *target.shape[1:]).contiguous(),
-            "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
+            "down": down.reshape(down.shape[0], *shape[1:]).contiguous(),
+            "up": up.reshape(*up.shape, *(1 for _ in shape[2:])).contiguous(),
         }
         return Layer(tensors, FACTORS, down.shape[0], before, alpha, *squares)
 

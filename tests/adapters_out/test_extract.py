@@ -355,3 +355,35 @@ def test_diffusers_has_no_factors_of_an_embedding(tmp_path: Path) -> None:
     lora_merge.extract(*both, made, rank=2)
     with pytest.raises(FitError, match="token_embedding"):
         lora_merge.convert(made, tmp_path / "b.safetensors", to="diffusers", base=both[0])
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [("2", torch.bfloat16), ("energy:0.9", torch.float16), ("1", torch.float32)]
+)
+def test_many_tiny_weights_are_decomposed_at_once_and_each_has_its_own_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, dtype: torch.dtype
+) -> None:
+    """Among them are equal ones, rows, columns, convolutions and matrices of rank 1."""
+    shapes = [(4, 6), (6, 4), (1, 1), (3, 2, 1, 1), (1, 5), (5, 1)]
+    base = {f"layers.{n}.q.weight": rand(*shapes[n % len(shapes)], seed=n).to(dtype) for n in range(120)}
+    tuned = {k: v + (n % 7 > 0) * rand(*v.shape, seed=500 + n).to(dtype) for n, (k, v) in enumerate(base.items())}
+    tuned["layers.6.q.weight"] = base["layers.6.q.weight"] + torch.ones(4, 6).to(dtype)
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    calls: list[int] = []
+    plain = torch.linalg.svd
+    monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: calls.append(1) or plain(*a, **k))
+
+    def made(name: str) -> Tensors:
+        calls.clear()
+        lora_merge.extract(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", tmp_path / name, rank=rank)
+        return load_file(tmp_path / name)
+
+    together = made("together.safetensors")
+    assert len(calls) <= len(shapes)
+    monkeypatch.setattr("lora_merge.adapters_out.extract.batches.FEW", 0)
+    alone = made("alone.safetensors")
+    assert len(calls) > 90
+    assert {k: v.shape for k, v in together.items()} == {k: v.shape for k, v in alone.items()}
+    for key, value in together.items():
+        assert torch.allclose(value.double(), alone[key].double(), rtol=0.01, atol=1e-6), key

@@ -1,4 +1,4 @@
-"""Which parameters are decomposed together: on a device those of one shape, on a processor each alone. No torch."""
+"""Which parameters are decomposed together: on a device those of one shape, on a processor tiny ones of one shape."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Final, TypeAlias
 
+from ..truncation.tiny import FEW, TOGETHER
 from .pairs import Pair
 
 NUMBER: Final = 10
@@ -22,14 +23,14 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
 
     Parameters:
         pairs: All pairs.
-        room: Bytes of the device's memory that a batch may use; 0: each pair is alone.
+        room: Bytes of the device's memory that a batch may use; 0: each pair is alone, unless it is tiny.
         bound: Bytes of the host's memory that a batch may use.
     """
     open_ones: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
-        count = min(room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        count = min(TOGETHER if tiny(pair) else room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
         if len(shape) < 2 or count < 2:
             yield (pair,)
             continue
@@ -38,6 +39,12 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
         if len(batch) == count:
             yield tuple(open_ones.pop(shape))
     yield from map(tuple, open_ones.values())
+
+
+def tiny(pair: Pair) -> bool:
+    """Return whether a parameter is a matrix so small that many are decomposed at once on a processor."""
+    shape = pair.place.view.shape
+    return len(shape) > 1 and 0 < prod(shape) <= FEW
 
 
 def nbytes(batch: Batch) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...algorithms.lokr import LOKR
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
+from ...dtypes import ITEM_BYTES
 from ...engine.placement import finite, odd, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
 from ...errors import FitError, InputError, UsageError
@@ -22,10 +23,13 @@ from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted
+from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..sources import Target
 from ..truncation.dense import of_stack
+from ..truncation.tiny import factors_of
 from ..truncation.triples import Triples
+from .batches import tiny
 from .kronecker import kronecker
 from .pairs import Pair
 from .task import ERROR, SKIP, Extraction
@@ -70,6 +74,20 @@ class Side:
         info = self.index.tensors[key]
         return Weight(info.shape, info, self.index.packed.get(key))
 
+    def stack(self, views: Sequence[WeightView]) -> Tensor | None:
+        """Return [n, rows, cols] of several views of one shape; None where they are not whole rows of one dtype that
+        lie side by side in the files' own words."""
+        (first, *_), read = views, []
+        dtype = self.index.tensors[first.row_slices[0].key].dtype
+        for view in views:
+            (piece, *others), info = view.row_slices, self.index.tensors[view.row_slices[0].key]
+            plain = info.dtype == dtype and dtype in DIGITS and piece.key not in self.index.packed
+            if others or piece.transposed or not plain:
+                return None
+            row = piece.cols * ITEM_BYTES[dtype]
+            read.append(self.reader.view(info)[piece.start * row : piece.stop * row])
+        return view_bytes(memoryview(bytearray().join(read)), dtype, (len(views), *first.matrix))
+
     def dtypes(self, view: WeightView) -> set[str]:
         """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
         return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.row_slices}
@@ -97,17 +115,39 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
     old, new = base.rows(pair.place.view), tuned.rows(pair.tuned)
     if len(dtypes) == 1 and torch.equal(as_bytes(old), as_bytes(new)):
         return None
+    change = _subtracted(old, new, dtypes, computed)
+    if odd(change) and not bool(torch.isfinite(change).all()):
+        side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, pair.place.view)
+        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
+                         "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
+    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned))) if bool(change.any()) else None
+
+
+def _subtracted(old: Tensor, new: Tensor, dtypes: set[str], computed: str | None) -> Tensor:
     wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
     change = torch.empty(old.shape, dtype=torch.float64 if wide else torch.float32)
     for into, other in pieces(change, new):
         into.copy_(other)
     for into, other in pieces(change, old):
         into -= other.to(into.dtype)
-    if odd(change) and not bool(torch.isfinite(change).all()):
-        side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, pair.place.view)
-        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
-                         "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned))) if bool(change.any()) else None
+    return change
+
+
+def differences(
+    batch: Sequence[Pair], base: Side, tuned: Side, computed: str | None = None
+) -> list[Difference | None]:  # fmt: skip
+    """Return what `difference` returns for each of several parameters of one shape; plain numbers are subtracted at
+    once."""
+    old = base.stack([pair.place.view for pair in batch]) if len(batch) > 1 else None
+    new = None if old is None else tuned.stack([pair.tuned for pair in batch])
+    if old is not None and new is not None:
+        dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
+        change = _subtracted(old, new, dtypes, computed)
+        if bool(torch.isfinite(change).all()):
+            held, moved = frozenset(own), change.flatten(1).any(1).tolist()
+            found = zip(batch, change.unbind(), new.unbind(), moved, strict=True)
+            return [Difference(pair, delta, value, held) if any_ else None for pair, delta, value, any_ in found]
+    return [difference(pair, base, tuned, computed) for pair in batch]
 
 
 def _noise(values: Tensor, dtypes: frozenset[str]) -> float | None:
@@ -131,6 +171,32 @@ class Extractor:
     task: Extraction
     storage: Storage
     endings: Mapping[str, str]
+
+    def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
+        """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
+        if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS:
+            return self._tiny(found)
+        triples = [None] * len(found) if alone else self.together(found)
+        return [self.made(one, triples=known) for one, known in zip(found, triples, strict=True)]
+
+    def _tiny(self, found: Sequence[Difference]) -> list[Made | None]:
+        """Return the factors of tiny matrices of one shape."""
+        shape, matrix = found[0].pair.place.view.shape, found[0].pair.place.view.matrix
+        if matrix[0] != shape[0]:
+            raise FitError(STACKED, found[0].pair.name, "use --algorithm full, or leave them out: --exclude re:REGEX")
+        alpha = self.alpha
+
+        def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
+            rule = self.rule(found[number])
+            rank = choose(rule, values, total=squares)
+            return rank, Cut(rule, rank, alpha).alpha_of(rank)
+
+        made: list[Made | None] = []
+        stack = torch.stack([one.change for one in found])
+        for one, own in zip(found, factors_of(stack, self.storage.noise, chosen, self.storage.dtype), strict=True):
+            layer = self.storage.pair(shape, 0, (own.up, own.down), own.alpha, (own.squares, own.lost))
+            made.append(self._spelled(one.pair.place, layer))
+        return made
 
     def together(self, found: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
@@ -157,6 +223,9 @@ class Extractor:
         layer = self._layer(target, found, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.endings:
             raise FitError("the format has no place for whole matrices", where.name, "use --algorithm lora")
+        return self._spelled(where, layer)
+
+    def _spelled(self, where: Place, layer: Layer) -> Made:
         tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
@@ -183,14 +252,18 @@ class Extractor:
         assert self.task.to is not None, "it is chosen when the files are opened"
         return self.task.to.alpha
 
+    @property
+    def alpha(self) -> float | None:
+        """α of every layer; None where each has its own."""
+        return None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
+
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0)
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
             raise FitError(STACKED, target.name,
                            "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
         rule = self.rule(found)
-        alpha = None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
-        layer = self.storage.layer(target, wanted, Cut(rule, rank, alpha), triples)
+        layer = self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
         out, cols = target.matrix
         if self.storage.algorithm == AUTO and layer.rank * (out + cols) >= out * cols and "diff" in self.endings:
             return replace(self.storage, algorithm=WHOLE).layer(target, wanted, Cut(rule))

@@ -41,7 +41,7 @@ from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
-from .making import Extractor, Side, difference
+from .making import Extractor, Side, difference, differences
 from .pairs import Pair, Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
@@ -174,11 +174,16 @@ def _made(
 
     def work(batch: Batch) -> list[Made | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
-        changed = [difference(pair, *sides, task.job.compute_dtype) for pair in batch]
+        changed = differences(batch, *sides, task.job.compute_dtype)
+        some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):
-            triples = extractor.together(changed) if len(batch) > 1 and not ranks else [None] * len(batch)
-            return [None if c is None else extractor.made(c, ranks.get(c.pair.name), t) or c.pair
-                    for c, t in zip(changed, triples, strict=True)]  # fmt: skip
+            made = (
+                [extractor.made(c, ranks.get(c.pair.name)) for c in some]
+                if ranks
+                else extractor.all_made(some, alone=len(batch) == 1)
+            )
+        own = iter(made)
+        return [None if c is None else next(own) or c.pair for c in changed]
 
     room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])
     tasks = [*batches(pairs, room, bound)]

@@ -54,7 +54,7 @@ def of_stack(
     made = []
     for one, change, rule, size in zip(found, changes, rules, squares, strict=True):
         triples = one.triples or exactly(change, rule, size, at)
-        made.append(triples.first(numeric_rank(triples.values, bound)))
+        made.append(triples.first(numeric_rank(triples.values.tolist(), bound)))
     return made
 
 

@@ -48,7 +48,7 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
     for i, values in enumerate(s):
         bases, turns = (one.basis[i], other.basis[i].mT), (one.turn[i] @ u[i], v[i] @ other.turn[i].mT)
         whole = Triples(bases, turns, values, float(values.square().sum()))
-        found.append(whole.first(numeric_rank(values, max(bound, noise))))
+        found.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
     return found
 
 

@@ -25,17 +25,18 @@ SMALL, LARGE = 1e-20, 1e20
 
 
 def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return B and A in the dtype of the file. For 16 bits, B is solved anew for the rounded A, which takes back A's
-    rounding error within its rows, and is rounded after that."""
+    """Return B [..., out, rank] and A [..., rank, cols] in the dtype of the file. For 16 bits, B is solved anew for the
+    rounded A, which takes back A's rounding error within its rows, and is rounded after that."""
     down = right.to(dtype)
-    if dtype.itemsize > 2 or not right.shape[0]:
+    if dtype.itemsize > 2 or not right.shape[-2]:
         return left.to(dtype), down
     rounded = down.double()
-    gram = rounded @ rounded.mT
-    solved, info = torch.linalg.cholesky_ex(gram)
-    if int(info) or not bool(torch.isfinite(solved).all()):
+    solved, info = torch.linalg.cholesky_ex(rounded @ rounded.mT)
+    sound = (info == 0) & torch.isfinite(solved).all(-1).all(-1)
+    if not bool(sound.any()):
         return left.to(dtype), down
-    return torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT.to(dtype), down
+    again = torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT
+    return (again if bool(sound.all()) else torch.where(sound[..., None, None], again, left)).to(dtype), down
 
 
 def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, rows: Tensor | None) -> Tensor | None:

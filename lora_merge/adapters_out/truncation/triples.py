@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,7 @@ class Triples:
         root = self.values[:rank].sqrt()
         right = product(self.turns[1][:rank] * root[:, None], self.bases[1])
         left = product(self.bases[0], self.turns[0][:, :rank] * root)
-        if not rank:
-            return left, right
-        largest = right.gather(1, right.abs().argmax(1, keepdim=True))
-        signs = torch.where(largest < 0, -1.0, 1.0).to(right.dtype)
-        return left * signs.mT, right * signs
+        return positive(left, right)
 
     def first(self, count: int) -> Triples:
         """Return the first `count` triples."""
@@ -40,6 +37,16 @@ class Triples:
         return max(0.0, self.squares - float(self.values.square().sum()))
 
 
+def positive(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors [..., out, rank] and [..., rank, cols] of the same product; of each row of the right one the
+    largest entry is positive."""
+    if not right.shape[-2]:
+        return left, right
+    largest = right.gather(-1, right.abs().argmax(-1, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(right.dtype)
+    return left * signs.mT, right * signs
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return the product in fp64; a basis in fp32 has no digits that a product in fp64 would keep."""
     if left.dtype == right.dtype:
@@ -47,7 +54,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left.float() @ right.float()).double()
 
 
-def numeric_rank(values: Tensor, share: float) -> int:
-    """Return how many singular values are more than rounding errors, which are at most a share of the largest value; 0
-    for a matrix of zeros."""
-    return int((values > values[0] * share).sum()) if len(values) and values[0] > 0 else 0
+def numeric_rank(values: Sequence[float], share: float) -> int:
+    """Return how many singular values, the largest first, are more than rounding errors, which are at most a share of
+    the largest value; 0 for a matrix of zeros."""
+    return sum(v > values[0] * share for v in values) if values and values[0] > 0 else 0
