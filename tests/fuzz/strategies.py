@@ -63,6 +63,8 @@ nasty = st.sampled_from(
         "((a*)*)*b",
         r"(a)+\\1",
         "(?<=a)(?!b).*",
+        "a\nerror: b\n  where: c\n  fix:   d",
+        "\r\x1b[31ma\u2028b",
     ]
 )
 leaves = st.one_of(st.none(), st.booleans(), numbers, text, nasty)
@@ -139,10 +141,13 @@ def _apply(content: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
     return content
 
 
-fills = st.sampled_from([b"\0\0\x80?", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\1\0\0\0"])
-"""Ones, zeros, NaN, infinities and the smallest numbers, in fp32."""
+fills = st.sampled_from(
+    [b"\0\0\x80?", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\1\0\0\0", b"\xff\xff\x7f\x7f", b"\0\0\x80\x5f",
+     b"\0\0\x80\x20"]
+)  # fmt: skip
+"""Ones, zeros, NaN, infinities, the smallest numbers, the largest ones, 2**64 and 2**-62, in fp32."""
 
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4}
 
 
 @st.composite

@@ -41,7 +41,7 @@ B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w
 SOUND = save(A)
 adapters = st.one_of(
     s.adapters(["a", "b"], GROUPS),
-    s.checkpoints(st.builds("{}.{}".format, st.sampled_from(["a", "b"]), st.sampled_from(ENDINGS)), recipe),
+    s.checkpoints(st.builds("{}.{}".format, st.sampled_from(["a", "b", "a\nerror: b"]), st.sampled_from(ENDINGS)), recipe),
     st.sampled_from([SOUND, save({**A, **B}), save(A, {KEY: "{}", "ss_network_args": '{"algo": "loha"}'})]).flatmap(s.damaged),
 )  # fmt: skip
 """Adapters that are nearly right."""
@@ -103,8 +103,9 @@ def carried_out(folder: Path) -> None:
     assert len(errors) == bool(code) or (misfit and not errors), (given, code, told)
     if errors:
         assert told.count("\n  where: ") == told.count("\n  fix:   ") == 1, told
-    for made in ("out", "out.safetensors", "out.gguf"):
-        remove(folder / made)
+    for made in (folder / name for name in ("out", "out.safetensors", "out.gguf")):
+        assert not (code and made.exists()), (given, code, told)
+        remove(made)
 
 
 def target(arguments: st.SearchStrategy[bytes], **files: st.SearchStrategy[bytes]) -> Target:
