@@ -398,7 +398,7 @@ def test_what_is_loaded_beside_a_model_is_called_what_it_is(
     assert "beside the model" in error.value.fix
     with pytest.raises(InputError, match="no adapter tensors, it is a model: Stable Diffusion 1") as error:
         lora_merge.merge_state_dict(base, base)
-    assert "base model first" in error.value.fix
+    assert "name a LoRA or another adapter" in error.value.fix
 
 
 def test_averages_beside_the_weights_stay_and_a_note_says_so(tmp_path: Path) -> None:
