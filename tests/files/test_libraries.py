@@ -41,7 +41,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("name", LIBRARIES.keys() & FORMS.keys())
+@pytest.mark.parametrize("name", [name for name in LIBRARIES if name in FORMS])
 def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests make and read such layers where the library is not there."""
     layer = {**STORED[name]}
