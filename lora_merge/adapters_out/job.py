@@ -17,7 +17,7 @@ from ..job import Adapter, Job, make_job
 from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
-from ..options import OPTIONS, dtype_name, is_finite, pairs, shown
+from ..options import OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, is_folder
 from .dialects import dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
@@ -145,6 +145,10 @@ def _computed(value: Any) -> str:
     return found
 
 
+LEAST_ALPHA: Final = 1e-30
+"""fp32 holds it, its inverse, and factors that are scaled by either."""
+
+
 def _alpha(value: Any) -> str | float:
     if value in ("rank", "keep"):
         return str(value)
@@ -152,8 +156,9 @@ def _alpha(value: Any) -> str | float:
         number = float(value)
     except (TypeError, ValueError):
         number = 0.0
-    if not is_finite(number) or number <= 0:
-        raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha", "use rank, keep or a number above 0")
+    if not LEAST_ALPHA <= number <= 1 / LEAST_ALPHA:
+        raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha",
+                         f"use rank, keep or a number from {LEAST_ALPHA:g} to {1 / LEAST_ALPHA:g}")  # fmt: skip
     return number
 
 

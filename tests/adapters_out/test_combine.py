@@ -168,7 +168,7 @@ def test_same_inputs_same_bytes_and_masks_do_not_depend_on_the_order(pair: tuple
 WRONG = [
     (["--method", "tiez"], 2), (["--rank", "0"], 2), (["--method", "ties"], 4), (["--density", "0.5"], 2),
     (["--method", "slerp"], 2), (["--method", "ties", "--density", "0", "--rank", "4"], 2),
-    (["--method", "mean", "-s", "1", "-s", "-1"], 2), (["--alpha", "x"], 2), (["--rank-for", "te"], 2),
+    (["--method", "mean", "-s", "1", "-s", "-1"], 2), (["--alpha", "x"], 2), (["--alpha", "1e308"], 2), (["--alpha", "1e-320"], 2), (["--rank-for", "te"], 2),
     (["--seed", "x"], 2), (["--max-rank", "1.5", "--rank", "4"], 2),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lora_merge import process
 from lora_merge.process import on_stop
 
 from ..conftest import ROOT
@@ -206,11 +207,17 @@ def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> Non
     def stop(*_: object) -> None:
         raise StoppedError
 
+    before = process._stops, {number: signal.getsignal(number) for number in process.NUMBERS}
     on_stop(stop)
-    assert scope["_get_module_lock"](signal.raise_signal, signal.SIGINT) == "the lock is given back"
-    with pytest.raises(StoppedError):
-        for _ in range(500):
-            time.sleep(0.01)
+    try:
+        assert scope["_get_module_lock"](signal.raise_signal, signal.SIGINT) == "the lock is given back"
+        with pytest.raises(StoppedError):
+            for _ in range(500):
+                time.sleep(0.01)
+    finally:
+        process._stops = before[0]
+        for number, handler in before[1].items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOPS)
