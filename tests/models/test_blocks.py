@@ -225,7 +225,8 @@ def test_lists_tell_of_weights_in_no_block_and_of_blocks_that_they_do_not_name(l
     """Only of those that the adapter changes, and only of lists: a part that names blocks says itself what it means."""
     names = names_of(layout)
     keys = [key for part in names.parts for key in part.keys.values() if key.endswith("weight")]
-    middle = [key for key in keys if blocks(names).of(key) == "M00"]
+    found = blocks(names)
+    middle = [key for key in keys if found.of(key) == "M00"]
     loose = [k for k in keys if re.match(r"time_embed|label_emb|add_embedding|out\.\d|conv_out|conv_norm_out", k)]
     full = "lbw:" + ",".join(["1"] * 20)
     short = "lbw:" + ",".join(["1"] * 12)
