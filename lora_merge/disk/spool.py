@@ -90,6 +90,11 @@ class Spool:
         self._file = tempfile.SpooledTemporaryFile(HELD, dir=str(folder))  # noqa: SIM115  closed by `close`
         self._places: list[tuple[str, int, int]] = []  # tensor, first byte, bytes
 
+    @property
+    def empty(self) -> bool:
+        """Whether no bytes wait."""
+        return not self._places
+
     def put(self, found: Sequence[PartBytes]) -> None:
         """Keep bytes; a later call wins where two concern the same bytes."""
         try:

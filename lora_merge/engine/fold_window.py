@@ -110,7 +110,10 @@ class WindowMerger:
         plan, spool = self.plans[number], self.spools[number]
         if self.whole is not None:
             self.measures[number].take(self.whole.measured(number))
-        homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
+        if spool.empty and not self.outcomes[number].largest:
+            return
+        files = [(part / f.name if f.name else part, f.targets) for f in plan.files]
+        homes = {t.name: (path, t) for path, targets in files for t in targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)
         for name, magnitude in self.outcomes[number].largest.items():
