@@ -21,10 +21,9 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     (out, 1)."""
     stored = shapes["blocks"]
     m, k, b = stored[:3] if len(stored) == 4 else (0, 0, 0)
-    out = target[0]
     expect(
-        holds=m > 0 and stored[2:] == (b, b) and k * b == out and b % 2 == 0
-        and b > 0 and out % (2 ** (m - 1) * b) == 0,
+        holds=stored[2:] == (b, b) and (k * b,) == target[:1] and b % 2 == 0
+        and 0 < m <= (k * b).bit_length() and k * b % (2 ** (m - 1) * b) == 0,
         otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
     )  # fmt: skip
     return {"blocks": stored, **fitted_rescale(shapes, target)}

@@ -11,7 +11,7 @@ pass multiplied by α / r twice, so the trained scale is (α / r)². With rs_lor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
@@ -56,7 +56,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         holds=core == (rank, rank, *target[2:]),
         otherwise=f"bm is {list(core)}, the weight is {list(target)} and the rank {rank}",
     )
-    return {**want, "bm": (rank, rank, cols // inputs[0])}
+    return {**want, "bm": (rank, rank, prod(target[2:]))}
 
 
 def fitted_shapes_old(shapes: Shapes, target: Shape) -> Shapes:

@@ -9,6 +9,7 @@ stored as (r, out). LyCORIS lycoris/modules/loha.py; the scale applies once, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
@@ -65,7 +66,7 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
         holds=shapes[t] in ((rank, rank, *target[2:]), line) and inputs[:1] == (width,),
         otherwise=f"{t} is {list(shapes[t])}, {b} {list(shapes[b])}, the weight {list(target)}",
     )
-    return {a: rows, b: (rank, width), t: (rank, rank, cols // width)}
+    return {a: rows, b: (rank, width), t: (rank, rank, prod(target[2:]))}
 
 
 def delta(base: Tensor, t: LohaTensors) -> Tensor:

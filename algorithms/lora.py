@@ -12,6 +12,7 @@ it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from .base import (
@@ -65,7 +66,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         holds=target[1:2] == (width,) and core[2:] == target[2:],
         otherwise=f"down and mid cover {[width, *core[2:]]}, the weight has {list(target[1:])}",
     )
-    return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, cols // width)}
+    return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, prod(core[2:]))}
 
 
 def delta(base: Tensor, t: LoraTensors) -> Tensor:

@@ -36,7 +36,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of blocks (k, b, b), with k·b = out, and rescale (out, 1)."""
     stored = shapes["blocks"]
     expect(
-        holds=len(stored) == 3 and stored[1] == stored[2] and stored[0] * stored[1] == target[0],
+        holds=len(stored) == 3 and stored[1] == stored[2] and (stored[0] * stored[1],) == target[:1],
         otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
     )
     return {"blocks": stored, **fitted_rescale(shapes, target)}
@@ -113,7 +113,7 @@ def fitted_shapes_diag(shapes: Shapes, target: Shape) -> Shapes:
     stored = shapes["blocks"]
     k, b = (stored[0] if len(stored) == 3 else 1), (stored[-1] if stored else 0)
     expect(
-        holds=stored[-2:] == (b, b) and len(stored) in (2, 3) and b > 0
+        holds=len(target) > 0 and stored[-2:] == (b, b) and len(stored) in (2, 3) and b > 0
         and (k * b == target[0] or (k == 1 and target[0] % b == 0)),
         otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
     )  # fmt: skip

@@ -42,9 +42,9 @@ class PeanutTensors:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the stored shapes."""
-    out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
-    want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
+    rank = shapes["down"][0] if shapes["down"] else 0
     expect(holds=len(target) == 2 and rank > 0, otherwise=f"A is {list(shapes['down'])}, the weight {list(target)}")
+    want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, target[0]), "up": (target[0], rank)}
     return expect_shapes(shapes, want)
 
 

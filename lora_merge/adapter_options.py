@@ -7,28 +7,38 @@ from types import MappingProxyType
 from typing import Final
 
 from .method_numbers import NAMES
-from .options import OPTIONS, Option
+from .options import OPTIONS, Kind, Option
+
+DIALECTS: Final = "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."
+"""The names of the dialects, for help."""
+
+
+def _row(name: str, kind: Kind, metavar: str, text: str, words: tuple[str, ...] = ()) -> Option:
+    default = () if kind in ("rules", "texts") else None
+    return Option(name, kind, default, text, "given", words, metavar=metavar, group="Options")
+
 
 ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     row.name: row
     for row in (
-        Option("rank", "rule", None, "32, same, energy:0.99, fro:0.9, size:50MiB …", "given"),
-        Option("conv_rank", "rule", None, "The rule for convolutions.", "given"),
-        Option("max_rank", "whole", None, "A ceiling for every rule.", "given"),
-        Option("rank_for", "rules", (), "The rule for a part.", "given"),
-        Option("algorithm", "text", None, "lora, full (whole matrices) or auto.", "given"),
-        Option("alpha", "rule", None, "rank (alpha = rank), keep, or a number.", "given"),
-        Option("to", "text", None, "kohya, lycoris, onetrainer, comfy, diffusers or peft.", "given"),
-        Option("include", "texts", (), "Only these: components, or re:REGEX.", "given"),
-        Option("exclude", "texts", (), "Without these: components, or re:REGEX.", "given"),
-        Option("others", "text", None, "What becomes of biases and norms that differ: diff, skip or error.", "given"),
-        Option("format", "text", None, "The dialect of what is written.", "given"),
-        Option("factor", "whole", None, "The smaller factor of lokr, as LyCORIS takes it.", "given"),
-        Option("weights", "list", None, "One number for each snapshot; by default they are equal.", "given"),
-        Option("ema", "number", None, "Exponential moving average.", "given"),
-        Option("ema_to", "number", None, "Its last step; linear in between.", "given"),
-        Option("sigma_rel", "number", None, "Width of a post-hoc EMA, up to 0.288.", "given"),
-        Option("space", "text", None, "delta: average changes; factors: average the files' tensors.", "given"),
+        _row("rank", "rule", "RULE", "32, same, energy:0.99, fro:0.9, size:50MiB …"),
+        _row("conv_rank", "rule", "RULE", "The rule for convolutions."),
+        _row("max_rank", "whole", "N", "A ceiling for every rule."),
+        _row("rank_for", "rules", "PART=RULE", "The rule for a part; repeatable."),
+        _row("algorithm", "text", "WAY", "lora, full (whole matrices) or auto; extract: lokr too."),
+        _row("alpha", "rule", "ALPHA", "rank (alpha = rank), keep, or a number."),
+        _row("to", "text", "FORMAT", f"{DIALECTS} Default: keep."),
+        _row("include", "texts", "PART", "Only these: unet, te1 … or re:REGEX of keys; repeatable."),
+        _row("exclude", "texts", "PART", "Without these: unet, te1 … or re:REGEX of keys; repeatable."),
+        _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff.", ("diff", "skip", "error")),
+        _row("format", "text", "FORMAT", DIALECTS),
+        _row("factor", "whole", "N", "The smaller factor of lokr, as LyCORIS takes it. Default: -1, near the root."),
+        _row("weights", "list", "W,W…", "One number for each snapshot. Default: equal."),
+        _row("ema", "number", "BETA", "Exponential moving average."),
+        _row("ema_to", "number", "BETA", "Its last step; linear in between."),
+        _row("sigma_rel", "number", "X", "Width of a post-hoc EMA, up to 0.288."),
+        _row("space", "text", "WHAT", "delta: average changes; factors: average tensors. Default: delta.",
+             ("delta", "factors")),
     )
 })  # fmt: skip
 """Name → option."""

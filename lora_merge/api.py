@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .job import make_job
+from typing_extensions import Unpack
+
+from .adapters_out.report import AdapterReport
+from .job import Adapters, make_job
+from .keywords import PythonOptions, VerifyOptions
+from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .adapters_out.report import AdapterReport
-    from .job import Adapters
-    from .keywords import PythonOptions, VerifyOptions
-    from .planning.plan import Plan
-    from .report import Report
-    from .viewing.facts import Facts
+from .report import Report
+from .viewing.facts import Facts
 
 
 def merge(
@@ -285,7 +281,6 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .paths import expand
     from .proof.read_recipe import made_by
     from .proof.replay import prove
-    from .viewing.facts import Facts
     from .viewing.text import proof_lines, proof_of_adapter
 
     stated = make_job(output, adapters, output).adapters if adapters else ()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .job import Adapter, make_job
-
-if TYPE_CHECKING:
-    from .job import OneAdapter
-    from .viewing.facts import Facts
+from .job import Adapter, OneAdapter, make_job
+from .viewing.facts import Facts
 
 
 def inspect(

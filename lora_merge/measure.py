@@ -22,10 +22,16 @@ CHECKED: Final = 16  # tensors of which the proof checks what was seen
 Norms: TypeAlias = dict[str, Mapping[int, float]]
 """Tensor → adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, where factors tell it."""
 
-Groups = Callable[[str], Iterable[tuple[str, str]]]
-"""Tensor → (kind of a group, its name), such as ("blocks", "unet IN04")."""
-
 NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+
+
+class Groups(NamedTuple):
+    """The groups of the tensors of a model."""
+
+    of: Callable[[str], Iterable[tuple[str, str]]]
+    """Tensor → (kind of a group, its name), such as ("blocks", "unet IN04")."""
+    place: Callable[[str], tuple[int, int]] = lambda _: (0, 0)
+    """Name of a group → its place in the model's order."""
 
 
 class Share(NamedTuple):
@@ -197,7 +203,7 @@ class Measures:
             return {}
         kinds: dict[str, dict[str, list[Measure]]] = {"components": {}, "blocks": {}}
         for name, one in tensors.items():
-            for kind, group in groups(name):
+            for kind, group in groups.of(name):
                 kinds[kind].setdefault(group, []).append(one)
         listed = tensors if len(tensors) <= MOST_LISTED else {}
         below = self.below
@@ -205,7 +211,7 @@ class Measures:
             "all": total(tensors.values()).to_dict(adapters), "below": len(below),
             "worst": min(below, key=lambda name: below[name].all.retained or 0.0, default=None),
             "unlisted": len(tensors) - len(listed),
-            **{kind: {name: total(own).to_dict(adapters) for name, own in rows.items()}
+            **{kind: {name: total(rows[name]).to_dict(adapters) for name in sorted(rows, key=groups.place)}
                for kind, rows in kinds.items()},
             "tensors": {name: one.to_dict(adapters) for name, one in listed.items()},
         }  # fmt: skip

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import re
+from collections.abc import Iterable
+from pathlib import Path, PureWindowsPath
+from typing import Final
 from urllib.parse import unquote
 
 from .errors import UsageError
 from .options import number, unlike
+
+WINDOWS: Final = os.name == "nt"
+
+_DEVICE: Final = re.compile(r"(?:CON|PRN|AUX|NUL|COM[1-9¹²³]|LPT[1-9¹²³]|CONIN\$|CONOUT\$) *(?:\..*)?", re.IGNORECASE)
+"""Names that Windows has for devices, also with an ending.
+Source: learn.microsoft.com/windows/win32/fileio/naming-a-file."""
 
 
 def split_strength(text: str) -> tuple[str, float | None]:
@@ -17,6 +26,26 @@ def split_strength(text: str) -> tuple[str, float | None]:
         return (path, number(tail)) if colon and path else (text, None)
     except ValueError:
         return text, None
+
+
+def forbidden(path: str | Path) -> str:
+    """Return the part of a path that Windows takes for no name of a file or folder; "" where there is none."""
+    found = PureWindowsPath(path)
+    for part in found.parts[1:] if found.root else found.parts:
+        if re.search(r'[<>:"|?*\x00-\x1f]', part) or _DEVICE.fullmatch(part):
+            return part
+        if part[-1] in ". " and part != "..":
+            return part
+    return ""
+
+
+def typed(words: Iterable[str]) -> str:
+    """Return the words of a command as they are typed: quoted for cmd and PowerShell on Windows, else for a shell."""
+    if WINDOWS:  # no name of a file has a quote there
+        return " ".join(f'"{word}"' if re.search(r"[^\w.:/\\+-]", word) or not word else word for word in words)
+    from shlex import join
+
+    return join([*words])
 
 
 def exists(path: str | Path) -> bool:

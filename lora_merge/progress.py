@@ -11,9 +11,10 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from .options import unlike
 from .text import html_table
 
-Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove"]
+Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove", "look"]
 """`load`: inputs are opened and torch is imported. `merge`: bytes are written. `make`: the layers of an adapter are
-computed. `flush`: the disk takes the last of them. `prove`: the written file is read again."""
+computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `look`: files are measured
+or compared."""
 
 APART: Final = 0.1
 """Seconds between two steps that `Gathered` passes on."""
@@ -23,9 +24,9 @@ class Step(NamedTuple):
     """Work that was just done, or, with `done` 0, a stage that begins.
 
     Attributes:
-        stage: "load", "merge", "make", "flush" or "prove".
+        stage: "load", "merge", "make", "flush", "prove" or "look".
         output: The output that it belongs to.
-        done: Since the step before: bytes written (merge), or of the weights that were looked at (make, prove).
+        done: Since the step before: bytes written (merge), or of the weights that were looked at (make, prove, look).
         total: Of the stage, in the same unit; 0: not known.
         limit: What the merge spends most time on: start (torch), read, hash, fold or write.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import Shown, codes_line, size, stored
+from .text import Shown, codes_line, json_text, size, stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +91,7 @@ class Report(Shown):
         Returns:
             A line of JSON, as `lora-merge --json` prints it.
         """
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return json_text(asdict(self))
 
     @property
     def matched(self) -> int:

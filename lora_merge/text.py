@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, Final
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """Return a value as JSON. Numbers that are NaN or infinite, which JSON lacks, are null; what is no plain value is
+    text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, indent=indent, default=str)
+
+
+def _finite(value: object) -> object:
+    """Return the value with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [*map(_finite, value)] if isinstance(value, list | tuple) else value
 
 
 def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB")) -> str:

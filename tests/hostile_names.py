@@ -458,9 +458,10 @@ GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
 
 def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
     """(name, files, what to do with their folder) of one group, or of all."""
-    from .hostile_commands import GROUPS as MORE
+    from .hostile_commands import GROUPS as COMMANDS
+    from .hostile_views import GROUPS as VIEWS
 
-    for group, (made, act) in {**GROUPS, **MORE}.items():
+    for group, (made, act) in {**GROUPS, **COMMANDS, **VIEWS}.items():
         if group.startswith(word):
             for name, files in made(limit):
                 yield f"{group}: {name}", files, act

@@ -12,14 +12,15 @@ that run its line are run there, the quickest first, until one fails or `--limit
 mistake with its place and difference, "noticed by" the test that failed or "NOT NOTICED", and at the end the share of
 those that can be seen: messages, type annotations and what stands in `UNSEEN` are left out of the draw. Which test
 runs which line is recorded in `.pytest_cache/`, by the text of the line; a new line is tested by all that run any line
-of its module; a new module, or all without a record, by the files that are named after it or import it, else by its
-room. This is no part of the suite: it is run by hand before
+of its module; a new module, or all without a record, by the files that are named after it or import it, or what
+imports it. This is no part of the suite: it is run by hand before
 a release, and what nothing notices gets a law of its class.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Final
@@ -39,7 +41,7 @@ from tests.mistakes import Mistake, mistakes
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CACHE: Final = ROOT / ".pytest_cache" / "lines"
-BY_NAME: Final = 4  # files that are run where nothing is recorded
+BY_NAME: Final = 8  # files that are run where nothing is recorded
 ENDLESS: Final = "it never ends"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
@@ -94,15 +96,41 @@ class Lines:
 
 
 def _by_name(path: str) -> list[str]:
-    """The tests of a module where nothing is recorded: the files named after it or after a module of its room that
-    imports it, and those that import it, else its room's, else all."""
-    module, stem = Path(path).with_suffix("").as_posix().replace("/", "."), Path(path).stem
+    """The tests of a module where nothing is recorded: the files named after it, then those that import it, then those
+    that import a module that imports it, and so on; else its room's, else all."""
     files = sorted(ROOT.glob("tests/*/test_*.py"))
-    users = [at.stem for at in (ROOT / path).parent.glob("*.py") if f"from .{stem} import" in at.read_text("utf-8")]
-    own = [at for name in (stem, *users) for at in files if at.stem == f"test_{name}"]
-    own += [at for at in files if at not in own and re.search(rf"\b{re.escape(module)}\b", at.read_text("utf-8"))]
+    texts, own = (
+        {at: at.read_text("utf-8") for at in files},
+        [at for at in files if at.stem == f"test_{Path(path).stem}"],
+    )
+    near, known = [_module(path)], {_module(path)}
+    while near:
+        words = re.compile("|".join(rf"\b{re.escape(module)}\b" for module in near))
+        own += [at for at in files if at not in own and words.search(texts[at])]
+        near = [user for user, used in _imports().items() if user not in known and not used.isdisjoint(near)]
+        known |= {*near}
     room = ROOT / "tests" / Path(path).parent.name
     return [str(at.relative_to(ROOT)) for at in own] or [f"tests/{room.name}" if room.exists() else "tests"]
+
+
+def _module(path: str) -> str:
+    return Path(path).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    """Module of the product → the modules and packages that it imports, anywhere in it."""
+    found: dict[str, set[str]] = {}
+    for at in sorted((ROOT / "lora_merge").rglob("*.py")):
+        path = at.relative_to(ROOT)
+        used = found[_module(str(path))] = set()
+        for node in ast.walk(ast.parse(at.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                origin = ".".join(
+                    [*path.parts[: len(path.parts) - node.level], *([node.module] if node.module else [])]
+                )
+                used |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def record(paths: list[str]) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.paths import expand
+from lora_merge.disk.destination import check_output
+from lora_merge.errors import UsageError
+from lora_merge.paths import expand, forbidden, split_strength, typed
 
 
 def test_steps_upwards_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +31,51 @@ def test_a_step_upwards_out_of_a_link_leads_where_the_link_points(
     monkeypatch.chdir(tmp_path)
     assert expand("link/../x").read_text() == "this"
     assert expand("loop/../x").name == "x"
+
+
+@pytest.mark.parametrize(
+    "text", ["C:\\my loras\\style.safetensors", "\\\\server\\share\\style.safetensors", "D:style.safetensors"]
+)
+def test_the_colon_of_a_drive_is_no_strength(text: str) -> None:
+    assert split_strength(f"{text}:0.8") == (text, 0.8)
+    assert split_strength(text) == (text, None)
+
+
+@pytest.mark.parametrize(("path", "part"), [
+    ("C:\\out\\NUL", "NUL"), ("out/con.safetensors", "con.safetensors"), ("out/COM1.x.y", "COM1.x.y"), ("a:0.5.safetensors", "a:"),
+    ("out/style.safetensors:0.5.safetensors", "style.safetensors:0.5.safetensors"), ("what?/x", "what?"), ("out/name.", "name."), ("lpt9 .txt", "lpt9 .txt"),
+])  # fmt: skip
+def test_names_that_windows_refuses_are_found(path: str, part: str) -> None:
+    assert forbidden(path) == part
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "C:\\out\\a.safetensors",
+        "/data/x/../merged",
+        "\\\\server\\share\\a",
+        "console.txt",
+        "COM10",
+        ".hidden/a b+c",
+        "..",
+        "nullable",
+    ],
+)
+def test_other_names_are_not(path: str) -> None:
+    assert forbidden(path) == ""
+
+
+def test_a_command_is_written_for_the_shell_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["lora-merge", "my base.safetensors", "a&b.safetensors:0.8", "C:\\x\\y.safetensors", "--dry-run"]
+    assert typed(words) == "lora-merge 'my base.safetensors' 'a&b.safetensors:0.8' 'C:\\x\\y.safetensors' --dry-run"
+    monkeypatch.setattr("lora_merge.paths.WINDOWS", True)
+    assert typed(words) == 'lora-merge "my base.safetensors" "a&b.safetensors:0.8" C:\\x\\y.safetensors --dry-run'
+
+
+def test_windows_gets_no_output_of_a_name_that_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_output(tmp_path / "nul.safetensors")
+    monkeypatch.setattr("lora_merge.disk.destination.WINDOWS", True)
+    with pytest.raises(UsageError, match="Windows allows no such name"):
+        check_output(tmp_path / "nul.safetensors")
+    check_output(tmp_path / "null.safetensors")

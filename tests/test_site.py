@@ -121,3 +121,25 @@ def test_every_command_is_understood(
     said = capsys.readouterr().err
     no_block = e.value.code == 2 and "BASE, B00" in said  # the small base is no U-Net
     assert no_block or e.value.code in ((3, 4) if missing else (0, None)), said
+
+
+COMING = re.findall(r"`(lora-merge [^`]+)`", (SITE / "pages" / "recipes.md").read_text(encoding="utf-8").partition("\n# Coming from")[2])  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMING)
+def test_the_commands_for_users_of_other_programs_run(
+    command: str, shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their names stand for files: the first one of `merge` and all of `extract` are models, the others adapters."""
+    words = shlex.split(command)
+    models = 2 if words[1] == "extract" else 0 if words[1] in ("combine", "resize") else 1
+    named = words[1 + (models != 1) : next((n for n, w in enumerate(words) if w.startswith("-")), len(words))]
+    for number, name in enumerate(re.split(r"[:,]", word)[0].removesuffix(".safetensors") for word in named):
+        stems = ("sdxl", "tuned") if number < models else ("style", "style", "detail")
+        (tmp_path / f"{name}.safetensors").symlink_to(shelf / f"{stems[number]}.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as e:
+        program.main()
+    said = capsys.readouterr().err
+    assert e.value.code in (0, None) or "BASE, B00" in said, said  # the small base is no U-Net

@@ -52,6 +52,7 @@ LIBRARIES = {
     "filelock": {"disk"},
     "platformdirs": {"disk"},
     "safetensors": {"proof"},
+    "threadpoolctl": {"proof"},
     "ml_dtypes": {"proof"},
 }
 """Library → the rooms that may import it, at the top of a file or inside a function."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from typing_extensions import Unpack
+
+from ..job import Adapters, OneAdapter
+from ..keywords import AdapterOptions, AdapterReading, ResizeOptions
 from ..methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
@@ -13,12 +16,6 @@ from .extract.task import DEFAULT_RANK
 from .job import FACTORS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..job import Adapters, OneAdapter
-    from ..keywords import AdapterOptions, AdapterReading, ResizeOptions
 
 
 def combine(  # noqa: PLR0913  # each is an option of the command

@@ -105,7 +105,8 @@ class Evaluator:
         stack, base = self._staged(target, use)
         whole = change(stack, base)[0][cut]
         whole = whole.mT if piece.transposed else whole
-        return Change(patch.adapter, use.strength, whole=_placed(whole.reshape(-1, width), piece.start, out))
+        whole = whole.reshape(whole.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
+        return Change(patch.adapter, use.strength, whole=_placed(whole, piece.start, out))
 
     def _staged(self, target: Target, use: PatchPart) -> tuple[StackedPatch, Tensor]:
         """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,

@@ -121,7 +121,8 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
         whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, heap))
         entries = entries_of(task.to, whole)
-        entries += [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
+        beside = bundled(sources.adapters[0], task.to)
+        entries += [entry(info.name, cache.fetch(info)) for info in beside]
         own = config(made, sources.adapters[0].index.config) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
         outcome = Outcome(
@@ -131,7 +132,8 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
                  *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())
-        facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
+        told = coverage(job, sources, [info.name for info in beside])
+        facts = Facts(told, dtype, notes, task.to.name, _weights(there))
 
         def proven(part: Path) -> Mapping[str, Any]:
             return prove(Claim(job, part, worst), sources, alone, this.counted)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
+from ..disk.spool import Ranges
 from ..dtypes import DTYPES
 from ..engine.devices import places
 from ..engine.placement import TORCH_DTYPES, Placement
@@ -20,6 +21,7 @@ from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from .changes import Evaluator, change_of, is_plain, whole_change
+from .conversion.kept import copies_of
 from .conversion.made import Made, value_made, vector_ending, whole_made
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
@@ -29,7 +31,7 @@ from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .sources import Target
-from .truncation.storing import LARGE, SMALL, squares_of
+from .truncation.storing import LARGE, SMALL, alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
 
@@ -129,10 +131,13 @@ class Converter:
         if not SMALL < squares < LARGE:
             return None
         ones = (1,) * (len(place.view.shape) - 2)
-        tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones).clone(),
-                   self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]).clone(),
+        tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones),
+                   self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]),
                    self.to.endings.get("alpha", ".alpha"): torch.tensor(rank * scale, dtype=torch.float32)}  # fmt: skip
-        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
+        copies = {
+            self.to.endings[slot]: self.evaluator.cache.again(patch.module.slots[slot]) for slot in ("up", "down")
+        }
+        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0, copies=copies))
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -194,7 +199,13 @@ class Converter:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
-        return Made(place, tensors, layer)
+        return Made(place, tensors, replace(layer, copies=self._copies(shares, layer)))
+
+    def _copies(self, shares: Sequence[Share], layer: Layer) -> dict[str, Ranges]:
+        """Return the factors of a layer whose bytes the input stores."""
+        downs = {s.patch.module.slots["down"].name: s.patch.module.slots["down"] for s in shares if is_plain(s.patch)}
+        found = copies_of(layer.tensors["down"], [*downs.values()], self.evaluator.cache) if layer.rank else None
+        return {self.to.endings["down"]: found} if found else {}
 
     def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
@@ -215,7 +226,7 @@ class Converter:
             left, right = s.strength * _placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
-            same = next((i for i, r in enumerate(rights) if r.shape == right.shape and torch.equal(r, right)), None)
+            same = next((i for i, r in enumerate(rights) if alike(r, right)), None)
             if same is None:
                 lefts.append(left)
                 rights.append(right)

@@ -94,7 +94,8 @@ def make_adapter_job(
     rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
-    job = make_job(base if base is not None else "no base", adapters, output, **common)
+    job = make_job(base if base is not None else "no base", adapters, **common)  # it would name an output as a merge's
+    job = replace(job, output=absolute(Path()) if output is None else expand(output))
     to = dialect(own["format"]) if isinstance(own["format"], str) else None
     if to is None:
         raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
@@ -103,7 +104,7 @@ def make_adapter_job(
     if output is None or (
         command in FILES and not folder and (str(output).endswith(("/", os.sep)) or is_folder(job.output))
     ):
-        job = _named(job, command, str(own["rank"]), absolute(Path()) if output is None else job.output)
+        job = _named(job, command, str(own["rank"]), job.output)
     job = replace(job, method=method)
     if command in ("resize", "convert") and len(job.adapters) != 1:
         raise UsageError(f"{command} takes one adapter", f"{len(job.adapters)} adapters",

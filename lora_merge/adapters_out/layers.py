@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..disk.spool import Ranges
 from ..engine.combining import coefficients, combined
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
@@ -22,7 +23,7 @@ from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.factored import of_factors
-from .truncation.storing import apart, apart_from, in_range, inner, squares_of, stored
+from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, squares_of, stored
 from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
@@ -82,13 +83,12 @@ class Wanted:
         """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
         if self.whole is not None:
             return squares_of_matrix(self.whole)
-        return squares_of(*self.factors, self.rows)
+        return squares_of(*self.factors, self.grams)
 
     @cached_property
-    def rows(self) -> Tensor:
-        """R Rᵀ of the right factor."""
-        _, right = self.factors
-        return right @ right.mT
+    def grams(self) -> Grams:
+        """LᵀL and R Rᵀ of the factors."""
+        return Grams.of(*self.factors)
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class Layer:
     squares: float  # ‖Δ‖²
     lost: float  # ‖Δ − Δ̂‖² of the stored tensors
     notes: tuple[str, ...] = field(default_factory=tuple)
+    noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
+    copies: Mapping[str, Ranges] = field(default_factory=dict)  # those of `tensors` whose bytes an input stores
 
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
@@ -128,7 +130,7 @@ def _stacked(changes: Sequence[Change], weights: Sequence[float]) -> tuple[Tenso
     for c, weight in zip(changes, weights, strict=True):
         assert c.left is not None and c.right is not None, "all are factors"
         scaled = c.left if weight == 1 else c.left * weight
-        same = next((i for i, r in enumerate(rights) if r.shape == c.right.shape and torch.equal(r, c.right)), None)
+        same = next((i for i, r in enumerate(rights) if alike(r, c.right)), None)
         if same is None:
             rights.append(c.right)
             lefts.append(scaled)
@@ -255,8 +257,9 @@ class Storage:
             left, right = (one, left @ right) if out <= cols else (left @ right, one)
         alpha = cut.alpha_of(left.shape[1])
         scale = alpha / left.shape[1] if left.shape[1] else 1.0  # rank 0: no change
-        rows = wanted.rows if right is wanted.right else None
-        if (shift := in_range(left, right, scale, self.dtype, rows)) is not None:
+        grams = wanted.grams if right is wanted.right else None
+        rows = None if grams is None else grams.rows
+        if (shift := in_range(left, right, scale, self.dtype, grams)) is not None:
             left, right = left * shift, right / shift[:, None]
             rows = None if rows is None else rows / shift[:, None] / shift
         up, down = (left if scale == 1 else left / scale).to(self.dtype), right.to(self.dtype)
@@ -310,5 +313,6 @@ def _left_out(
 def numbers_of(layer: Layer) -> dict[str, Any]:
     """Return a layer's facts for the report."""
     share = layer.lost / layer.squares if layer.squares else 0.0
-    return {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
-            "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
+    found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
+             "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
+    return found if layer.noise is None else {**found, "noise": layer.noise}

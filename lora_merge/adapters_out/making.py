@@ -18,6 +18,7 @@ from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
 from .changes import SINGLE, Evaluator, is_plain
+from .conversion.kept import without_bytes
 from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
 from .rank_rules import EXACT
@@ -54,7 +55,8 @@ class Maker:
         chosen = self._shared_out(told) if self.job.rules.together else {}
         found: dict[str, Layer] = {}
         zeros = []
-        targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
+        targets = self.sources.targets
+        bound = self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         made = side_by_side(targets, lambda target: self._made(target, chosen), self._nbytes, bound)
         for target, layers in zip(targets, made, strict=True):
             for part, layer in zip(target.stored, layers, strict=True):
@@ -62,7 +64,7 @@ class Maker:
                     zeros.append(part.label)
                 else:
                     keep(part.label, layer)
-                    found[part.label] = replace(layer, tensors={})
+                    found[part.label] = without_bytes(layer)
             told(prod(target.shape) * self.dtype.itemsize)
         return found, zeros
 

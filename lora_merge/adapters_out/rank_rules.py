@@ -171,7 +171,9 @@ def share_out(
     """
     ranks = {name: min(1, len(spectrum)) for name, spectrum in spectra.items()}
     left = budget - sum(widths[name] * k for name, k in ranks.items())
-    heap = [(-(spectrum[1] ** 2) / widths[name], name) for name, spectrum in spectra.items() if len(spectrum) > 1]
+    heap = [
+        (-spectrum[1] * spectrum[1] / widths[name], name) for name, spectrum in spectra.items() if len(spectrum) > 1
+    ]
     heapq.heapify(heap)
     while heap:
         _, name = heapq.heappop(heap)
@@ -180,7 +182,7 @@ def share_out(
         left -= widths[name]
         ranks[name] += 1
         if ranks[name] < len(spectra[name]):
-            heapq.heappush(heap, (-(spectra[name][ranks[name]] ** 2) / widths[name], name))
+            heapq.heappush(heap, (-spectra[name][ranks[name]] * spectra[name][ranks[name]] / widths[name], name))
     return ranks
 
 

@@ -22,7 +22,8 @@ class AdapterReport(Shown):
         format: Its dialect.
         dtype: Its dtype.
         coverage: Adapter → modules, layers, strength.
-        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual.
+        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; of two checkpoints in 16 bits also
+            noise, the share of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
         energy: 1 − residual².
         numbers: The layers in all, by network and by block: layers, norm, residual, energy; {} of a plan.
@@ -108,8 +109,8 @@ def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> 
 
 
 def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    squares = fsum(one["norm"] ** 2 for one in layers)
-    lost = fsum((one["norm"] * one["residual"]) ** 2 for one in layers)
+    squares = fsum(one["norm"] * one["norm"] for one in layers)
+    lost = fsum(lost * lost for lost in (one["norm"] * one["residual"] for one in layers))
     share = lost / squares if squares else 0.0
     return {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -136,7 +136,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         heap = heap_of(job, stack)
         kept: dict[str, dict[str, Entry]] = {}
         layers, zeros = maker.layers(
-            this.counted, lambda name, layer: kept.update({name: waiting(layer.tensors, heap)})
+            this.counted, lambda name, layer: kept.update({name: waiting(layer, layer.tensors, heap)})
         )
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
@@ -198,15 +198,16 @@ def planned_rank(job: AdapterJob, target: Target) -> int | None:
     return min(most, rule.ceiling or most) if rule.name == COUNT else None
 
 
-def coverage(job: AdapterJob, sources: Sources) -> dict[str, Any]:
-    """Return, by each adapter's path, how many of its modules change how many layers of the output."""
+def coverage(job: AdapterJob, sources: Sources, kept: Collection[str] = ()) -> dict[str, Any]:
+    """Return, by each adapter's path, how many of its modules change how many layers of the output, and what it holds
+    beside them that the output lacks. `kept`: what it has of that."""
     found = {}
     for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
         layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
                   or any(v[0] == number for v in t.values)]  # fmt: skip
         found[f"{ref.path.name}" if ref.path.name not in found else f"{ref.path.name} ({number + 1})"] = {
             "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
-            "ignored": dict(file.ignored),
+            "ignored": {key: why for key, why in file.ignored.items() if key not in kept},
         }  # fmt: skip
     return found
 

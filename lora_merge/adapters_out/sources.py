@@ -26,7 +26,7 @@ from ..models.weights import RowSlice, Weight, whole
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
-from ..text import plural
+from ..text import listed, plural
 from .job import AdapterJob
 from .joining.names import GIVE_BASE, body_of, check_joined, shape_of, styles_of
 
@@ -189,7 +189,12 @@ class Naming:
             part = Part(module.name, module.parameter, piece.start, piece.stop - piece.start)
             plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
             other = found.setdefault(piece.start, part)
-            if not plain or other.rows != part.rows or part.rows == shape[0] or not styles_of(part.name) & self.styles:
+            if (
+                not plain
+                or other.rows != part.rows
+                or (part.rows,) == (shape or (1,))[:1]
+                or not styles_of(part.name) & self.styles
+            ):
                 return ()
         ordered = [found[start] for start in sorted(found)]
         apart = all(a.start + a.rows <= b.start for a, b in pairwise(ordered))
@@ -236,15 +241,17 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         for module in file.modules:
             joined.setdefault((body_of(module.name), module.parameter), []).append((number, module))
     check_joined(joined, files)
-    kept, targets = CheckpointWeights(), []
+    kept, targets, remarks = CheckpointWeights(), [], dict[str, dict[str, None]]()
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
         for (body, parameter), members in joined.items():
             name = members[0][1].name
-            target = _joined_target(name, parameter, members, contexts, job.adapters)
+            target, said = _joined_target(name, parameter, members, contexts, job.adapters)
+            for where, text in said:
+                remarks.setdefault(text, {})[where] = None
             kept.add(f"{body}.{parameter}", target)
             targets.append(target)
-    notes = tuple(note for f in files for note in f.notes)
+    notes = (*(note for f in files for note in f.notes), *(f"{listed(m, 2)}: {text}" for text, m in remarks.items()))
     return Sources(files, tuple(targets), kept.weights, tuple(f.index for f in files), notes)
 
 
@@ -268,15 +275,16 @@ def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterConte
 def _joined_target(
     name: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
     refs: Sequence[Adapter],
-) -> Target:  # fmt: skip
+) -> tuple[Target, list[tuple[str, str]]]:  # fmt: skip
+    """Return the change of one parameter by all adapters, and a module and a sentence for each remark on them."""
     shape = next(filter(None, (shape_of(m) for _, m in members)), None)
     if shape is None:
         raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
-    view, uses = whole(f"{body_of(name)}.{parameter}", shape), []
+    view, uses, said = whole(f"{body_of(name)}.{parameter}", shape), [], []
     for number, module in members:
         context = contexts[number]
         try:
-            patch = choose(module, view, context, {parameter: view}).patch
+            patch, remarks, _ = choose(module, view, context, {parameter: view})
         except ShapeMismatch as e:
             raise FitError(e.what, e.where, "these adapters are for different models") from e
         if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
@@ -286,7 +294,8 @@ def _joined_target(
             raise UsageError("parts of a model are known from its base", f"--strength-for {refs[number].parts[0][0]}",
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
-    return Target(name, parameter, shape, tuple(uses))
+        said += [(module.where, text) for text in remarks]
+    return Target(name, parameter, shape, tuple(uses)), said
 
 
 def check_complete(file: AdapterFile) -> None:

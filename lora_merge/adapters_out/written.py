@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..adapters.file import AdapterFile
 from ..disk.publish import replacing
 from ..disk.reader import Reader
-from ..disk.spool import Waiting
+from ..disk.spool import Ranges, Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
@@ -70,11 +70,11 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | Waiting
+    data: memoryview | Waiting | Ranges
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield its bytes in order."""
-        yield from self.data.pieces() if isinstance(self.data, Waiting) else (self.data,)
+        yield from (self.data,) if isinstance(self.data, memoryview) else self.data.pieces()
 
 
 def recipe(

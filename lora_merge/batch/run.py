@@ -14,6 +14,7 @@ from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.temporary import remove_stale
 from ..errors import MergeError, UsageError
+from ..keywords import Jobs
 from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
@@ -127,7 +128,7 @@ def _unmade(entry: BatchJob) -> MergeError:
 
 
 def make_batch(  # noqa: PLR0913  # the options of the command
-    source: str | Path | Sequence[Any] | Mapping[str, Any],
+    source: Jobs,
     *,
     workers: int | None = None,
     executor: str = "local",
@@ -151,7 +152,7 @@ def make_batch(  # noqa: PLR0913  # the options of the command
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command
-    path: str | Path | Sequence[Any] | Mapping[str, Any],
+    path: Jobs,
     *,
     workers: int | None = None,
     executor: str = "local",

@@ -48,7 +48,11 @@ def _strength(value: Any) -> Any:
     return found
 
 
-Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema({"type": ["number", "string"]})]
+_STRENGTH: Final = {"anyOf": [
+    {"type": "number"},
+    {"type": "string", "pattern": r"\{|^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"},
+]}  # fmt: skip
+Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema(_STRENGTH)]
 
 
 def _parts(value: Any) -> Any:
@@ -63,7 +67,13 @@ def _parts(value: Any) -> Any:
 PartStrengths: TypeAlias = Annotated[
     dict[str, Any],
     BeforeValidator(_parts),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["number", "string", "array"]}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {BLOCK_WEIGHTS: {"type": ["string", "array", "number"]}},
+            "additionalProperties": _STRENGTH,
+        }
+    ),
 ]
 """Part of the model → factor; `lbw` → a list of block weights."""
 
@@ -108,7 +118,9 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
-Number: TypeAlias = Annotated[Any, BeforeValidator(_number), WithJsonSchema({"type": ["number", "string"]})]
+Number: TypeAlias = Annotated[
+    Any, BeforeValidator(_number), WithJsonSchema({"type": ["number", "string"], "pattern": r"\{"})
+]
 """A number, or a template that becomes one."""
 
 
@@ -119,8 +131,12 @@ def _rule(value: Any) -> Any:
 
 
 Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
-Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
-Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
+Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
+    "type": ["string", "integer"], "minimum": 1, "pattern": r"^\s*\d+(\.\d+)?\s*([KkMmGg][Ii]?)?[Bb]?\s*$",
+})]  # fmt: skip
+Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
+    "type": "string", "pattern": f"^({DEVICE.pattern})$",
+})]  # fmt: skip
 
 
 class AdapterEntry(_Strict):
@@ -140,7 +156,14 @@ def _entry(value: Any) -> Any:
 AdapterField: TypeAlias = Annotated[
     AdapterEntry,
     BeforeValidator(_entry),
-    WithJsonSchema({"anyOf": [{"type": "string"}, AdapterEntry.model_json_schema()]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": LONGEST_PATH},
+                AdapterEntry.model_json_schema(),
+            ]
+        }
+    ),
 ]
 
 
@@ -210,12 +233,18 @@ Axis: TypeAlias = Annotated[
 ]
 
 
+_ROW: Final = {
+    "type": "object", "minProperties": 1,
+    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+}  # fmt: skip
+
+
 class Matrix(BaseModel):
     """Names and their values; every combination is a job. `exclude` lists combinations that are none."""
 
     model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
     __pydantic_extra__: dict[str, Axis]
-    exclude: list[dict[str, Scalar]] = []
+    exclude: list[Annotated[dict[str, Scalar], WithJsonSchema(_ROW)]] = []
 
 
 class JobEntry(Defaults):

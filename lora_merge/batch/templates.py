@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Final
 
 from ..files.lookalikes import ENDINGS
+from ..paths import forbidden
 from .mistakes import nearest
 from .schema import LONGEST_PATH
 
@@ -23,6 +24,8 @@ def distinct(values: Mapping[str, str]) -> str:
     paths = {name for name, value in values.items() if PurePath(value).suffix in ENDINGS or "/" in value}
     return "-".join(f"{{{name}.stem}}" if name in paths else f"{{{name}}}" for name in values)
 
+
+PLAIN: Final = "write {name.stem} for a path, and strengths in the matrix: adapters: ['{name}:{strength}']"
 
 PARTS: Final = ("stem", "name", "parent")
 """The parts of a path that `{name.PART}` may name."""
@@ -62,6 +65,9 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
     home = path.startswith("~") != literal.startswith("~")
     if escapes or absolute or home or "\0" in path:
         raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
+    for part, own in zip(PurePath(path).parts, PurePath(literal).parts, strict=False):
+        if part != own and (name := forbidden(part)):
+            raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {PLAIN}")
     return path
 
 

@@ -14,7 +14,7 @@ import typer
 from ..errors import UsageError
 from ..process import check_room
 from ..progress import unwatched
-from ..text import Lines
+from ..text import Lines, json_text
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
 from .habits import ENDINGS
@@ -160,7 +160,7 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
 
     named: dict[str, int] = {}  # error → number of the first job that has it
     for s in made.planned:
-        line = json.dumps(facts(s), ensure_ascii=False)
+        line = json_text(facts(s))
         if told is not None:
             told.append(line)
         if as_json:

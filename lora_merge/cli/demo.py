@@ -6,7 +6,6 @@ Offline and quick. The check is written out here once more in fp64, apart from e
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.headers import layout
 from ..files.safetensors import parse_file
+from ..paths import typed
 from ..process import command
 
 WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
@@ -53,7 +53,7 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
     arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
     arguments += ["--output", str(output), "--overwrite"]
     say("")
-    say(f"$ lora-merge {shlex.join(arguments)}")
+    say(f"$ lora-merge {typed(arguments)}")
     code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode
     if code:
         raise SystemExit(code)  # it has said why

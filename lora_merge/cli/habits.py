@@ -11,33 +11,43 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..errors import UsageError
-from ..paths import exists, split_strength
+from ..paths import WINDOWS, exists, split_strength, typed
 
-ASKED: Final = MappingProxyType({"-h": "--help", "-V": "--version", "version": "--version"})
+ASKED: Final = MappingProxyType(
+    {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
+)
 """Words by which people ask the program about itself → the option."""
 
 _BASE: Final = "the base is the first word: lora-merge BASE ADAPTER"
 _ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
-_STRENGTH: Final = "a strength stands behind its file: lora-merge BASE ADAPTER:0.8; or give -s 0.8 for each adapter"
+_STRENGTH: Final = "a strength stands behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
 _PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
+_IDLE: Final = "leave it out: sums are exact, shards are those of the base, --device names the device"
+_RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
+_MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FACTORS: Final = {
-    **dict.fromkeys(("--te-strength", "--te_strength", "--text-encoder-strength"), "te={}"),
-    **dict.fromkeys(("--unet-strength", "--unet_strength"), "unet={}"),
+    **dict.fromkeys(("--te-strength", "--text-encoder-strength", "--strength-clip"), "te={}"),
+    **dict.fromkeys(("--unet-strength", "--strength-model"), "unet={}"),
     "--exclude": "{}=0",
-    **dict.fromkeys(("--lbw", "--block-weights", "--block_weights"), "lbw={}"),
+    "--only": "",  # see ONLY
+    **dict.fromkeys(("--lbw", "--block-weights"), "lbw={}"),
 }
 """Option of another program → what `--strength-for` takes in its place."""
 
+ONLY: Final = {"unet": "te=0", "model": "te=0", "te": "unet=0", "clip": "unet=0", "text_encoder": "unet=0"}
+"""Part after `--only` → what `--strength-for` takes, where the parts besides it are known without the base."""
+
 COMMANDS: Final = {
-    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata"), "inspect"),
+    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
     **dict.fromkeys(("diff", "difference", "cmp"), "compare"),
-    **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join"), "merge"),
-    **dict.fromkeys(("svd", "subtract"), "extract"),
-    **dict.fromkeys(("shrink", "rank", "prune"), "resize"),
+    **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join", "merge_lora", "merge_and_unload"), "merge"),
+    **dict.fromkeys(("svd", "subtract", "extract_lora_from_models"), "extract"),
+    **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
+    "svd_merge_lora": "combine",
     **dict.fromkeys(("blocks", "layers", "components"), "parts"),
     **dict.fromkeys(("validate", "prove", "test"), "verify"),
 }
@@ -45,25 +55,27 @@ COMMANDS: Final = {
 
 FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("--model", "--base", "--base-model", "--base_model", "--sd_model", "--checkpoint", "--ckpt"), _BASE
-        ),
+        **dict.fromkeys(("--model", "--base", "--base-model", "--sd-model", "--checkpoint", "--ckpt"), _BASE),
         **dict.fromkeys(
             ("--models", "--lora", "--loras", "--lora-path", "--adapter", "--adapters", "--peft"), _ADAPTERS
         ),
         **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
-        **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale", "--lora_scale"), _STRENGTH),
-        **dict.fromkeys(("--save_to", "--save-to", "--out", "--out-path", "--output-path", "--output_dir"), _OUTPUT),
-        **dict.fromkeys(("--precision", "--save_precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale"), _STRENGTH),
+        **dict.fromkeys(("--save-to", "--out", "--out-path", "--output-path", "--output-dir"), _OUTPUT),
+        **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--new-rank", "--dim", "-r", "--dynamic-method", "--dynamic-param"), _RANK),
+        **dict.fromkeys(("--model-org", "--model-tuned"), _MODELS),
         **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
         **dict.fromkeys(("--bf16", "--bfloat16"), "use --dtype bf16"),
         **dict.fromkeys(("--fp32", "--float32"), "use --dtype fp32"),
-        **dict.fromkeys(("--cuda", "--gpu"), "use --device cuda"),
-        **dict.fromkeys(("--cpu",), "use --device cpu"),
+        **{"--load-in-4bit": "use --dtype nf4", "--load-in-8bit": "use --dtype int8"},
+        "--push-to-hub": "leave it out, and then: hf upload OWNER/NAME FOLDER",
+        **dict.fromkeys(("--max-shard-size", "--device-map", "--trust-remote-code", "--concat", "--shuffle"), _IDLE),
+        **dict.fromkeys(("--parallel", "--jobs", "-j"), "use --workers N"),
+        **{"--cuda": "use --device cuda", "--gpu": "use --device cuda", "--cpu": "use --device cpu"},
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
         **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
         **{name: _LBW if text.startswith("lbw") else _PART for name, text in FACTORS.items()},
-        "--only": _PART,
     }
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
@@ -85,7 +97,6 @@ _WINDOWS: Final = re.compile(r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)")
 _HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
 _ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
-
 _FLAG: Final = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
 _ROLES: Final = {_BASE: "base", _ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
@@ -94,14 +105,33 @@ _ROLES: Final = {_BASE: "base", _ADAPTERS: "adapters", _STRENGTH: "strengths", _
 
 def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) -> None:
     """Raise UsageError for an option that only other programs have. `parameters`: those of the command."""
-    known = {name: getattr(parameter, "is_flag", False) for parameter in parameters for name in parameter.opts}
-    names = dict.fromkeys(arg.partition("=")[0] for arg in args)
+    known = {name: getattr(parameter, "is_flag", False) for parameter in parameters for name in parameter.opts
+             if name.startswith("-")}  # not the names of its arguments, which files may have  # fmt: skip
+    check_dashes(args, known)
+    given, args = args, [_hyphened(arg) for arg in args]
+    names = {arg.partition("=")[0]: own.partition("=")[0] for arg, own in zip(args, given, strict=True)}
     found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
     if found:
         right = translated(args, known) if command == "merge" else ""
         told = [FOREIGN[name] for name in found if known.keys() >= {*_FLAG.findall(FOREIGN[name])}]
         fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
-        raise UsageError(f"there is no option {' nor '.join(found)} here", " ".join(args)[:200], fix)
+        words = " nor ".join(names[name] for name in found)
+        raise UsageError(f"there is no option {words} here", " ".join(given)[:200], fix)
+
+
+def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
+    """Raise UsageError for an option with a long dash, as texts and web pages have it, or with too few hyphens."""
+    for word in args:
+        name = re.sub("^[–—−]+(?=[A-Za-z])", "-", word).partition("=")[0]
+        right = name if name in known else f"-{name}"
+        if name[0:1] == "-" and right in known and right != word.partition("=")[0] and not exists(word):
+            raise UsageError("an option begins with hyphens", word, f"write {right}")
+
+
+def _hyphened(arg: str) -> str:
+    """Return an argument with hyphens in the name of its option, as options here have them."""
+    name = arg.partition("=")[0]
+    return arg.replace(name, name.replace("_", "-"), 1) if name.startswith("--") else arg
 
 
 def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
@@ -112,11 +142,11 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
     given: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"
     for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
-        before, role, typed = role, *_read(word, role, known)
+        before, role, own = role, *_read(word, role, known)
         if not role:
             return ""
-        rest += typed
-        if not typed and before == role and not word.startswith("-"):
+        rest += own
+        if not own and before == role and not word.startswith("-"):
             given[role].append(word)
             role = role if role in ("adapters", "strengths") else "plain"
     base, *plain = [*given["base"], *given["plain"]] or [""]
@@ -127,9 +157,7 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
         adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
     for flag, values in (("-o", given["output"]), ("--dtype", given["dtype"])):
         rest += [flag, values[-1]] if values else []
-    from shlex import join
-
-    return join(["lora-merge", base, *adapters, *rest])
+    return typed(["lora-merge", base, *adapters, *rest])
 
 
 def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[str]]:
@@ -144,7 +172,8 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
     if word.startswith("-"):
         return "", []
     if role in FACTORS:
-        return "plain", ["--strength-for", FACTORS[role].format(word)]
+        told = FACTORS[role].format(word) or ONLY.get(word, "")
+        return ("plain", ["--strength-for", told]) if told else ("", [])
     return ("plain", [word]) if role == "value" else (role, [])
 
 
@@ -162,7 +191,7 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
 
 def check_command(word: str, commands: Collection[str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file."""
-    if exists(word) or not re.fullmatch(r"[A-Za-z][A-Za-z-]*", word):
+    if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
         return
@@ -198,16 +227,14 @@ _SITES: Final = (
 
 def _download(address: str) -> str:
     """Return how to download a file from its address."""
-    from shlex import quote
-
     for pattern, command in _SITES:
         if found := re.fullmatch(pattern, address, re.IGNORECASE):
-            groups = map(quote, found.groups())
+            groups = [typed([group]) for group in found.groups()]
             return command.format(
                 *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
             )
     if address.lower().startswith("http"):
-        return f"curl -L -O -J {quote(address[:200])}"
+        return f"curl -L -O -J {typed([address[:200]])}"
     return "in a browser; from the Hub: hf download OWNER/NAME"
 
 
@@ -222,11 +249,16 @@ def completed(path: str) -> str:
     if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
-    if os.name != "nt" and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
-        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
-        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+    _check_drive(path)
     there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
     return there[0] if there else path
+
+
+def _check_drive(path: str) -> None:
+    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
+    if not WINDOWS and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
 
 
 def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None:
@@ -237,6 +269,7 @@ def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None
     """
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+    _check_drive(output or "")
     plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
     ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
     return f"{output}{ending}" if plain and file and not exists(str(output)) else output
@@ -260,6 +293,9 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
 
 def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
+    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
+    if joining:
+        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {_ADAPTERS}")
     values = {word: right_form(word) for word in words if right_form(word) and not exists(word)}
     if not values:
         return
@@ -272,6 +308,13 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     raise UsageError("a number where an adapter belongs", " ".join(values), fix)
 
 
+def check_two(text: str) -> None:
+    """Raise UsageError for an adapter with two strengths."""
+    if (two := _TWO.fullmatch(text)) and not exists(f"{two['path']}:{two['unet']}"):
+        fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
+        raise UsageError("two strengths behind one file", text[:200], fix)
+
+
 def check_adapter(text: str) -> None:
     """Raise UsageError for an adapter with its strength as other programs write it."""
     if exists(text):
@@ -282,6 +325,10 @@ def check_adapter(text: str) -> None:
             value = _value(found) if found.get("value") else "0.8"
             path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
             raise UsageError("a strength is not written like this", text[:200], f"write {path}:{value}")
+
+
+_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
+"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
 
 def right_form(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,14 +18,14 @@ from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, err
 from ..options import OPTIONS
 from ..paths import exists, is_file
 from ..process import LimitCheck, on_stop, signals_first
-from ..text import Lines, one_line
+from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_once, check_options, completed, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
-from .merge_look import conclude, describe
+from .merge_look import conclude, describe, with_pictures
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent
@@ -160,7 +159,7 @@ def merge(
         pictures.protect(sources(job), [job.output])
         done = _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
     if done is not None:
-        pictures.write(lambda: _with_pictures(*done) if html is not None else asdict(done[0]))
+        pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
 
 
 def _merge(
@@ -192,19 +191,6 @@ def _merge(
     return done, plan
 
 
-def _with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
-    """Return a report with the recipe that the output holds, and with the spectrum and the histogram of each weight's
-    change, if the inputs are still there."""
-    from ..viewing.base import recipe_of
-    from ..viewing.pictures import merge_pictures
-
-    found = asdict(done)
-    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
-    for name, one in found["numbers"].get("tensors", {}).items():
-        one |= shown.get(name, {})
-    return {**found, "recipe": recipe_of(plan.job.output)}
-
-
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
     """Say what a dry run says below the plan's own lines."""
     from ..engine.admission import require_device
@@ -214,7 +200,7 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool,
     say(needs(plan))
     for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
         echo(remark, err=True)
-    found = json.dumps(dry(plan), ensure_ascii=False)
+    found = json_text(dry(plan))
     if told is not None:
         told.replace(found)
     if as_json:
@@ -297,5 +283,5 @@ def _fail(error: BaseException, text: str) -> None:
     if "--json" in sys.argv and not isinstance(error, BatchFailed):
         with suppress(OSError, ValueError):  # a closed stdout
             found = {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
-            put(json.dumps(found, ensure_ascii=False))
+            put(json_text(found))
     raise SystemExit(told["exit_code"])

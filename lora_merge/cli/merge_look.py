@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..paths import typed
 from ..text import by_pattern, by_reason, counted, one_line, plural, size, stored
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
@@ -141,4 +142,17 @@ def nearest(path: str) -> str:
 
 def quoted(path: str) -> str:
     """Return a path as a shell takes it."""
-    return f'"{nearest(path)}"' if os.name == "nt" else shlex.quote(nearest(path))
+    return typed([nearest(path)])
+
+
+def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
+    """Return a report with the recipe that the output holds, and with the spectrum and the histogram of each weight's
+    change, if the inputs are still there."""
+    from ..viewing.base import recipe_of
+    from ..viewing.pictures import merge_pictures
+
+    found = asdict(done)
+    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
+    for name, one in found["numbers"].get("tensors", {}).items():
+        one |= shown.get(name, {})
+    return {**found, "recipe": recipe_of(plan.job.output)}

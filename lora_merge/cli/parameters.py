@@ -61,7 +61,7 @@ KINDS: Final = {"switch": bool, "whole": int, "number": float}
 
 
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
-    many = option.kind in ("numbers", "parts", "settings", "entries", "texts")
+    many = option.kind in ("numbers", "parts", "settings", "entries", "rules", "texts")
     default = None if stated or many else option.default
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
     kind: Any = list[str] if many else KINDS.get(option.kind, words)

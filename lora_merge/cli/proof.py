@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +11,12 @@ import typer
 from ..options import OPTIONS
 from ..paths import is_file
 from ..progress import unwatched
+from ..text import json_text
 from .habits import with_ending
 from .helping import examples
 from .look import styled
 from .making.look import tell
-from .merge_look import conclude, describe, show_proof
+from .merge_look import conclude, describe, show_proof, with_pictures
 from .parameters import HTML, QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, put, silent
@@ -73,7 +72,7 @@ def verify(
         with watching(quiet=as_json or quiet) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched)
         if as_json:
-            put(json.dumps(proof, ensure_ascii=False))
+            put(json_text(proof))
         for row in () if as_json or quiet else proof_of_adapter(proof):
             echo(row)
         return
@@ -82,7 +81,7 @@ def verify(
             expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
         )
     if as_json:
-        put(json.dumps(proof, ensure_ascii=False))
+        put(json_text(proof))
     elif not quiet:
         show_proof(proof)
 
@@ -168,7 +167,6 @@ def unmerge(
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
     from ..proof.unmerge import plan_unmerge
-    from ..viewing.base import recipe_of
     from .streams import Pictures
 
     pictures = Pictures(html, None)
@@ -187,7 +185,7 @@ def unmerge(
             describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
-    pictures.write(lambda: {**asdict(done), "recipe": recipe_of(plan.job.output)})
+    pictures.write(lambda: with_pictures(done, plan))
 
 
 def doctor(
@@ -208,7 +206,7 @@ def doctor(
 
         found = examine(where)
     if as_json:
-        put(json.dumps(found, ensure_ascii=False))
+        put(json_text(found))
     elif not quiet and styled(sys.stdout):
         show_findings(found)
     elif not quiet:

@@ -33,6 +33,9 @@ MAKING: Final = {"make": 1.0, "flush": 0.02, "prove": 0.5}
 """The same for the layers of an adapter, relative to computing them. Measured: the proof takes 0.3 (convert) to 3 times
 (resize) as long."""
 
+LOOKING: Final = {"make": 1.0}
+"""The weights where files are only looked at."""
+
 PROOF: Final = {"prove": 1.0}
 """The weights where a file is proven and nothing is written."""
 
@@ -72,7 +75,7 @@ class Output:
             self.stage, self.since = step.stage, now
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
-        elif step.stage == "make":
+        elif step.stage in ("make", "look"):
             self.made, self.to_make = self.made + step.done, step.total or self.to_make
         else:
             self.written, self.total = self.written + step.done, step.total or self.total
@@ -86,7 +89,7 @@ class Output:
             "flush": float(self.stage == "prove"),
             "prove": self.proven / self.to_prove if self.to_prove else 0.0,
         }
-        weights = MAKING if self.to_make else weights
+        weights = LOOKING if self.stage == "look" else MAKING if self.to_make else weights
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
@@ -149,7 +152,7 @@ class Display:
         """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
         if step.stage == "make" and self.jobs is not None:
             return self._planned(output.name)[0] * step.done // max(output.to_make, 1)
-        return step.done if step.stage in ("merge", "make") else 0
+        return step.done if step.stage in ("merge", "make", "look") else 0
 
     def end(self, output: str) -> None:
         """Count a job of a batch that has ended."""
@@ -210,7 +213,7 @@ class Display:
             facts = [f"{in_units(output.written)} of {in_units(output.total)}", self._rate()]
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
-        if output.stage == "make":
+        if output.stage in ("make", "look"):
             facts = [f"{in_units(output.made)} of {in_units(output.to_make)} of weights", self._rate()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import errno
-import json
 import os
 import struct
 import sys
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, error_dict
-from ..text import CONTROLS, one_line
+from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
@@ -123,7 +122,7 @@ class ReportFile:
         """Report a failure, unless something else than a report is there, or may get there: an input, the output."""
         with suppress(OSError):
             if self._is_report() if self.path.is_file() else self._spares and not self.path.exists():
-                self.replace(json.dumps({"error": error_dict(e)}, ensure_ascii=False))
+                self.replace(json_text({"error": error_dict(e)}))
 
     def _is_report(self) -> bool:
         with self.path.open("rb") as f:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ..errors import UsageError
-from ..text import Lines
+from ..text import Lines, json_text
 from .habits import completed
 from .helping import examples
 from .look import show, styled, table
@@ -44,7 +43,7 @@ def parts(
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     found = parts_of(path)
     if as_json:
-        put(json.dumps(found, ensure_ascii=False))
+        put(json_text(found))
     elif styled(sys.stdout):
         columns = ("block", "tensors", "first of them")
         rows = [(name, facts["tensors"], facts["first"] or "") for name, facts in found["blocks"].items()]
@@ -77,7 +76,7 @@ def _print(name: str, columns: tuple[str, ...], rows: list[dict[str, Any]], *, a
     """Print rows as JSON, as a table on a terminal, or as lines with a tab between two cells."""
     cells = [[", ".join(value) if isinstance(value, list) else value for value in row.values()] for row in rows]
     if as_json:
-        put(json.dumps({name: rows}, ensure_ascii=False))
+        put(json_text({name: rows}))
     elif styled(sys.stdout):
         show(table(columns, cells))
     else:

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, check_numbers, completed, expanded, is_address, right_form
+from .habits import check_adapter, check_numbers, check_two, completed, expanded, is_address, right_form
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -37,6 +37,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         return completed(text)
     path, strength = split_strength(text)
     if strength is not None:
+        check_two(text)
         return completed(path), strength
     for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])

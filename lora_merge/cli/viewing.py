@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ import typer
 
 from ..errors import FitError, UsageError
 from ..paths import exists, expand
-from ..text import Lines
+from ..progress import unwatched
+from ..text import Lines, json_text
 from .habits import completed, expanded
 from .helping import examples, offered
 from .parameters import HTML, PLOT, SILENT
@@ -62,11 +62,12 @@ def inspect(
 
     pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else ""):
-        found = [look(*pair, weights=weights, hashes=hashes, pictures=html is not None) for pair in pairs]
+    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
+        asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
+        found = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
-        put(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
+        put(json_text(found[0] if len(found) == 1 else {"files": found}))
     for n, facts in enumerate(() if as_json or quiet else found):
         if n:
             echo("")
@@ -124,11 +125,17 @@ def compare(
     first, second = expand(completed(a)), expand(completed(b))
     pictures = Pictures(html, plot)
     pictures.protect([first, second])
-    with watching(quiet=as_json or quiet, doing="reading both"):
-        found = look(first, second, expand(completed(base)) if base else None)
+    with watching(quiet=as_json or quiet, doing="reading both") as display:
+        found = look(
+            first,
+            second,
+            expand(completed(base)) if base else None,
+            pictures=html is not None,
+            progress=display or unwatched,
+        )
     pictures.write(lambda: dict(found))
     if as_json:
-        put(json.dumps(found, ensure_ascii=False))
+        put(json_text(found))
     elif not quiet:
         show_comparison(found)
 
@@ -155,4 +162,4 @@ def schema(
     if what not in KINDS:
         raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
     found: dict[str, Any] = schema_of(what)
-    put(Lines.of(json.dumps(found, ensure_ascii=False, indent=2).splitlines()))
+    put(Lines.of(json_text(found, indent=2).splitlines()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..paths import exists
+from ..paths import WINDOWS, exists, forbidden
 from ..text import listed
 from .volumes import same
 from .writer import elsewhere, failure
@@ -58,6 +58,10 @@ def protect(target: Path, inputs: Iterable[Path]) -> None:
 
 def _check_name(target: Path, *, folder: bool) -> None:
     """Raise UsageError for a name that no output can have, or whose suffix is wrong for the output."""
+    if WINDOWS and (part := forbidden(target)):
+        raise UsageError("Windows allows no such name", f"{target}: {part}",
+                         'choose another -o: without < > : " | ? *, a point at the end, and names such as CON and NUL'
+                         )  # fmt: skip
     if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
         raise UsageError("the base is a folder, so the output is a folder, but its name is that of a file", str(target),
                          f"name a folder: -o {target.stem}")  # fmt: skip

@@ -43,7 +43,6 @@ class Written:
 
     plan: Plan
     part: Path
-    headers: tuple[bytes, ...]  # of its files, final
     digests: tuple[str, ...]  # of `plan.inputs`
     device: str
     stages: Mapping[str, float]  # seconds busy
@@ -63,7 +62,6 @@ class Pipeline:
         self.reader, self.opened = digests.reader, ExitStack()
         self.pool = Pool(WindowBuffers() for _ in range(min(slots(p.job) for p in plans)))
         self.writers: dict[tuple[int, int], Writer] = {}
-        self.headers: dict[int, tuple[bytes, ...]] = {}  # plan → the final headers of its files
         self.clock = Lock()
         self.current_device = _current_device()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
@@ -99,7 +97,7 @@ class Pipeline:
     def _written(self, number: int) -> Written:
         plan, merger = self.plans[number], self.merger
         return Written(
-            plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
+            plan, self.parts[number], tuple(self.digests.of(plan.inputs)), merger.device,
             self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
             merger.choice.why, merger.measures[number],
         )  # fmt: skip
@@ -228,8 +226,7 @@ class Pipeline:
         self.progress(Step("flush", str(plan.job.output)))
         self._leave(number, len(plan.files) - 1)
         self.merger.complete(number, self.parts[number])
-        self.headers[number] = tuple(headings(plan, self.digests.of(plan.inputs)))
-        for n, header in enumerate(self.headers[number]):
+        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs))):
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadable
 from ..errors import InputError
-from ..limits import from_json
 from ..options import shown
 from ..paths import exists, is_folder
 from ..text import listed, quoted
@@ -24,6 +23,7 @@ from .codecs.told import MODELOPT, smoothed, with_modelopt
 from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
+from .json_files import bad_index, read_index, read_json
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
 from .lookalikes import missing
 from .safetensors import parse_file
@@ -35,7 +35,6 @@ LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transfor
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
 
-JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of files of torch.save: a zip archive, or before torch 1.6 a bare pickle."""
 
@@ -155,32 +154,12 @@ def _trained_whole(folder: Path) -> list[Path]:
     return [folder / name for name in TRAINED_WHOLE if (folder / name).exists()]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a side file; InputError as `json_value`, or if it is not an object."""
-    value = json_value(path)
-    if not isinstance(value, dict):
-        raise InputError("not a JSON object", str(path), "download or write it again")
-    return value
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a configuration. Only the beginning of its `model_type` is kept, because names are made of it."""
     config = read_json(path)
     if (kind := config.get("model_type")) is not None:
         config["model_type"] = shown(kind, LONGEST_TYPE)
     return config
-
-
-def json_value(path: Path) -> Any:
-    """Return the JSON value in a side file; InputError if it is invalid, or too long or too deep."""
-    with open_regular(path) as f:
-        if FileState.of(f.fileno()).size > JSON_LIMIT:
-            raise InputError("JSON file of absurd length", str(path), "download it again")
-        raw = f.read()
-    try:
-        return from_json(raw)
-    except ValueError as e:
-        raise InputError("not a valid JSON file", f"{path}: {e}", "download or write it again") from e
 
 
 def _nonempty(index: Index) -> Index:
@@ -271,9 +250,9 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
     if weights.index is None:
         require_all(weights)
         return _of_files(folder, weights.files, notes=notes)
-    table = read_json(weights.index).get("weight_map")
-    if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
-        raise _bad_index(weights.index, "it has no weight_map of names to files")
+    table = read_index(weights.index)["weight_map"]
+    if not table or not all(isinstance(v, str) for v in table.values()):
+        raise bad_index(weights.index, "it has no weight_map of names to files")
     present = {p.name: p for p in entries(folder) if not p.is_dir()}
     for name in dict.fromkeys(table.values()):
         if name not in present:
@@ -281,27 +260,23 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
             why = (
                 f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is a path, not the name of a file"
             )
-            raise _bad_index(weights.index, why)
+            raise bad_index(weights.index, why)
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
     homes = {n: info.file for n, info in index.tensors.items()}
     wrong = [n for n, file in table.items() if (home := homes.get(n)) is not present[file] and home != present[file]]
     if wrong:
-        raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not in the file that it names")
+        raise bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not in the file that it names")
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
         index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
     same, other = unnamed(weights, table.values())
     if same and weights.suffix != "safetensors":
-        raise _bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
+        raise bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
     for shards, what in ((same, "copied as they are"), (other, "of another count, not copied")):
         if shards:
             note = f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}"
             index = replace(index, notes=(*index.notes, note))
     return replace(index, index_files=(weights.index,), unnamed=tuple(same))
-
-
-def _bad_index(path: Path, why: str) -> InputError:
-    return InputError("index and shards do not agree", f"{path}: {why}", "download the folder again, all files of it")
 
 
 def _of_files(

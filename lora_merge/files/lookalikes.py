@@ -141,9 +141,10 @@ def missing(path: Path) -> InputError:
         return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
     stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
     for entry in entries(path.parent):
-        if entry.suffix in {*ENDINGS, path.suffix} or entry.is_dir():
+        if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():
             stems.setdefault(entry.stem, []).append(entry.name)
-    close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+    close = [stem for stem in stems if stem.lower() == path.stem.lower()]
+    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     if near:
         return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")

@@ -18,8 +18,9 @@ from ..dtypes import TABLE
 from ..errors import InputError
 from ..limits import from_json
 from ..text import listed
-from .checkpoint import Index, json_value, read_json
+from .checkpoint import Index
 from .codecs.told import SECTIONS
+from .json_files import json_value, read_index
 from .layouts import entries
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
@@ -174,33 +175,32 @@ class Written(Protocol):
     def nbytes(self) -> int: ...
 
 
+def index_names(base: Index) -> tuple[str, ...]:
+    """Return the output's name for every `*.index.json` of the base, in the order of `index_files`."""
+    names = (path.relative_to(base.path) for path in base.index_files)
+    return tuple(n.with_name(_renamed(n.name).replace(".bin.index", ".safetensors.index")).as_posix() for n in names)
+
+
 def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of every `*.index.json`: that of the base, with the file names and totals of the output.
 
     `written`: base file → the tensors of its output file.
     """
-    for path in base.index_files:
-        content = read_json(path)
+    for name, path in zip(index_names(base), base.index_files, strict=True):
+        content = read_index(path)
         files = [f for f in base.files if f.parent == path.parent]
         members = {t.stored: t for f in files for t in written[f]}
         homes: dict[str, str] = {}
         for f in files:
             homes |= dict.fromkeys((t.stored for t in written[f]), Path(output_name(f, base)).name)
-        content["weight_map"] = {n: homes[n] for n in content.get("weight_map", {}) if n in homes} | homes
-        metadata = content["metadata"] = content.get("metadata") or {}
-        if not isinstance(metadata, dict):
-            raise InputError(
-                "the index file is damaged", f"{path}: its metadata is not a JSON object", "download it again"
-            )
+        content["weight_map"] = {n: homes[n] for n in content["weight_map"] if n in homes} | homes
+        metadata = content["metadata"]
         metadata["total_size"] = sum(t.nbytes for t in members.values())
-        if isinstance(
-            metadata.get("total_parameters"), int
-        ):  # only the difference is added: tied tensors may be counted twice
+        if isinstance(metadata.get("total_parameters"), int):
+            # only the difference is added: tied tensors may be counted twice
             old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
             metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
-        relative = path.relative_to(base.path)
-        name = _renamed(relative.name).replace(".bin.index", ".safetensors.index")
-        yield relative.with_name(name).as_posix(), _indented(content).encode()
+        yield name, _indented(content).encode()
 
 
 def _indented(content: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ Place: TypeAlias = tuple[str | int, ...]
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
 """Numbers that stay text, as in YAML 1.2: PyYAML follows YAML 1.1 and reads 010 as 8, 1_0 as 10 and 1:30 as 90."""
+_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -38,8 +39,8 @@ class Document:
     root: Node
     mistakes: tuple[tuple[int, str], ...] = ()
     """Line and message of each mistake in valid YAML: a field that is given twice, an unknown tag."""
-    _fields: dict[int, tuple[dict[Any, Node], tuple[Node, ...]]] = field(default_factory=dict, repr=False)
-    """Table → its own fields, and the tables that `<<` merges into it; filled by `_child`."""
+    _fields: dict[int, dict[Any, Node]] = field(default_factory=dict, repr=False)
+    """Table → its fields and those that `<<` merges into it; filled by `_fields_of`."""
 
     def line(self, place: Place) -> int:
         """Return the line of a value, or of its nearest parent that exists."""
@@ -63,16 +64,17 @@ class Document:
         if isinstance(node, SequenceNode):
             fits = isinstance(step, int) and step < len(node.value)
             return node.value[step] if fits else None
-        if not isinstance(node, MappingNode):
-            return None
-        if id(node) not in self._fields:  # of a name that is given twice, the first value
-            own = {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
-            self._fields[id(node)] = own, tuple(_merged(node))
-        own, merged = self._fields[id(node)]
-        if step in own:
-            return own[step]
-        found = (self._child(table, step) for table in merged)
-        return next((n for n in found if n is not None), None)
+        return self._fields_of(node).get(step) if isinstance(node, MappingNode) else None
+
+    def _fields_of(self, node: MappingNode) -> dict[Any, Node]:
+        """Return the fields of a table; of a name that is given twice, the first value."""
+        if id(node) not in self._fields:
+            found: dict[Any, Node] = {}
+            for table in reversed([t for t in _merged(node) if isinstance(t, MappingNode)]):
+                found |= self._fields_of(table)
+            found |= {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
+            self._fields[id(node)] = found
+        return self._fields[id(node)]
 
 
 def _advice(text: str, mark: Any) -> str:
@@ -141,16 +143,15 @@ class _Values:
             raise _bomb(f"{self.name}:{_line(node)}")
         self.open.add(id(node))
         made = self._scalar(node) if isinstance(node, ScalarNode) else self._table(node, depth + 1)
-        if made[1] > UNFOLDED:
-            raise _bomb(f"{self.name}:{_line(node)}")
         self.open.remove(id(node))
         self.made[id(node)] = made
         return made
 
     def _scalar(self, node: ScalarNode) -> tuple[Any, int]:
+        if node.tag in _NUMBERS and _OLD_NUMBER.match(node.value):  # for 1:1:1:… PyYAML takes time by the square
+            return node.value, 1
         try:
-            value = self.scalars.construct_object(node)
-            return node.value if isinstance(value, int | float) and _OLD_NUMBER.match(node.value) else value, 1
+            return self.scalars.construct_object(node), 1
         except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date
             self._note(node, getattr(e, "problem", None) or str(e))
             return node.value, 1
@@ -158,28 +159,39 @@ class _Values:
     def _table(self, node: Node, depth: int) -> tuple[Any, int]:
         if node.tag not in _TABLES:
             self._note(node, f"the tag {node.tag} is not known here")
-        if isinstance(node, SequenceNode):
-            items = [self._make(n, depth) for n in node.value]
-            return [v for v, _ in items], 1 + sum(n for _, n in items)
-        merged: dict[str, Any] = {}
-        own: dict[str, Any] = {}
         count = 1
+        if isinstance(node, SequenceNode):
+            items = []
+            for inner in node.value:
+                value, count = self._inner(node, inner, depth, count)
+                items.append(value)
+            return items, count
+        merged: list[dict[str, Any]] = []
+        own: dict[str, Any] = {}
         for key, inner in node.value:
-            value, size = self._make(inner, depth)
-            count += size
+            value, count = self._inner(node, inner, depth, count)
             if _is_merge(key):
-                for table in value if isinstance(value, list) else [value]:
-                    if not isinstance(table, dict):
-                        self._note(key, "<< takes a table, or a list of them")
-                    else:
-                        merged = table | merged  # the first one wins
+                tables = value if isinstance(value, list) else [value]
+                merged += [table for table in tables if isinstance(table, dict)]
+                for _ in (table for table in tables if not isinstance(table, dict)):
+                    self._note(key, "<< takes a table, or a list of them")
             elif not isinstance(key, ScalarNode):
                 self._note(key, "a field's name is a plain word")
             elif key.value in own:
                 self._note(key, f"the field {key.value!r} is given twice")
             else:
                 own[key.value] = value
-        return merged | own, count
+        whole: dict[str, Any] = {}
+        for table in reversed(merged):  # the first one wins
+            whole |= table
+        return whole | own, count
+
+    def _inner(self, node: Node, inner: Node, depth: int, count: int) -> tuple[Any, int]:
+        """Return a value inside a node, and the node's count with it; InputError before more is made than the limit."""
+        value, size = self._make(inner, depth)
+        if count + size > UNFOLDED:
+            raise _bomb(f"{self.name}:{_line(node)}")
+        return value, count + size
 
     def _note(self, node: Node, why: str) -> None:
         self.mistakes.append((_line(node), why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from math import isfinite, isnan, prod
+from math import isfinite, isinf, isnan, prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -66,6 +66,10 @@ LEAVE_OUT: Final = "no weight holds this; leave such modules out with --strength
 
 ODD: Final = 1e-3
 """An α that no file leaves out: with it, the scale is another than without."""
+
+LEAST: Final = 2.0**-149
+LARGEST: Final = (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest number of fp32 above zero."""
 
 
 class Choice(NamedTuple):
@@ -228,9 +232,9 @@ class _Chooser:
             raise InputError(f"{slot} is not one number", where, "export it again")
         value = self.context.values.numbers(info)[0]
         infinite = slot != "alpha" and not isfinite(value)  # an infinite alpha is allowed in LoKr and OFT
-        if info.dtype == "BOOL" or isnan(value) or infinite:
+        if info.dtype == "BOOL" or isnan(value) or infinite or not _in_fp32(value):
             raise _unusable(slot, value, info)
-        return value
+        return float(value)
 
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the formula's settings from metadata, configuration and user, and `widest` if the formula needs it."""
@@ -288,9 +292,16 @@ class _Chooser:
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 
 
+def _in_fp32(value: float) -> bool:
+    """Return whether a number is in the range of fp32, zero or infinite."""
+    return value == 0.0 or isinf(value) or LEAST <= abs(value) <= LARGEST
+
+
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
     where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
-    return InputError(f"{slot} is {value}", where, "use an earlier save of the adapter")
+    odd = value is not None and isfinite(value) and not _in_fp32(value)
+    what = f"{slot} is {value}, out of the range of fp32" if odd else f"{slot} is {value}"
+    return InputError(what, where, "use an earlier save of the adapter")
 
 
 def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:

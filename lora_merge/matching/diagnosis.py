@@ -240,6 +240,12 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
         why, fix = _parted(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
+        if isinstance(worst, ShapeMismatch) and not why and result.unmatched:  # the names say what small shapes do not
+            why, fix = _parted(explain(names, list(result.unmatched), shapes))
+            if NO_NAMES in why:
+                no_place = f"{len(result.unmatched)} modules of the adapter have no place there"
+                why = f"the base is {_one(names.architecture)}, and {no_place}"
+            why = f"{worst.what}: {why}"
         others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", (fix or worst.fix) + others)

@@ -159,7 +159,7 @@ class MatchBuilder:
         """Place one module: find its weight and formula and record the patch."""
         if (view := self._seek(module)) is None:
             return
-        if self.pair.as_one(module.name) and self.places.lacks_head(module.name) and self.places.embeddings_change:
+        if self.pair.as_one(module.name) and self.places.lacks_end(module.name) and self.places.embeddings_change:
             self.notes.append(AGAIN.format(name=module.name))
             self._leave_unused(module, COPY)
             self._count(module.where, {self.names.component(view.row_slices[0].key)})
@@ -190,7 +190,7 @@ class MatchBuilder:
         """Record a module that may change one end of tied embeddings alone."""
         key = view.row_slices[0].key
         shared = self.pair.tied is not None and key == self.pair.shared
-        if (shared or self.places.lacks_head(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
+        if (shared or self.places.lacks_end(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
             self.ends[name] = key
 
     def _of_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:

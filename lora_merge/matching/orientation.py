@@ -22,7 +22,7 @@ class Undecided(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """A module with its weight in the base, and the layer's bias if it has one."""
+    """A module with its weight in the base, and the bias of its layer, if that can tell the orientation."""
 
     module: Module
     view: WeightView
@@ -87,7 +87,8 @@ class Orientation:
         )
         if known is not None:
             return known
-        upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
+        upright = self._fits(module, view)
+        turned = upright if is_square(view) else self._fits(module, transposed(view))
         if not (upright and turned):
             return turned
         if (by_shape := self._by_shape.get(module.name)) is not None:
@@ -114,12 +115,17 @@ class Orientation:
     def _is_in_out(self, place: Place) -> bool | None:
         """Return the orientation by the length of the bias, which is the output's, else by the adapter's tensors."""
         shape, bias = place.view.shape, place.bias.shape if place.bias else ()
-        if not _may_turn(place.view) or shape[0] == shape[1]:
+        if not _may_turn(place.view) or is_square(place.view):
             return None
         if len(bias) == 1 and bias[0] in shape:
             return bias[0] == shape[1]
         upright, turned = (self._fits(place.module, seen) for seen in (place.view, transposed(place.view)))
         return turned if upright != turned else None
+
+
+def is_square(view: WeightView) -> bool:
+    """Return whether a matrix has as many rows as columns."""
+    return len(view.shape) == 2 and view.shape[0] == view.shape[1]
 
 
 def _may_turn(view: WeightView) -> bool:

@@ -18,7 +18,7 @@ from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
 from .context import AdapterContext
-from .orientation import Place
+from .orientation import Place, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_heads import EMBEDDING_NAMES, AdapterPair
@@ -35,6 +35,7 @@ class Places:
         self._twins: dict[Rows, StoredTensor | None] = {}  # trained tokens → see `twin`
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
+        self._found: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
         """Return a parameter by its name; None if the base has none of this name."""
@@ -54,6 +55,8 @@ class Places:
 
     def find(self, module: Module) -> WeightView | None:
         """Return the weight that the module changes, for a part of a module its rows; ShapeMismatch if it has none."""
+        if module.parameter == "weight" and (known := self._found.get(module.name)) is not None:
+            return known
         name, number = split_row_part(module.name)
         view = self.named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
@@ -72,7 +75,8 @@ class Places:
             with suppress(MergeError):  # `find` raises this again when the module is placed
                 view = self.find(module)
                 if view is not None:
-                    yield Place(module, view, self.look(module.name, "bias"))
+                    self._found[module.name] = view
+                    yield Place(module, view, None if is_square(view) else self.look(module.name, "bias"))
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
@@ -121,12 +125,13 @@ class Places:
             self._twins[rows] = next(found, None)
         return self._twins[rows]
 
-    def lacks_head(self, name: str) -> bool:
-        """Return whether this is the name of a head that the base does not store."""
-        return self.pair.is_head(name) and self.look(name) is None
+    def lacks_end(self, name: str) -> bool:
+        """Return whether this is the name of a head, or of embeddings that change with it, which the base does not
+        store."""
+        return self.pair.is_end(name) and self.look(name) is None
 
     def _of_head(self, name: str, parameter: str) -> WeightView | None:
-        """Return the weight of a head that the base does not store: a new one if possible, else the embeddings."""
-        if parameter != "weight" or not self.pair.is_head(name):
+        """Return the weight of an end that the base does not store: a new one if possible, else the embeddings."""
+        if parameter != "weight" or not self.pair.is_end(name):
             return None
         return self.pair.own_weight if self.pair.parts(name) else self.embeddings()

@@ -64,6 +64,13 @@ class AdapterPair:
         """Return whether a module's name is that of the head."""
         return f".{name}".endswith(f".{self._head}")
 
+    def is_end(self, name: str) -> bool:
+        """Return whether a module's name is that of the head, or of embeddings that change with it.
+
+        Encoder and decoder may each have a name for the one table; PEFT then trains and saves it under all names.
+        """
+        return self.is_head(name) or (name.rpartition(".")[2] in EMBEDDING_NAMES and self.as_one(name))
+
     @property
     def own_weight(self) -> WeightView | None:
         """The new tensor of the head; None where it can have none."""
@@ -72,7 +79,7 @@ class AdapterPair:
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
         """Return the place of a value, or of rows, for a head that the base does not store; None without a place."""
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
-        if self.tied is None or not self.is_head(name) or (parameter != "weight" and key not in self.own):
+        if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.own):
             return None
         shared = self.sources.get(key, self.tied.info)
         if self.as_one(info.name):

@@ -6,16 +6,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..adapters_out.changes import Evaluator
 from ..adapters_out.job import make_adapter_job
 from ..adapters_out.layers import combine as combined
 from ..adapters_out.layers import decomposing, spectrum
 from ..adapters_out.rank_rules import EXACT, Rule
+from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
 from ..disk.reader import Reader
 from ..engine.devices import place
@@ -23,15 +24,10 @@ from ..engine.placement import host
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
+from ..keywords import AdapterReading
 from ..options import factor
 from ..text import Shown
 from .loaded_adapter import LoadedAdapter
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..adapters_out.report import AdapterReport
-    from ..keywords import AdapterReading
 
 Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.nn import Buffer, Module, Parameter
@@ -19,11 +19,19 @@ PLAIN: Final = (Tensor, Parameter, Buffer)
 PLAIN_MODEL: Final = "give the unquantised model, or merge into its files with `merge`"
 
 
+class Pipeline(Protocol):
+    """A diffusers pipeline, or another object with named parts, some of which are torch modules."""
+
+    @property
+    def components(self) -> Mapping[str, object]:
+        """Name → part, such as "unet", "text_encoder", "scheduler"."""
+
+
 Original: TypeAlias = Callable[[str], Tensor]
 """Function that returns the tensor of a name with the numbers that it had before the merge."""
 
 
-def live_model(model: Any, tensors: dict[str, Tensor], original: Original) -> Index:
+def live_model(model: object, tensors: dict[str, Tensor], original: Original) -> Index:
     """Return a torch module, or the modules of a diffusers pipeline, as a checkpoint; adds its tensors to `tensors`.
 
     A tensor that several layers share has the name of the first one, as in files. Raises UsageError for other objects,

@@ -6,26 +6,23 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from typing_extensions import Self, Unpack
 
 from ..engine.placement import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, UsageError
+from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
 from ..text import Shown, plural
-from .live_model import live_model
-from .merging import KEEP, prepare, warn_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
-
-    from ..keywords import PythonOptions
-    from .merging import MemoryAdapters
+from .live_model import Pipeline, live_model
+from .merging import KEEP, MemoryAdapters, prepare, warn_of
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]
 
@@ -107,7 +104,7 @@ class MergedModel(Shown):
 
 @undisturbed()
 def merge_into(
-    model: Any,
+    model: Module | Pipeline,
     adapters: MemoryAdapters,
     *,
     keep: Keep = "host",

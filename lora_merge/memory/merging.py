@@ -40,7 +40,7 @@ from ..models.names import names
 from ..options import a_list
 from ..paths import expand
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
-from ..planning.plan import OutputTensor, weights
+from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
 from ..text import listed
 from .loaded_adapter import LoadedAdapter
@@ -91,8 +91,7 @@ class MemoryMerge:
 
     def targets(self) -> Iterator[OutputTensor]:
         """Yield every tensor of the result."""
-        inputs = self.matched.inputs
-        return (target for _, target in outputs(inputs.job, inputs.base, self.matched.adapters))
+        return (target for _, target in outputs(self.matched))
 
     def run(self, give: Give, progress: Progress) -> Made:
         """Pass every target with its result to `give`.
@@ -104,7 +103,7 @@ class MemoryMerge:
         with ExitStack() as stack:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
             factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
-            tensors = PatchTensors(factors.fetch, weights(inputs.base, self.matched.adapters))
+            tensors = PatchTensors(factors.fetch, self.matched.weights)
             folder = BlockMerger.of(self.job, self.at, tensors)
             stack.callback(folder.leave)
             late = inputs.base.beside
@@ -154,7 +153,7 @@ def prepare(
     head = () if base.config else tied_head(base, lookup)
     found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
     check_stored(found)
-    targets = (t for _, t in outputs(job, base, found.adapters)) if job.device == "auto" else ()
+    targets = (t for _, t in outputs(found)) if job.device == "auto" else ()
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     found = replace(found, inputs=replace(found.inputs, job=job))

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..engine.torch_state import undisturbed
+from ..keywords import PythonOptions
 from ..progress import Progress, watched
-from .merging import prepare, warn_of
+from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..keywords import PythonOptions
-    from .merging import MemoryAdapters
 
 
 @undisturbed()

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
+from ..measure import Groups
 from ..options import number
 from ..text import listed
 from .names import Names
@@ -280,10 +281,12 @@ def _is_single(path: str) -> bool:
     return path.rpartition(".")[2].startswith("single")
 
 
-def groups(lookup: Names) -> Callable[[str], Iterator[tuple[str, str]]]:
-    """Return a function of a tensor's key that yields ("components", its part of the model), and ("blocks", part and
-    block) where it lies in a block."""
-    block_of = blocks(lookup).of
+def groups(lookup: Names) -> Groups:
+    """Return the groups of the tensors of a base: ("components", part of the model), and ("blocks", part and block) for
+    a tensor that lies in a block."""
+    found = blocks(lookup)
+    block_of, numbers = found.of, {block: n for n, block in enumerate(found.order)}
+    parts = {part.label: n for n, part in enumerate(lookup.parts)}
 
     def of_key(key: str) -> Iterator[tuple[str, str]]:
         component, block = lookup.component(key), block_of(key)
@@ -291,4 +294,8 @@ def groups(lookup: Names) -> Callable[[str], Iterator[tuple[str, str]]]:
         if block:
             yield "blocks", f"{component} {block}"
 
-    return of_key
+    def place(group: str) -> tuple[int, int]:
+        component, _, block = group.partition(" ")
+        return parts.get(component, len(parts)), numbers.get(block, len(numbers))
+
+    return Groups(of_key, place)

@@ -7,8 +7,10 @@ from typing import Final
 
 from .prefixes import PREFIXES, innermost
 
-BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:blocks?|layers?|h|resblocks)[._][0-9]+)(?:[._]|$)")
+BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:mid(?:dle)?_block|(?:blocks?|layers?|h|resblocks)[._][0-9]+))(?:[._]|$)")
 """The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
+
+_LONGEST_FIRST: Final = tuple(sorted((prefix for prefix, _ in PREFIXES), key=len, reverse=True))
 
 
 def network_of(name: str, denoiser: str = "denoiser") -> str:
@@ -25,7 +27,7 @@ def block_name(name: str) -> str:
     found = BLOCK.match(name)
     if found:
         return found[1]
-    prefix = next((p for p in sorted((p for p, _ in PREFIXES), key=len, reverse=True) if name.startswith(p)), "")
+    prefix = next((p for p in _LONGEST_FIRST if name.startswith(p)), "")
     return f"{prefix}…" if prefix else "…"
 
 

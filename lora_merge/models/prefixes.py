@@ -57,6 +57,9 @@ PREFIXES: Final = (
 
 _BY_START: Final = {start: tuple((p, h) for p, h in PREFIXES if p[0] == start) for start in {p[0] for p, _ in PREFIXES}}
 
+_STARTS: Final = (*(prefix for prefix, _ in PREFIXES), "text_encoders.")
+"""What every name with a prefix begins with: a fast first test."""
+
 MOST_READINGS: Final = 32
 """The most readings of one name; real names have at most six."""
 
@@ -96,6 +99,8 @@ def prefixed(name: str) -> Iterator[tuple[str, str]]:
 
 def innermost(name: str) -> tuple[str, str]:
     """Return (network, rest) of a name without any of its prefixes."""
+    if not name.startswith(_STARTS):
+        return "any", name
     found = [*prefixed(name)]
     return max((hint for hint, _ in found), key=lambda hint: hint != "any"), min((b for _, b in found), key=len)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from ..files.codecs.plain import plain
 from ..files.codecs.told import measured
 from ..files.side_files import (
     ON_QUANTISATION,
-    index_files,
+    index_names,
     led_outside,
     other_tokenizers,
     output_name,
@@ -48,7 +49,7 @@ from .cache import CheckpointCache
 from .combining import Combining
 from .containers import check_container, check_names, check_tensors, header_of, in_order, new_gguf, stored_as
 from .metadata import kept_entries
-from .plan import OutputFile, OutputTensor, Plan, weights
+from .plan import ALONE, OutputFile, OutputTensor, Plan, weights
 from .quantising import quantising
 from .recipe import blanks, entries
 
@@ -73,6 +74,11 @@ class Matched:
 
     inputs: Inputs
     adapters: tuple[Match, ...]
+
+    @cached_property
+    def weights(self) -> Mapping[str, Weight]:
+        """Name → the weight before the changes."""
+        return weights(self.inputs.base, self.adapters)
 
 
 def plan_job(job: Job, opened: CheckpointCache) -> Plan:
@@ -109,7 +115,7 @@ def make_plan(matched: Matched) -> Plan:
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     check_stored(matched)
     quantised = quantising(job, base, matched.inputs.names)
-    files, indexes = _files(job, base, found, quantised.made)
+    files, indexes = _files(matched, quantised.made), index_names(base)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
@@ -123,7 +129,7 @@ def make_plan(matched: Matched) -> Plan:
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    return Plan(job, base, matched.inputs.names.architecture, found, files, sides, indexes, quantised)
+    return Plan(job, base, matched.inputs.names.architecture, found, files, matched.weights, sides, indexes, quantised)
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
@@ -193,46 +199,42 @@ def check_stored(matched: Matched) -> None:
                     raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
 
 
-def _files(
-    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made]
-) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
-    """Return an output file for every input file (same tensors, order and metadata, plus our entries); index files."""
+def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]:
+    """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
+    job, base = matched.inputs.job, matched.inputs.base
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
-    for path, target in outputs(job, base, matched, made):
+    for path, target in outputs(matched, made):
         by_file[path].append(target)
     check_tensors(job, base, (t for targets in by_file.values() for t in targets))
-    adapters = [m.adapter.index for m in matched]
-    found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched])
+    adapters = [m.adapter.index for m in matched.adapters]
+    found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
         kept = kept_entries(job, base, path)
         header, alignment = header_of(job, base, path, targets, {**kept, **own})
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))
-    return tuple(files), tuple(index_files(base, by_file))
+    return tuple(files)
 
 
-def outputs(
-    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made] = MappingProxyType({})
-) -> Iterator[tuple[Path, OutputTensor]]:
+def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
     `made`: weight → its quantised form in the output.
     """
-    combining = Combining.of(job, [one.adapter for one in matched])
-    for path, target in _outputs(job, base, matched, made):
+    combining = Combining.of(matched.inputs.job, [one.adapter for one in matched.adapters])
+    for path, target in _outputs(matched, made):
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(
-    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made]
-) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield the same without the way in which changes are combined."""
+    job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
-    own, parted = weights(base, matched), {key for one in matched for key in one.parted}
-    replaced = {key: Weight(info.shape, info) for one in matched for key, info in one.replaced.items()}
-    for one in matched:
+    parted = {key for one in adapters for key in one.parted}
+    replaced = {key: Weight(info.shape, info) for one in adapters for key, info in one.replaced.items()}
+    for one in adapters:
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
@@ -241,7 +243,7 @@ def _outputs(
     for key, info in base.tensors.items():
         if key in dropped or (gguf is not None and not gguf.holds(info, changed=key in uses)):
             continue
-        form, weight = made.get(key), replaced.get(key, own[key])
+        form, weight = made.get(key), replaced.get(key, before[key])
         if gguf is not None and form is None:
             yield info.file, _target(job, gguf.named(info), weight, uses, gguf.stored_as(info, weight.shape))
             continue
@@ -253,7 +255,7 @@ def _outputs(
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
-            weight = replaced.get(key, own[key])
+            weight = replaced.get(key, before[key])
             if gguf is not None and gguf.holds(like, changed=True):
                 yield sibling.file, _target(job, gguf.named(like), weight, uses, gguf.stored_as(like, shape))
                 continue
@@ -270,7 +272,7 @@ def _target(
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
-    others = all_uses if uses and method.in_turn else {}
+    others = all_uses if uses and method.in_turn else ALONE
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ..dtypes import DTYPES
-from ..files.side_files import configured
+from ..files.side_files import configured, index_files
 from .card import card
 from .plan import CARD, Plan
 from .recipe import parsed, sha256
@@ -44,7 +44,8 @@ class Contents:
 
 def contents(plan: Plan) -> Contents:
     """Return all files of the output of a plan."""
-    sides: dict[str, Side] = dict(plan.indexes)
+    tensors = {path: file.targets for path, file in zip(plan.base.files, plan.files, strict=True)}
+    sides: dict[str, Side] = dict(index_files(plan.base, tensors))
     for name in plan.sides:
         file = plan.base.path / name
         sides[name] = file

@@ -30,6 +30,10 @@ CARD: Final = "README.md"
 """The name of the model card in a folder."""
 
 
+ALONE: Final[Mapping[str, Sequence[PatchPart]]] = MappingProxyType({})
+"""What tensors have as `others` whose adapters do not act in turn: one mapping for all of them."""
+
+
 class OutputTensor(NamedTuple):
     """One output tensor. `offset` counts from the start of its file; `uses` are the changes by adapters."""
 
@@ -41,7 +45,7 @@ class OutputTensor(NamedTuple):
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
-    others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
+    others: Mapping[str, Sequence[PatchPart]] = ALONE  # base key → uses, where adapters act in turn
     packed: Packing | None = None  # how its numbers are stored; None: plain
     combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
 
@@ -134,8 +138,9 @@ class Plan(Shown):
         architecture: What the base is.
         adapters: For each adapter what it matches.
         files: The files that would be written, each with its tensors.
+        weights: Name → the weight that formulas read.
         sides: Files of the base's folder that are copied as they are.
-        indexes: Name and content of every `*.index.json`.
+        indexes: Name of every `*.index.json`.
         quantising: What the output's format does to the weights.
 
     Examples:
@@ -149,8 +154,9 @@ class Plan(Shown):
     architecture: str
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
+    weights: Mapping[str, Weight]
     sides: tuple[str, ...] = ()
-    indexes: tuple[tuple[str, bytes], ...] = ()
+    indexes: tuple[str, ...] = ()
     quantising: Quantising = NOTHING
 
     def _heading(self) -> str:
@@ -169,11 +175,6 @@ class Plan(Shown):
     def size(self) -> int:
         """Bytes of all output files."""
         return sum(f.size for f in self.files)
-
-    @cached_property
-    def weights(self) -> Mapping[str, Weight]:
-        """Name → the weight that formulas read."""
-        return weights(self.base, self.adapters)
 
     @property
     def changed(self) -> int:
@@ -234,7 +235,7 @@ class Plan(Shown):
     def contents(self) -> tuple[str, ...]:
         """Names of all files of an output folder."""
         card = [CARD] if self.has_card and CARD not in self.sides else []
-        return (*(f.name for f in self.files), *(name for name, _ in self.indexes), *self.sides, *card)
+        return (*(f.name for f in self.files), *self.indexes, *self.sides, *card)
 
     @property
     def has_card(self) -> bool:

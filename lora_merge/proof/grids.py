@@ -12,6 +12,12 @@ from .reference.floats import Array, beyond, precision, rounded, saturated, step
 
 DECODED: Final = 2.0**-20  # the error of decoding in fp32, as a share of what is added up
 
+ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
+"""Largest error of a sum in the compute dtype, as a share of its largest term."""
+
+UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 * 2.0**-133, "fp16": 32 * 2.0**-24}
+"""The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
+
 
 class Levels(Protocol):
     """The numbers that a code can stand for, before scale and shift. Arrays are float64."""

@@ -22,7 +22,7 @@ from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .combined import Together, costs_all, of_weight, stored_rows, together
 from .findings import Exact, Findings, measure
-from .grids import Grid, plain_grid
+from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, decode, held
@@ -36,9 +36,6 @@ UNASKED: Final = (
     "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
     "with --on-overflow saturate"
 )
-
-ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
-"""Largest error of a sum in the compute dtype, as a share of its largest term."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Recomputation:
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
         self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
-        self.rounding = ROUNDING[plan.job.compute_dtype]
+        self.rounding, self.underflow = (table[plan.job.compute_dtype] for table in (ROUNDING, UNDERFLOW))
         self.findings = Findings()
         self.recorded: Mapping[str, Checked] = {}  # what the merge recorded of some rows of some tensors
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
@@ -121,12 +118,11 @@ class Recomputation:
         one = measure(found, exact, grid.rounded, 1.0)
         if not np.isfinite(found).all() or grid.beyond(exact.value).any():
             return  # such numbers are not recorded
-        slack = exact.loss * self.rounding * float(np.linalg.norm(exact.terms))
+        slack = exact.loss * (self.rounding * float(np.linalg.norm(exact.terms)) + self.underflow * sqrt(found.size))
         pairs = ((seen.weight, one.weight), (seen.change, one.all.change))
         same = all(abs(sqrt(max(a, 0.0)) - sqrt(b)) <= 1e-3 * sqrt(b) + slack for a, b in pairs)
-        wide = (
-            max(ITEM_BYTES.get(dtype, 0) for dtype in (target.dtype, target.weight.stored.dtype)) > 4
-        )  # than what is recorded
+        dtypes = target.dtype, target.weight.stored.dtype
+        wide = max(ITEM_BYTES.get(dtype, 0) for dtype in dtypes) > 4  # than what is recorded
         counted = seen.changed is None or target.name in self.outputs or wide or seen.changed == one.changed
         if not (same and counted):
             self.unconfirmed.append(target.name)
@@ -188,7 +184,8 @@ class Recomputation:
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         parts = len(self._parts(target.uses))
         rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, parts / 16)
-        bad = ~(error <= 1.0000002 * self.steps * units + exact.loss * rounding * largest + exact.slack)
+        lost = exact.loss * (rounding * largest + self.underflow) + exact.slack
+        bad = ~(error <= 1.0000002 * self.steps * units + lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(

@@ -17,7 +17,7 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.codecs.base import CODES, Packing
 from ..planning.plan import OutputTensor
-from .decoders import DECODERS, BadPart
+from .decoders import DECODERS, BadPart, alone
 from .grids import Grid, joined
 from .reference.floats import Array, decode
 from .sampling import runs
@@ -37,9 +37,10 @@ class Coded:
     def span(self, low: int, high: int) -> tuple[Array, Grid]:
         """Return the numbers [low, high) of the weight, flat, and their grid."""
         encoding, _, parts, _ = self.packing
-        start = low // encoding.group * encoding.group
-        count = min(-(-high // encoding.group) * encoding.group, self.total) - start
-        raw = {role: self.read(part.info, *part.span(start, count)) for role, part in parts.items()}
+        begin, end = self._around(low, high, encoding.group)
+        raw = {role: self.read(part.info, *part.span(begin, end - begin)) for role, part in parts.items()}
+        start, stop = self._around(low, high, alone(encoding))
+        count = stop - start
         if CODES not in raw:
             raw[CODES] = self._codes(start, count)
         try:
@@ -52,6 +53,10 @@ class Coded:
         inside = slice(low - start, high - start)
         values = grid.value(levels)
         return (values if grid.turn is None else grid.turn(values))[inside], grid.at(inside)
+
+    def _around(self, low: int, high: int, size: int) -> tuple[int, int]:
+        """Return the ends of whole groups of `size` numbers around [low, high)."""
+        return low // size * size, min(-(-high // size) * size, self.total)
 
     def rows(self, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return rows of the weight, seen as a matrix `cols` wide, and their grid."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -31,12 +31,13 @@ from ..text import listed, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
 from .grids import DECODED, plain_grid
-from .loadable import check_loadable
+from .loadable import check_folder, check_opened
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import decode
+from .reference.one_core import one_core
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
-from .stored import coded_output
+from .stored import Coded, coded_output
 
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
@@ -47,7 +48,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     reader: Reader,
     *,
     full: bool = False,
-    written: Sequence[bytes] = (),
+    written: Iterable[bytes] | None = None,
     seen: Mapping[str, Checked] | None = None,
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
@@ -58,23 +59,33 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
+    with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
         merged.recorded = seen or {}
         told = _telling(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
-        headers = [*written] or [b""] * len(paths)
-        checked = [check_header(f, p, h or None) for f, p, h in zip(plan.files, paths, headers, strict=True)]
-        places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
-        merged.outputs = {n: coded_output(t, places, read_bytes) for n, (_, t) in places.items()
-                          if t.packed and not t.copied}  # fmt: skip
+        checked, notes = [], list[str]()
+        headers = [None] * len(paths) if written is None else written
+        for file, path, header in zip(plan.files, paths, headers, strict=True):
+            checked.append(check_header(file, path, header))
+            notes += check_opened(file, path, header)
+        merged.outputs = _coded_outputs(paths, checked)
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, told)
-    notes = check_loadable(plan, part, written)
+    check_folder(plan, part, new=written is not None)
     _conclude(plan, merged, part)
     proof = _proof(plan, merged, compared, full=full)
-    proof["warnings"] += notes
+    proof["warnings"] += dict.fromkeys(notes)
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
+
+
+def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> dict[str, Coded]:
+    """Return how the merged weights of codes are read from the output; `targets`: the tensors in each of the files."""
+    coded = [t for some in targets for t in some if t.packed and not t.copied]
+    if not coded:
+        return {}  # a table of all places takes 100 bytes a tensor
+    places = {t.name: (path, t) for path, some in zip(paths, targets, strict=True) for t in some}
+    return {t.name: coded_output(t, places, read_bytes) for t in coded}
 
 
 def _telling(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -27,6 +27,8 @@ from ..planning.plan import OutputTensor
 from .adapter import rank_of
 from .changes import changes
 from .deltas import NOISE, Delta, Deltas, shape_of
+from .pictures import evenly
+from .pictures import pictures as pictured
 
 Spaces: TypeAlias = tuple[Tensor, Tensor] | None
 """Orthonormal bases of a column space and a row space."""
@@ -46,6 +48,7 @@ class Alike:
     b: float = 0.0
     inner: float = 0.0
     overlaps: list[float] = field(default_factory=list)
+    pictures: dict[str, Any] = field(default_factory=dict)  # of one module
 
     def add(self, other: Alike) -> None:
         """Add the sums of other modules."""
@@ -62,15 +65,17 @@ class Alike:
 
 
 @undisturbed()
-def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
+def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = False) -> dict[str, Any]:
     """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
     for those that take each other back.
 
     Without a base, modules are found by their names, in the words of their model where they tell it. With one, each
-    adapter's changes are those of a merge into it, and one that does not fit it is refused.
+    adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
+    and histogram of both changes.
     """
     files = group(a), group(b)
-    pairs = _on_base(a, b, base) if base is not None else _by_name(*files)
+    shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
+    pairs = _on_base(a, b, base, pictures=pictures) if base is not None else _by_name(*files, shown)
     total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
     notes = []
@@ -82,7 +87,7 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
         else:
             total.add(one)
             rows.setdefault(block, Alike()).add(one)
-            table[name] = one.to_dict()
+            table[name] = one.to_dict() | one.pictures
     told = [f"{len(notes)} modules need a base: name it with --base"] if notes else []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
@@ -95,8 +100,11 @@ def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_name(a: AdapterFile, b: AdapterFile) -> Iterator[tuple[str, str, Alike | str | None]]:
-    """Yield (module, block, sums) of modules in both; "a" or "b" for those in one, None where a base is needed."""
+def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str | None]]:
+    """Yield (module, block, sums) of modules in both; "a" or "b" for those in one, None where a base is needed.
+
+    `shown`: modules of A that get pictures.
+    """
     own, far = ([m for m in file.modules if m.parameter == "weight"] for file in (a, b))
     mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in (own, far)))
     others = {theirs.get(m.name, ("", m.name)): m for m in far}
@@ -104,20 +112,31 @@ def _by_name(a: AdapterFile, b: AdapterFile) -> Iterator[tuple[str, str, Alike |
         first, second = Deltas(a, reader), Deltas(b, reader)
         for module in own:
             other = others.pop(mine.get(module.name, ("", "")), None)
-            sums = "a" if other is None else _pair(first.of(module), second.of(other))
+            pair = None if other is None else (first.of(module), second.of(other))
+            sums = "a" if pair is None else _pair(*pair, pictures=module.name in shown)
             yield module.name, block_name(module.name), sums
         yield from ((m.name, block_name(m.name), "b") for m in others.values())
 
 
 def _pair(
-    a: Delta | None, b: Delta | None, of: tuple[OutputTensor | None, OutputTensor | None] = (None, None)
+    a: Delta | None,
+    b: Delta | None,
+    of: tuple[OutputTensor | None, OutputTensor | None] = (None, None),
+    *,
+    pictures: bool = False,
 ) -> Alike | None:
     """Return the sums of two changes of one weight; `of`: the weights of two plans whose changes they are."""
     if a is None or b is None or a.shape != b.shape:
         return None
     one, other = a.inner(a), b.inner(b)
     known = one > 0 and other > 0  # zeros span no space
-    return Alike(one, other, a.inner(b), [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else [])
+    overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
+    return Alike(one, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pictures of two changes: kind → {"a": …, "b": …}."""
+    return {kind: {"a": a.get(kind), "b": b.get(kind)} for kind in sorted({*a, *b})}
 
 
 def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
@@ -152,7 +171,7 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
     return found[0], found[1]
 
 
-def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike | str | None]]:
+def _on_base(a: Index, b: Index, base: Path, *, pictures: bool) -> Iterator[tuple[str, str, Alike | str | None]]:
     """Yield (tensor of the base, block, sums) for the tensors that both change, and those that one changes."""
     opened = CheckpointCache()
     plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
@@ -161,10 +180,12 @@ def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike |
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
         first, second = ({t.name: t for f in p.files for t in f.targets if t.uses} for p in plans)
         one, other = (changes(plan, reader) for plan in plans)
+        shown = evenly([*first], 2) if pictures else frozenset()
         for name, target in first.items():
             if name not in second:
                 yield name, "", "a"
                 continue
             block = f"{lookup.component(name)} {block_of(name)}".strip()
-            yield name, block, _pair(one(target), other(second[name]), (target, second[name]))
+            pair = _pair(one(target), other(second[name]), (target, second[name]), pictures=name in shown)
+            yield name, block, pair
         yield from ((name, "", "b") for name in second if name not in first)

@@ -11,7 +11,7 @@ from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..models.module_blocks import in_order
+from ..progress import Progress, counted, unwatched
 from ..text import size
 from .facts import schema
 from .inspect import is_adapter
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 SCHEMA: Final = schema("compare")
 
 
-def compare(a: Path, b: Path, base: Path | None = None) -> dict[str, Any]:
+def compare(
+    a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched
+) -> dict[str, Any]:
     """Return where two checkpoints differ and by how much, or how alike the changes of two adapters are.
 
     `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
+    `pictures`: with spectra and histograms, which pages show.
     """
     first, second = open_checkpoint(a), open_checkpoint(b)
     kinds = [is_adapter(index) for index in (first, second)]
@@ -38,26 +41,29 @@ def compare(a: Path, b: Path, base: Path | None = None) -> dict[str, Any]:
     if all(kinds):
         from .alike import adapters_alike
 
-        return {**head, "kind": "adapters", **adapters_alike(first, second, base)}
+        return {**head, "kind": "adapters", **adapters_alike(first, second, base, pictures=pictures)}
     if base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
-    return {**head, "kind": "checkpoints", **_checkpoints(first, second)}
+    return {**head, "kind": "checkpoints", **_checkpoints(first, second, pictures=pictures, progress=progress)}
 
 
-def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
+def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     """Return the differences of two models: in all, by part and block, by tensor."""
-    from ..models.blocks import blocks
+    from ..models.blocks import groups
     from ..models.names import names
-    from .difference import Difference, differences
+    from .difference import Difference, difference_pictures, differences
+    from .pictures import evenly
 
     lookup = names(a)
-    block_of = blocks(lookup).of
-    groups: dict[str, Difference] = {}
+    model = groups(lookup)
+    rows: dict[str, Difference] = {}
     tensors: dict[str, Any] = {}
     total, equal, others, only_b = Difference(), 0, dict[str, str](), list[str]()
     dtypes: Counter[str] = Counter()
     seen: set[str] = set()
+    told = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.tensors.values()))
     for found in differences(a, b, lookup):
+        told(b.tensors[found.name].nbytes)
         seen.update(found.keys)
         dtypes.update({_dtypes(a.tensors[key], b.tensors[found.name]) for key in found.keys[:1]})
         if not found.keys:
@@ -66,16 +72,19 @@ def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
             others[found.name] = found.why
         else:
             total.add(found.sums)
-            group = f"{lookup.component(found.keys[0])} {block_of(found.keys[0])}".strip()
-            groups.setdefault(group, Difference()).add(found.sums)
+            group = [name for _, name in model.of(found.keys[0])][-1]  # its block, or else its part
+            rows.setdefault(group, Difference()).add(found.sums)
             equal += found.sums.equal
             if not found.sums.equal:
                 tensors[found.name] = found.sums.to_dict()
+    if pictures:
+        for name, one in difference_pictures(a, b, lookup, evenly([*tensors])):
+            tensors[name] |= one
     return {
         "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.tensors if key not in seen], "only_b": only_b,
         "dtypes": {both: n for both, n in dtypes.most_common() if both},
-        "total": total.to_dict(), "blocks": {name: groups[name].to_dict() for name in sorted(groups, key=in_order)},
+        "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
         "tensors": tensors,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
     }  # fmt: skip

@@ -170,14 +170,5 @@ def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
 
 def shape_of(module: Module) -> Shape:
     """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
-    slots, row = module.shapes, ALGORITHMS.get(algorithm_of(module))
-    if row is None or row.stacked or row.of_table:
-        return ()
-    if {"up", "down"} <= slots.keys():
-        up, down = slots["up"], slots["down"]
-        if row.in_out:
-            return (up[-1], down[0])
-        return (*up[:1], *down[1:2], *(slots["mid"][2:] if "mid" in slots else down[2:]))
-    if {"w1_a", "w1_b", "w2_a", "w2_b"} == slots.keys():
-        return (slots["w1_a"][0], prod(slots["w1_b"][1:]))
-    return slots.get("diff", slots.get("down", ()))
+    row = ALGORITHMS.get(algorithm_of(module))
+    return () if row is None or row.stacked or row.of_table else row.shown_shape(module.shapes) or ()

@@ -20,6 +20,7 @@ from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
+from .pictures import LIMIT, ROWS, histogram, of_matrix
 
 CHUNK: Final = 1 << 22  # bytes of each of two tensors that are compared at once
 
@@ -72,6 +73,19 @@ def differences(a: Index, b: Index, lookup: Names) -> Iterator[Found]:
             cache.forget()
 
 
+def difference_pictures(
+    a: Index, b: Index, lookup: Names, chosen: frozenset[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
+    LIMIT numbers only some rows are read, and quantised ones of that size have none."""
+    with Reader([a, b]) as reader, torch.no_grad():
+        cache = TensorCache(reader, frozenset())
+        pair = _Pair(a, b, lookup, reader, cache)
+        for info in (b.tensors[name] for name in chosen):
+            yield info.name, pair.pictures(info)
+            cache.forget()
+
+
 @dataclass(frozen=True)
 class _Pair:
     """Two open models."""
@@ -90,6 +104,30 @@ class _Pair:
         if own.shape != info.shape:
             return Found(info.name, (own.name,), f"{list(own.shape)} and {list(info.shape)}")
         return Found(info.name, (own.name,), sums=self._sums(own, info))
+
+    def pictures(self, info: StoredTensor) -> dict[str, Any]:
+        """Return the pictures of the difference of a tensor of B from its counterpart in A."""
+        own = self.a.tensors.get(info.name)
+        if prod(info.shape) <= LIMIT:
+            whole = self._whole(self.b, info).float()
+            if own is not None:
+                return of_matrix(whole - self._whole(self.a, own).float())
+            view = self.names.find(*info.name.rpartition(".")[::2])
+            return {} if view is None else of_matrix(whole - self._rows(view).float().reshape(whole.shape))
+        plain = own is not None and own.name not in self.a.packed and info.name not in self.b.packed
+        if own is None or not plain or not {own.dtype, info.dtype} <= FLOATS:
+            return {}
+        length = prod(info.shape[1:])
+        rows = [
+            self._row(info, n, length) - self._row(own, n, length)
+            for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
+        ]
+        return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
+
+    def _row(self, info: StoredTensor, number: int, length: int) -> Tensor:
+        wide = ITEM_BYTES[info.dtype]
+        raw = self.reader.read(info, number * length * wide, length * wide)
+        return view_bytes(memoryview(raw), info.dtype, (length,)).float()
 
     def _elsewhere(self, info: StoredTensor) -> Found:
         """Return a tensor of B beside the rows of A that have its name in other words."""

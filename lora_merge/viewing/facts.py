@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from ..text import Lines, html_table
+from ..text import Lines, html_table, json_text
 
 SCHEMA: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""
@@ -50,7 +49,7 @@ class Facts(Mapping[str, Any]):
         Returns:
             A line of JSON, as `--json` prints it.
         """
-        return json.dumps(self._found, ensure_ascii=False)
+        return json_text(self._found)
 
     def __repr__(self) -> str:
         return self.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from ..text import by_pattern
 from .adapter import spread
 
 
-def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False, pictures: bool = False) -> dict[str, Any]:
+def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any] | None = None) -> dict[str, Any]:
     """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can.
 
-    `weights`: also read the numbers, and return the size of the change and how much of it the base's dtype keeps.
-    `pictures`: with the spectrum and the histogram of each change, which pages show.
+    `numbers`: returns the size of the change and how much of it the base's dtype keeps, which the result has then.
     """
     job = make_job(path, [adapter], path, unmatched="skip")
     file = group(open_checkpoint(adapter.path))
@@ -42,7 +42,7 @@ def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False, pic
         "effective": _effective(matched, lookup),
         "patterns": {pattern: len(some) for pattern, some in by_pattern(one.placed).items()},
         "unmatched": dict(one.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
-        "notes": list(one.notes), "why": why, **({"numbers": _numbers(plan, pictures=pictures)} if weights else {}),
+        "notes": list(one.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
     }  # fmt: skip
 
 
@@ -57,10 +57,3 @@ def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
             if "scale" in use.patch.numbers:
                 found.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
     return {component: spread(factors) for component, factors in found.items()}
-
-
-def _numbers(plan: Plan, *, pictures: bool) -> dict[str, Any]:
-    from .numbers import merge_numbers  # torch
-
-    found: dict[str, Any] = merge_numbers(plan, pictures=pictures)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from ..adapters.file import AdapterFile, group, looks_like_adapter
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter
+from ..planning.plan import Plan
+from ..progress import Progress, unwatched
 from ..text import listed
 from .adapter import adapter_facts
 from .base import base_facts, dtypes
@@ -20,13 +23,14 @@ from .hashes import hashes_of, stored_hashes
 SCHEMA = schema("inspect", 2)
 
 
-def inspect(
+def inspect(  # noqa: PLR0913  # two for pages and progress
     path: Path,
     adapter: Path | Adapter | None = None,
     *,
     weights: bool = False,
     hashes: bool = False,
     pictures: bool = False,
+    progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
 
@@ -44,15 +48,16 @@ def inspect(
     if adapter is not None:
         if is_adapter(index):
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
+        numbers = partial(_change, pictures=pictures, progress=progress)
         ref = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
-        return facts | base_facts(index) | {"match": fit(path, index, ref, weights=weights, pictures=pictures)}
+        return facts | base_facts(index) | {"match": fit(path, index, ref, numbers if weights else None)}
     if is_adapter(index):
         file = group(index)
         facts |= adapter_facts(file)
-        facts |= {"weights": _numbers(file, pictures=pictures)} if weights else {}
+        facts |= {"weights": _numbers(file, pictures=pictures, progress=progress)} if weights else {}
     else:
         facts |= base_facts(index)
-        facts |= {"sizes": _sizes(index)} if weights else {}
+        facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
     found = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
     facts |= {"hashes": {**found, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     notes = [*index.notes, *facts.get("notes", ()), *_changed(index)]
@@ -64,17 +69,24 @@ def is_adapter(index: Index) -> bool:
     return "peft_type" in index.config or looks_like_adapter(index)
 
 
-def _numbers(file: AdapterFile, *, pictures: bool) -> dict[str, Any]:
+def _numbers(file: AdapterFile, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     from .numbers import adapter_numbers  # torch
 
-    found: dict[str, Any] = adapter_numbers(file, pictures=pictures)
+    found: dict[str, Any] = adapter_numbers(file, pictures=pictures, progress=progress)
     return found
 
 
-def _sizes(index: Index) -> dict[str, Any]:
+def _change(plan: Plan, *, pictures: bool, progress: Progress) -> dict[str, Any]:
+    from .numbers import merge_numbers  # torch
+
+    found: dict[str, Any] = merge_numbers(plan, pictures=pictures, progress=progress)
+    return found
+
+
+def _sizes(index: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     from .numbers import base_sizes  # torch
 
-    found: dict[str, Any] = base_sizes(index)
+    found: dict[str, Any] = base_sizes(index, pictures=pictures, progress=progress)
     return found
 
 

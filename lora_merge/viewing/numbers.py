@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import hypot, isfinite, sqrt
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile
+from ..adapters.file import AdapterFile, Module
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.blocks import Block
@@ -28,12 +28,13 @@ from ..models.module_blocks import block_name, in_order
 from ..models.names import names
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
+from ..progress import Progress, counted, unwatched
 from ..proof.findings import remedy
 from ..text import listed
 from .adapter import kind_of, rank_of, spread
 from .changes import merged_blocks
 from .deltas import Delta, Deltas
-from .pictures import merge_pictures
+from .pictures import evenly, merge_pictures, of_matrix
 from .pictures import pictures as pictured
 
 PART: Final = 2**20  # numbers that are added up in fp32
@@ -43,7 +44,7 @@ ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 
 
 @undisturbed()
-def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, Any]:
+def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Progress = unwatched) -> dict[str, Any]:
     """Return norm, stable rank ‖ΔW‖²/σ₁² and the rank that holds most of the energy of each module, at strength 1.
 
     Products of two factors never become a matrix of ΔW's size. `pictures`: also the largest singular values, and a
@@ -53,13 +54,15 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, A
     left = 0
     by_block: dict[str, float] = defaultdict(float)
     with Reader([file.index]) as reader:
+        told = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
         for module, delta in Deltas(file, reader).each():
+            told(_stored(module))
             if delta is None:
                 left += 1
                 continue
             found = modules[module.name] = _numbers(delta, rank_of(module))
             found |= pictured(delta) if pictures else {}
-            by_block[block_name(module.name)] += found["norm"] ** 2
+            by_block[block_name(module.name)] += found["norm"] * found["norm"]
     rows = modules.values()
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
@@ -70,6 +73,11 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False) -> dict[str, A
         },
         "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
     }  # fmt: skip
+
+
+def _stored(module: Module) -> int:
+    """Return the bytes of a module's tensors."""
+    return sum(tensor.nbytes for tensor in module.slots.values())
 
 
 def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
 
 
 @undisturbed()
-def merge_numbers(plan: Plan, *, pictures: bool = False) -> dict[str, Any]:
+def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = unwatched) -> dict[str, Any]:
     """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep: what
     `numbers` of a merge's report are, of every number, and `warnings`.
 
@@ -99,7 +107,10 @@ def merge_numbers(plan: Plan, *, pictures: bool = False) -> dict[str, Any]:
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
-        for target in (t for f in plan.files for t in f.targets if t.uses):
+        targets = [t for f in plan.files for t in f.targets if t.uses]
+        told = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
+        for target in targets:
+            told(target.nbytes)
             measures.tensors[target.name] = _measured(target, tensors)
             factors.forget()
             tensors.kept.clear()
@@ -161,45 +172,51 @@ class Size:
     """Sums over the numbers of some weights."""
 
     of: int = 0
-    squares: float = 0.0
+    norm: float = 0.0
     largest: float = 0.0
     zeros: int = 0
     broken: int = 0
 
     def __add__(self, other: Size) -> Size:
-        return Size(self.of + other.of, self.squares + other.squares, max(self.largest, other.largest),
+        return Size(self.of + other.of, hypot(self.norm, other.norm), max(self.largest, other.largest),
                     self.zeros + other.zeros, self.broken + other.broken)  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers of `sizes`."""
         sound = max(self.of - self.broken, 1)
-        return {"of": self.of, "norm": sqrt(self.squares), "rms": sqrt(self.squares / sound), "largest": self.largest,
+        return {"of": self.of, "norm": self.norm, "rms": self.norm / sqrt(sound), "largest": self.largest,
                 "zeros": self.zeros, "broken": self.broken}  # fmt: skip
 
 
 @undisturbed()
-def base_sizes(index: Index) -> dict[str, Any]:
+def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unwatched) -> dict[str, Any]:
     """Return how large the weights of a model are: in all, by part, by block, by kind of layer and by tensor.
 
     One tensor is in memory at a time. Numbers that are NaN or infinite are counted, and left out of the sums.
+    `pictures`: also spectrum and histogram of matrices.
     """
-    of = groups(names(index))
+    model = groups(names(index))
     kinds: dict[str, dict[str, Size]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
-    every = Size()
+    every, seen = Size(), dict[str, dict[str, Any]]()
+    shown = evenly([n for n, t in index.tensors.items() if len(t.shape) > 1]) if pictures else frozenset()
     with Reader([index]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
+        told = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.tensors.values()))
         numeric = (name for name, info in index.tensors.items() if info.dtype in FLOATS or name in index.packed)
         for name in numeric:  # others are positions and counts, whose sizes say nothing
             info = index.tensors[name]
+            told(info.nbytes)
             values = weight_values(Weight(info.shape, info, index.packed.get(name)), cache.fetch)
             found = _size(values.reshape(-1))
             every += found
-            for kind, group in (*of(name), ("kinds", kind_of(name)), ("tensors", name)):
+            for kind, group in (*model.of(name), ("kinds", kind_of(name)), ("tensors", name)):
                 kinds[kind][group] = kinds[kind].get(group, Size()) + found
+            if name in shown:
+                seen[name] = of_matrix(values)
             cache.forget()
     made = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
     for name, one in made["tensors"].items():
-        one["dimensions"] = len(index.tensors[name].shape)
+        one |= {"dimensions": len(index.tensors[name].shape), **seen.get(name, {})}
     return {"all": every.to_dict(), **made}
 
 
@@ -208,13 +225,15 @@ def _size(values: Tensor) -> Size:
     found = Size()
     for part in torch.split(values, PART) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
-        if not bool((norm := numbers.norm()).isfinite()):
+        norm = float(numbers.norm())
+        if not isfinite(norm):
             broken = int((~numbers.isfinite()).sum())
             numbers = numbers.nan_to_num(0.0, 0.0, 0.0).double()
-            found, norm = found + Size(broken=broken, zeros=-broken), numbers.norm()
+            largest = numbers.abs().amax().clamp_min(1.0)  # whose square fp64 may not hold
+            found, norm = found + Size(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
         low, high = numbers.aminmax()
         zeros = numbers.numel() - int(numbers.count_nonzero())
-        found += Size(part.numel(), float(norm) ** 2, max(-float(low), float(high)), zeros)
+        found += Size(part.numel(), norm, max(-float(low), float(high)), zeros)
     return found
 
 

@@ -1,11 +1,13 @@
-"""Spectra and histograms of ΔW, which pages show for each weight."""
+"""Spectra and histograms of changes and of weights, which pages show for each weight."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from ..adapters.file import group
 from ..disk.reader import Reader
@@ -13,29 +15,65 @@ from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
 from .changes import changes
-from .deltas import NOISE, Delta, Deltas
+from .deltas import NOISE, SMALL, Delta, Deltas
 
 SHOWN: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts
 BINS: Final = 31
 REACH: Final = 4.0  # of a histogram, in units of the root mean square
-MOST: Final = 2000  # weights of a merge that have pictures
+MOST: Final = 2000  # pictures of a page
+LIMIT: Final = 1 << 24  # numbers of a matrix that is no product of two factors and has a spectrum
+MORE: Final = 8  # random columns more than singular values are looked for
+POWERS: Final = 2  # of M Mᵀ that these columns are multiplied by
 
 
 def pictures(delta: Delta) -> dict[str, Any]:
     """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
-    units of their root mean square; those beyond ±REACH are counted at the ends. A large ΔW that is not a product of
-    two factors has no spectrum."""
+    units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than LIMIT numbers that
+    is not a product of two factors has no spectrum."""
     every = delta.full if delta.full is not None else delta.left
     assert every is not None
     chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
-    rows = (every[chosen] if delta.right is None else every[chosen] @ delta.right).float()
-    scaled = rows / rows.square().mean().sqrt().clamp_min(1e-30)
+    found = histogram(every[chosen] if delta.right is None else every[chosen] @ delta.right)
+    if delta.full is None or min(delta.shape) <= SMALL:
+        values = delta.singular_values()[:SHOWN]
+    elif delta.full.numel() <= LIMIT:
+        values = _leading(delta.full)
+    else:
+        return found
+    return {"spectrum": [float(f"{v:.4g}") for v in values.tolist()], **found}
+
+
+def histogram(rows: Tensor) -> dict[str, Any]:
+    """Return `histogram`: how the numbers of some rows are distributed."""
+    scaled = rows.float() / rows.float().square().mean().sqrt().clamp_min(1e-30)
     counts = torch.histc(scaled.clamp(-REACH, REACH), BINS, -REACH, REACH).int().tolist()
     centres = [round(REACH * (2 * n + 1 - BINS) / BINS, 3) for n in range(BINS)]
-    values = [float(f"{v:.4g}") for v in delta.singular_values()[:SHOWN].tolist()]
-    told = len(values) > 1 or min(delta.shape) == 1
-    return {**({"spectrum": values} if told else {}), "histogram": {"centres": centres, "counts": counts}}
+    return {"histogram": {"centres": centres, "counts": counts}}
+
+
+def of_matrix(values: Tensor) -> dict[str, Any]:
+    """Return the pictures of a weight, or of a difference of two, with two or more dimensions; of others, and of many
+    numbers, the histogram alone; {} where a number is NaN or infinite."""
+    if not values.numel() or not bool(torch.isfinite(values).all()):
+        return {}
+    return pictures(Delta(full=values.float().flatten(1))) if values.dim() > 1 else histogram(values)
+
+
+def evenly(names: Sequence[str], each: int = 1) -> frozenset[str]:
+    """Return those that have pictures: all, or some that are spread evenly. `each`: pictures of one."""
+    return frozenset(names[:: max(1, -(-len(names) * each // MOST))])
+
+
+def _leading(matrix: Tensor) -> Tensor:
+    """Return the largest singular values of a matrix, from random columns (Halko, Martinsson and Tropp 2011,
+    doi:10.1137/090771806, algorithm 4.4): a few percent too small where many are nearly equal."""
+    random = torch.Generator().manual_seed(0)
+    columns = matrix @ torch.randn(matrix.shape[1], SHOWN + MORE, generator=random)
+    for _ in range(POWERS):
+        columns = matrix @ torch.linalg.qr(matrix.T @ torch.linalg.qr(columns).Q).Q
+    values: Tensor = torch.linalg.svdvals(torch.linalg.qr(columns).Q.T @ matrix)
+    return values[:SHOWN]
 
 
 @undisturbed()
@@ -46,7 +84,8 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
         change = changes(plan, reader)
-        for target in targets[:: max(1, -(-len(targets) // MOST))]:
+        chosen = evenly([target.name for target in targets])
+        for target in (t for t in targets if t.name in chosen):
             delta = change(target)
             if torch.isfinite(torch.tensor(delta.size)):
                 found[target.name] = pictures(delta) | _rank(delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from ..files.checkpoint import read_json
+from ..files.json_files import read_json
 
 FILES: Final = ("report", "adapter", "plan", "error", "proof", "inspect", "compare")
 """Names of files in `schemas/`."""
@@ -13,13 +13,11 @@ FILES: Final = ("report", "adapter", "plan", "error", "proof", "inspect", "compa
 JOBS: Final = "jobs"
 KINDS: Final = (*FILES, JOBS)
 
-DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
-
 
 def schema_of(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of one of KINDS; that of jobs files is made from their fields."""
     if kind == JOBS:
-        from ..batch.schema import JobsFile
+        from ..batch.json_schema import jobs_schema
 
-        return {"$schema": DRAFT, "$id": "urn:lora-merge:jobs:1", **JobsFile.model_json_schema()}
+        return jobs_schema()
     return read_json(Path(__file__).parent / "schemas" / f"{kind}.json")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, groupby
 from typing import Any, Final
 
-from ..text import by_reason, size
+from ..text import by_reason, json_text, size
 from .formats import of_format, of_plain
 from .hashes import spoken
 from .training import FIELDS, of_dataset
@@ -304,7 +303,7 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, Mapping) and key in ("dtypes", "components", "algorithms"):
         return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in value.items())
     if isinstance(value, Mapping):
-        return cut(json.dumps(value, ensure_ascii=False))
+        return cut(json_text(value))
     if isinstance(value, list):
         more = f" and {len(value) - FEW} more" if len(value) > FEW else ""
         return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value[:FEW])) + more

@@ -194,12 +194,12 @@ TABLES = {
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
     """What takes time is to parse them, which a module's path would do for each of them once more."""
-    table = {TABLES[kind](i): 3 for i in range(2000)}
+    table = {TABLES[kind](i): 3 for i in range(1000)}
     told, started = rules({"peft_type": "LORA", "rank_pattern": table}, "the file"), time.process_time()
     with contextlib.suppress(InputError):
-        for i in range(1500):
+        for i in range(750):
             told.fields.pattern("rank_pattern", f"model.layers.{i}.self_attn.q_proj", 8)
-    assert time.process_time() - started < 4  # 0.5
+    assert time.process_time() - started < 4  # 3 of "hundreds", 0.3 of most
 
 
 def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.cli.making.look import lines
 from lora_merge.errors import InputError, MergeError, UsageError
 from tests.support import Tensors, rand
 
@@ -81,11 +82,13 @@ def test_modules_without_a_change_are_dropped_and_named(what: str, run: str, tmp
 
 
 def test_alpha_0_is_scale_1_and_fp8_is_read(tmp_path: Path) -> None:
-    """LyCORIS reads an α of 0 as the rank."""
+    """LyCORIS reads an α of 0 as the rank; remarks are the same without a base."""
     for name, tensors in {"a": changed(alpha=torch.tensor(0.0)), "b": changed(alpha=torch.tensor(3.0))}.items():
         small = {k: v if k.endswith("alpha") else v.to(torch.float8_e4m3fn) for k, v in tensors.items()}
         save_file(small, tmp_path / f"{name}.safetensors")
         lora_merge.convert(tmp_path / f"{name}.safetensors", tmp_path / f"{name}2.safetensors", to="diffusers")
+        notes = lora_merge.combine([tmp_path / f"{name}.safetensors"], tmp_path / f"{name}3.safetensors").notes
+        assert any("the stored alpha is 0" in note for note in notes) == (name == "a")
     one, other = (load_file(tmp_path / f"{n}2.safetensors") for n in "ab")
     assert all(torch.equal(one[name], other[name]) for name in other)
 
@@ -122,7 +125,8 @@ def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None
         out = tmp_path / f"{to}.safetensors"
         report = lora_merge.convert(tmp_path / "a.safetensors", out, to=to)
         assert (key in load_file(out)) == (to != "diffusers")
-        assert key in report.coverage["a.safetensors"]["ignored"]
+        assert (key in report.coverage["a.safetensors"]["ignored"]) == (to == "diffusers")
+        assert any(f"left out: {key}" in line for line in lines(report, verbose=False)) == (to == "diffusers")
 
 
 @pytest.mark.parametrize("alpha", [1.4e-45, 1e-40, 1e-20])

@@ -319,3 +319,28 @@ def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(
         times = 1 if made is lora_merge.convert else 2
         assert torch.allclose(scale * up @ down, times * wanted, atol=1e-6)
         (tmp_path / "b.safetensors").unlink()
+
+
+def test_a_folder_is_replaced_by_a_folder_and_takes_a_file_under_its_own_name(folder: Path, tmp_path: Path) -> None:
+    base, lora = folder / "sd1.safetensors", folder / "sd1-lora.safetensors"
+    for _ in range(2):
+        lora_merge.convert(lora, tmp_path / "peft", to="peft", base=base, include=["unet"], overwrite=True)
+        lora_merge.resize(lora, tmp_path / "cut", rank=1, format="peft", base=base, include=["unet"], overwrite=True)
+        lora_merge.combine([lora, lora], tmp_path, base=base, overwrite=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"peft", "cut", "sd1-lora+sd1-lora.safetensors"}
+    with pytest.raises(UsageError):
+        lora_merge.convert(lora, tmp_path, to="comfy", base=base, overwrite=True)
+
+
+@pytest.mark.parametrize("to", ["comfy", "lycoris", "diffusers"])
+def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str) -> None:
+    own = load_file(folder / "sd1-lora.safetensors")
+    downs = [name for name in own if name.endswith("lora_down.weight")]
+    for name in downs:
+        own[name].view(-1)[0] = -0.0  # equal to zero, but not the same bits
+    save_file(own, tmp_path / "in.safetensors")
+    in_process("convert", tmp_path / "in.safetensors", "-o", tmp_path / "out.safetensors", "--to", to,
+               "--base", folder / "sd1.safetensors")  # fmt: skip
+    stored = load_file(tmp_path / "out.safetensors")
+    bits = {tuple(t.reshape(-1).view(torch.uint8).tolist()) for t in stored.values()}
+    assert {tuple(own[name].reshape(-1).view(torch.uint8).tolist()) for name in downs} <= bits

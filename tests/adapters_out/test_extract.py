@@ -94,6 +94,28 @@ def test_what_is_above_the_rounding_noise_is_the_rank_that_was_trained(tmp_path:
                                tmp_path / "a", rank="noise")  # fmt: skip
     assert [layer["rank"] for layer in found.layers.values()] == [3]
     assert found.dtype == {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    (layer,), step = (
+        found.layers.values(),
+        2.0 ** (torch.frexp(tuned.float()).exponent - {True: 8, False: 11}[dtype == torch.bfloat16]),
+    )
+    change = (tuned.double() - base.double()).norm()
+    assert layer["noise"] == pytest.approx(float((step.double().square() / 12).sum().sqrt() / change))
+    above = 100 * (1 - layer["noise"] ** 2)
+    assert any(f"{above:.4g}% of the energy is above the noise" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("rows", "most", "rank"), [(3, None, 3), (8, None, 8), (9, None, 4), (8, 6, 4)])
+def test_a_few_new_embeddings_are_exact(rows: int, most: int | None, rank: int, tmp_path: Path) -> None:
+    """Up to twice as many rows as the rule gives ranks; a ceiling for every rule stays one."""
+    key = "model.embed_tokens.weight"
+    base, tuned = rand(40, 16, seed=1), rand(40, 16, seed=1)
+    tuned[5 : 5 + rows] += rand(rows, 16, seed=2)
+    save_file({key: base}, tmp_path / "base.safetensors")
+    save_file({key: tuned}, tmp_path / "tuned.safetensors")
+    paths = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", tmp_path / "a.safetensors"
+    (layer,) = lora_merge.extract(*paths, rank=4, max_rank=most).layers.values()
+    assert layer["rank"] == rank
+    assert (layer["residual"] < 1e-6) == (rank == rows)
 
 
 def changed(folder: Path, tmp_path: Path, change: dict[str, torch.Tensor | None]) -> Path:
@@ -123,6 +145,26 @@ def test_checkpoints_that_are_not_of_one_model_are_refused_by_name(
         lora_merge.extract(folder / "base.safetensors", changed(folder, tmp_path, change), output)
     assert words in str(caught.value) and next(iter(change)) in str(caught.value)
     assert not output.exists()
+
+
+def test_weights_that_grew_are_left_out_and_named_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    other = changed(folder, tmp_path, {KEY: torch.zeros(20, 16)})
+    report = lora_merge.extract(
+        folder / "base.safetensors", other, tmp_path / "o.safetensors", rank=4, unmatched="skip"
+    )
+    assert any("of another shape" in note and KEY in note for note in report.notes)
+    assert not any("attentions_0_transformer_blocks_0_attn1_to_q" in name for name in report.layers)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 0), (4, 0), (0, 4), (4, 0, 3, 3)])
+def test_a_weight_without_numbers_has_no_difference(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    empty, paths = {"b.weight": torch.zeros(shape)}, [tmp_path / name for name in ("base", "tuned", "none")]
+    for path, tensors in zip(paths, ({"a.weight": torch.zeros(4, 4)}, {"a.weight": torch.ones(4, 4)}, {}), strict=True):
+        save_file(tensors | empty, path)
+    report = lora_merge.extract(paths[0], paths[1], tmp_path / "a.safetensors", rank=1)
+    assert len(report.layers) == 1
+    with pytest.raises(FitError, match="no weight is compared"):
+        lora_merge.extract(paths[2], paths[2], tmp_path / "b.safetensors")
 
 
 def test_equal_checkpoints_have_no_difference(folder: Path, tmp_path: Path) -> None:

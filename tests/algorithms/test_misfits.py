@@ -170,6 +170,26 @@ def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.D
     assert s.delta().shape == s.base.shape
 
 
+@every
+def test_a_weight_of_one_number_or_of_none_is_refused_or_accepted(name: str, example: Example) -> None:
+    """The shapes of an adapter never make a formula fail in another way, whatever the shape of the weight."""
+    odd: tuple[Shape, ...] = ((), (0,), (0, 0), (1,), (1, 1), (1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0))
+    for target in (*odd, (4, 0), (4, 0, 3, 3), example.target):
+        for slots in ({s: shape for s in example.slots} for shape in odd):
+            accepts(name, slots, target)
+        for slot, shape in ((s, shape) for s in example.slots for shape in odd):
+            accepts(name, {**example.slots, slot: shape}, target)
+
+
+def accepts(name: str, slots: Mapping[str, Shape], target: Shape) -> bool:
+    """Whether the formula takes these shapes."""
+    try:
+        ALGORITHMS[name].fitted_shapes(slots, target)
+    except DoesNotFit:
+        return False
+    return True
+
+
 RANKED = {
     "lora": ({"up": (12, 0), "down": (0, 10)}, {}),
     "loha": ({"w1_a": (12, 0), "w1_b": (0, 10), "w2_a": (12, 0), "w2_b": (0, 10)}, {}),

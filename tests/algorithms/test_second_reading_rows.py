@@ -146,3 +146,40 @@ OTHERS = {
     "full": {"diff": (8, 8)},
 }  # fmt: skip
 """Kind → the tensors of one module on a weight [8, 8]."""
+
+
+SERIES = {"use_cayley_neumann": True}
+CONSTRAINED: list[dict[str, Any]] = [
+    {}, SERIES, {**SERIES, "num_cayley_neumann_terms": 3}, {"coft": True}, {"coft": True, "eps": 1e-3},
+    {"block_share": True}, {**SERIES, "coft": True},
+]  # fmt: skip
+ENTRIES: dict[str, list[dict[str, Any]]] = {
+    "psoft": [{}, SERIES, {**SERIES, "num_cayley_neumann_terms": 3}, {**SERIES, "cayley_neumann_eps": 0.5},
+              {"psoft_orth": False}, {"ab_svd_init": "pissa_init"}, {"psoft_svd": "lowrank"},
+              {"psoft_svd": "lowrank", "psoft_svd_lowrank_niter": 2}, {"random_seed": 3}],
+    "peft_oft": CONSTRAINED, "peft_oft_embedding": CONSTRAINED,
+    "waveft": [{}, {"wavelet_family": "db2"}, {"use_idwt": False}, {"scaling": 3.0}, {"random_loc_seed": 5}],
+    "fourierft": [{}, {"scaling": 3.0}, {"alpha": 3.0}, {"random_loc_seed": 5}, {"n_frequency": 4}],
+    "hra": [{}, {"apply_GS": True}], "road": [{"group_size": 4}, {"group_size": 2}], "miss": [{}, {"init_weights": "bat"}],
+    "gralora": [{}, {"alpha": 3}, {"hybrid_r": 1}], "randlora": [{}, {"randlora_alpha": 3}, {"projection_prng_key": 4}],
+    "vera": [{}, {"projection_prng_key": 4}], "deft": [{}, {"decomposition_method": "relu"}, {"parq": True}],
+    "shira": [{}, {"scaling": 3.0}, {"random_seed": 3}], "adalora": [{}, {"use_rslora": True}],
+    "vblora": [{}, {"topk": 1}], "hira": [{}, {"r": 4}], "c3a": [{}, {"block_size": 2}],
+}  # fmt: skip
+"""Row → entries of PEFT's configuration that the row's file is read with."""
+
+
+@pytest.mark.parametrize("row", ENTRIES)
+def test_what_a_configuration_says_and_leaves_out_means_the_same_to_plan_and_proof(row: str, tmp_path: Path) -> None:
+    job = write(row, tmp_path)
+    path = job.adapters[0].path / "adapter_config.json"
+    method, tried = json.loads(path.read_text())["peft_type"], 0
+    for entries in ENTRIES[row]:
+        path.write_text(json.dumps({"peft_type": method, **entries}))
+        try:
+            plan = planned(job)
+        except lora_merge.MergeError:
+            continue
+        read(plan)
+        tried += 1
+    assert tried

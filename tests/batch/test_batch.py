@@ -907,7 +907,8 @@ jobs:
     assert quiet.stdout.startswith("[5/5] cannot run") and "[4/5]" not in quiet.stdout
     over = runner.invoke(app, [*command, "--dry-run", "--report", str(models / "base.safetensors")])
     assert "over an input" in str(over.exception)
-    assert json.loads(runner.invoke(app, ["batch", "--schema"]).stdout)["properties"]["jobs"]
+    told = (json.loads(runner.invoke(app, line).stdout) for line in (["batch", "--schema"], ["schema", "jobs"]))
+    assert next(told) == next(told)
     assert isinstance(runner.invoke(app, ["batch"]).exception, UsageError)
     assert isinstance(runner.invoke(app, [*command, "--executor", "slurm"]).exception, UsageError)
     assert isinstance(runner.invoke(app, [*command, "--workers", "0"]).exception, UsageError)

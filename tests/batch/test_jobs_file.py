@@ -19,10 +19,15 @@ from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, FORMATS
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
 
+from .test_json_schema import fits
+
 
 def read(folder: Path, text: str) -> tuple[BatchJob, ...]:
+    """The jobs of a file, which the schema allows too."""
     (folder / "jobs.yaml").write_text(text, encoding="utf-8")
-    return load(folder / "jobs.yaml")
+    found = load(folder / "jobs.yaml")
+    assert fits(json.loads(json.dumps(parse(text, "jobs.yaml").value, default=str)))  # dates are texts to editors
+    return found
 
 
 def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str:
@@ -238,8 +243,11 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
     values = ", ".join(map(str, range(1000)))
     product = f"version: 1\njobs: [{{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: [{values}], y: [{values}]}}}}]"
     started = time.process_time()
-    for text in (lists, merges, "a: &a [*a]", "[" * 100_000, "{" * 100_000, "- " * 5000 + "1"):
+    table = "a: &a {" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}\n"
+    again = f"{table}jobs: [{', '.join(['{<<: *a}'] * 3000)}]"
+    for text in (lists, merges, again, "a: &a [*a]", "[" * 100_000, "{" * 100_000, "- " * 5000 + "1"):
         refused(tmp_path, text, InputError)
+    refused(tmp_path, f"version: 1\njobs: [{'1:' * 400_000}1]")  # a number of base 60 in YAML 1.1
     assert "1000000 combinations" in refused(tmp_path, product)
     some = f"[{', '.join(map(str, range(250)))}]"  # two matrices, each of 62 500 jobs
     both = f"version: 1\njobs:\n- &j {{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: {some}, y: {some}}}}}\n- *j"
@@ -292,6 +300,14 @@ jobs:
 def test_values_do_not_lead_an_output_elsewhere(value: str) -> None:
     with pytest.raises(NoSuchName):
         render_output("{v}/o", {"v": value})
+
+
+@pytest.mark.parametrize("value", ["ink.safetensors:0.5", "CON", "a|b", "x."])
+def test_values_make_no_name_that_windows_refuses(value: str) -> None:
+    """A jobs file has the same outputs on every system."""
+    with pytest.raises(NoSuchName, match="Windows allows no file"):
+        render_output("out/{v}", {"v": value})
+    assert render_output("a:b/{v}", {"v": "c"}) == "a:b/c"
 
 
 def test_literal_paths_lead_anywhere() -> None:

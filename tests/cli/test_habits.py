@@ -97,6 +97,9 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
      "base.safetensors lora.safetensors:0.8 --dtype fp16 --overwrite --seed 3"),
     ("base.safetensors lora.safetensors --te-strength 0.5 --exclude vae",
      "base.safetensors lora.safetensors --strength-for te=0.5 --strength-for vae=0"),
+    ("base lora --strength_model 0.8 --strength_clip 0", "base lora --strength-for unet=0.8 --strength-for te=0"),
+    ("base.safetensors lora.safetensors --save_precision fp16 --no_metadata", "base.safetensors lora.safetensors --dtype fp16 --no-metadata"),
+    ("base.safetensors lora.safetensors --only unet", "base.safetensors lora.safetensors --strength-for te=0"),
     ("base.safetensors --lora lora.safetensors --out o --verify -n", "base.safetensors lora.safetensors -o o.safetensors --verify --dry-run"),
 ])  # fmt: skip
 def test_a_command_of_another_program_is_answered_with_ours(run: Run, words: str, right: str) -> None:
@@ -111,13 +114,24 @@ def test_a_command_of_another_program_is_answered_with_ours(run: Run, words: str
 
 @pytest.mark.parametrize("words", [
     "base.safetensors lora.safetensors loras/ink.safetensors --ratio 0.8",  # one strength for two
-    "base.safetensors lora.safetensors --weight x", "lora.safetensors --base", "base.safetensors lora.safetensors --only unet --out o",
+    "base.safetensors lora.safetensors --weight x", "lora.safetensors --base", "base.safetensors lora.safetensors --only IN04 --out o",
     "base.safetensors lora.safetensors --fp16 --nonsense",
 ])  # fmt: skip
 def test_no_command_is_made_up(run: Run, words: str) -> None:
     code, _, err = run(*words.split())
     assert code == 2
     assert "fix:" in err and "write lora-merge" not in err
+
+
+@pytest.mark.parametrize(("words", "fix"), [
+    ("base lora —dtype bf16", "write --dtype"), ("base lora –o x", "write -o"), ("base lora -output x", "write --output"),
+    ("base + lora", "leave it out"), ("base lora.safetensors:0.8:0.5", "write lora.safetensors:0.8, or by part lora.safetensors:1,unet=0.8,te=0.5"),
+    ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "use --rank N"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
+])  # fmt: skip
+def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None:
+    code, _, err = run(*words.split())
+    assert code in (2, 3)
+    assert f"fix:   {fix}" in err
 
 
 def test_advice_names_options_that_the_command_has(run: Run) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import struct
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from lora_merge.cli.look import CUT, REFLOWING
 from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
 from lora_merge.errors import UsageError
 from lora_merge.progress import APART, Gathered, Stage, Step
+from lora_merge.viewing.compare import compare
+from lora_merge.viewing.inspect import inspect
 
 from ..support import kohya, save, sd1
 from .terminal import fcntl, played_here, screen, terminal, termios
@@ -317,3 +320,25 @@ def test_the_test_of_a_machine_is_shown_while_it_runs(tmp_path: Path, monkeypatc
     assert done.code == 2
     assert "0:00 so far, measuring the devices and the disk" in done.text
     assert "measuring" not in "".join(done.screen)
+
+
+def test_looking_at_files_has_a_share_bytes_and_a_rate(tmp_path: Path) -> None:
+    """Whoever reads the numbers of files says how many bytes there are, and gets to the end of them."""
+    base, ink = save(sd1(), tmp_path / "base.safetensors"), save(kohya(sd1()), tmp_path / "ink.safetensors")
+    for look in (
+        partial(compare, base, base), partial(inspect, base, weights=True), partial(inspect, ink, weights=True),
+        partial(inspect, base, ink, weights=True),
+    ):  # fmt: skip
+        display, clock = shown()
+        steps: list[Step] = []
+        look(progress=steps.append)
+        first, *rest = steps
+        assert first.total > 0
+        for step in (first, *rest[: len(rest) // 2]):
+            display(step)
+            clock.now += 1
+            last = line(display, 100)
+        assert "%" in last
+        assert "of weights" in last
+        assert "/s, 0:" in last
+        assert sum(step.done for step in steps) >= 0.9 * first.total  # positions are not measured

@@ -157,16 +157,15 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     from lora_merge.memory.state_index import index_of
     from lora_merge.models.names import names
     from lora_merge.planning.make_plan import Inputs, match, outputs
-    from lora_merge.planning.plan import weights as planned
 
     base = index_of("state dict", weights)
     paths, files = _adapters([factors])
     job = make_job("state dict", paths, "state dict")
-    matched = match(Inputs(job, base, names(base), tuple(files))).adapters
+    matched = match(Inputs(job, base, names(base), tuple(files)))
     everything = weights | factors
-    folder = BlockMerger((at,), PatchTensors(lambda info: everything[info.name], planned(base, matched)))
+    folder = BlockMerger((at,), PatchTensors(lambda info: everything[info.name], matched.weights))
     intos = []
-    for _, target in outputs(job, base, matched):
+    for _, target in outputs(matched):
         for block in blocks(target):
             into = torch.empty(block.last - block.first, block.cols, dtype=output)
             folder.fold([Item(block, weights[target.name].reshape(-1, block.cols), into)])

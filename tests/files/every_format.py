@@ -27,6 +27,7 @@ from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
+from lora_merge.proof.stored import Coded
 
 from ..gguf_files import Array, encoded
 from ..support import Tensors, rand
@@ -84,6 +85,16 @@ class Weight(NamedTuple):
         """The numbers, and their grid, by the decoders of the proof."""
         levels, grid = DECODERS[self.encoding.name](self.raw, self.encoding, 0, self.total)
         return grid.value(levels), grid
+
+    def rows_alone(self, rows: Array) -> tuple[Array, Grid]:
+        """The same of some rows, as the proof reads them from a file."""
+        roles = {part.info.name: role for role, part in self.packing.parts.items()}
+
+        def read(info: StoredTensor, first: int, count: int) -> bytes:
+            return self.raw[roles.get(info.name, CODES)][first : first + count]
+
+        codes = self.packing.codes or StoredTensor("codes", "U8", (), Path("memory"), 0, len(self.raw[CODES]))
+        return Coded(self.packing._replace(codes=codes), self.total, read).rows(rows, self.shape[-1])
 
 
 def in_memory(tensors: Tensors) -> dict[str, StoredTensor]:

@@ -24,7 +24,9 @@ from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart
+from lora_merge.proof.grids import Grid
 
+from ..gguf_files import Array
 from ..support import load, rand, save
 from . import quantised_forms
 from .every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight, weights
@@ -92,11 +94,24 @@ def test_both_decoders_read_the_same_numbers(name: str) -> None:
         (exact, grid), got = found.proven(), found.decoded().double().numpy()
         want = exact if grid.turn is None else grid.turn(exact)
         assert (np.abs(got - want) <= grid.lost(want) + 2.0**-149).all(), "the smallest number of fp32"
+        rows_stand_alone(found, exact, grid)
+
+
+def rows_stand_alone(found: Weight, values: Array, grid: Grid) -> None:
+    """Hold rows that the proof reads alone to those of the whole weight, which it reads at once."""
+    if grid.turn is None:
+        some = np.arange(found.total // found.shape[-1])[1::3]
+        alone, own = found.rows_alone(some)
+        chosen = (some[:, None] * found.shape[-1] + np.arange(found.shape[-1])).ravel()
+        assert np.array_equal(alone.ravel(), values[chosen])
+        assert np.array_equal(own.step(alone).ravel(), grid.step(values)[chosen])
 
 
 def within_half_a_step(found: Weight, values: Tensor) -> None:
-    """Store new numbers, and hold each to the exact one."""
-    made, grid = found.encoded(values).proven()
+    """Store new numbers, hold each to the exact one, and rows that are read alone to those of the whole weight."""
+    new = found.encoded(values)
+    made, grid = new.proven()
+    rows_stand_alone(new, made, grid)
     want = values.double().numpy()
     want = want if grid.turn is None else grid.turn(want)
     assert (np.abs(made - want) / np.maximum(grid.step(want), 1e-300)).max() <= 0.5 + 1e-4

@@ -181,7 +181,7 @@ def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> No
 
 @pytest.mark.parametrize("inside", [5, "text", [1], True])
 def test_an_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
-    with pytest.raises(InputError, match="index file is damaged"):
+    with pytest.raises(InputError, match="index and shards do not agree"):
         merge(indexed(model, inside))
 
 

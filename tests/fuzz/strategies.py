@@ -141,11 +141,17 @@ def _apply(content: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
     return content
 
 
-fills = st.sampled_from(
-    [b"\0\0\x80?", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\1\0\0\0", b"\xff\xff\x7f\x7f", b"\0\0\x80\x5f",
-     b"\0\0\x80\x20"]
+fills = st.one_of(
+    st.sampled_from(
+        [b"\0\0\x80?", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\1\0\0\0", b"\xff\xff\x7f\x7f", b"\0\0\x80\x5f",
+         b"\0\0\x80\x20", b"\1\0\x80\x7f", b"\xff\xff\x7f\0"]
+    ),
+    st.sampled_from([b"\0" * 6 + b"\xf0?", b"\1" + b"\0" * 7, b"\xff" * 6 + b"\xef\x7f", b"\0" * 7 + b"\x60", b"\1" + b"\0" * 5 + b"\xf0\x7f"]),
+    st.binary(min_size=8, max_size=8),
 )  # fmt: skip
-"""Ones, zeros, NaN, infinities, the smallest numbers, the largest ones, 2**64 and 2**-62, in fp32."""
+"""Numbers to fill a tensor with. In fp32: ones, zeros, NaN, infinities, the smallest numbers, the largest ones, 2**64,
+2**-62, a NaN that signals, the largest subnormal. In fp64: one, the smallest and the largest number, about 1e154, whose
+square is infinite, a NaN that signals. Any 8 bytes."""
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4}
 

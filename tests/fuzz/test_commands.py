@@ -27,7 +27,9 @@ from .test_fuzz import (
     MERGED,
     TARGETS,
     Target,
+    as_yaml,
     config,
+    jobs,
     listed,
     odd,
     recipe,
@@ -92,19 +94,28 @@ def carried_out(folder: Path) -> None:
     """Give the arguments in the folder to the command line, with its files named by their paths."""
     given = [str(folder / a[1:]) if a.startswith("@") else a for a in json.loads((folder / "arguments").read_bytes())]
     code, told = in_process(*given)
-    asked = any(word in told for word in ("--base", "lora-merge inspect BASE ADAPTER", "--weights"))
-    assert code in (0, 3, 4) or (code == 2 and asked) or (code == 6 and given[0] in ("verify", "replay")), (
-        given,
-        code,
-        told,
+    asked = any(
+        word in told
+        for word in (
+            "--base",
+            "lora-merge inspect BASE ADAPTER",
+            "--weights",
+            "--strength-for",
+            "--dtype ",
+            "jobs.yaml",
+        )
     )
+    late = {"verify": 6, "replay": 6, "batch": 7}.get(given[0])
+    assert code in (0, 3, 4, late) or (code == 2 and asked), (given, code, told)
+    assert "unexpected failure" not in told, (given, told)
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
     misfit = (given[0], code) == ("inspect", 4)  # told in its table
     assert len(errors) == bool(code) or (misfit and not errors), (given, code, told)
     if errors:
+        told = told[f"\n{told}".rindex(f"\n{errors[0]}") :]  # jobs have errors of their own, before it
         assert told.count("\n  where: ") == told.count("\n  fix:   ") == 1, told
-    for made in (folder / name for name in ("out", "out.safetensors", "out.gguf")):
-        assert not (code and made.exists()), (given, code, told)
+    for made in (folder / name for name in ("out", "out.safetensors", "out.md", "out.gguf")):
+        assert code == late or not (code and made.exists()), (given, code, told)
         remove(made)
 
 
@@ -115,31 +126,81 @@ def target(arguments: st.SearchStrategy[bytes], **files: st.SearchStrategy[bytes
 
 OUT = ["-o", "@out.safetensors"]
 base = st.just(BASE)
+bases = st.one_of(base, s.checkpoints(st.sampled_from(["a.weight", "b.weight", "b.bias"])), base.flatmap(s.damaged))
+blocks = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+"""Modules of a model whose blocks have names."""
+of_blocks = s.checkpoints(st.sampled_from([f"{name}.weight" for name in blocks]))
+PARTS = [
+    "te=2",
+    "model=0",
+    "BASE=nan",
+    "re:a=1e39",
+    "re:(a+)+$=1",
+    "L00=1e-46",
+    "L00-L01=-0.5",
+    "L1-L0=2",
+    "lbw=1,0,1",
+    "lbw=0,1e308,inf",
+    "lbw=",
+    "IN04=1",
+]
+batched = st.builds(as_yaml, jobs())
+"""Jobs files whose outputs lie in one folder."""
 COMMANDS = {
     "combine": target(
         orders(["combine", "@a", "@sound", *OUT], ["combine", "@a:0.5", "@sound", "--base", "@base", "--rank", "same", *OUT],
                ["combine", "@a", "@sound", "--method", "ties", "--rank", "1", "--base", "@base", "--unmatched", "skip", *OUT],
                ["combine", "@a", "@sound", "--method", "slerp", "--t", "0.5", "--algorithm", "full", *OUT]),
-        a=adapters, sound=st.just(SOUND), base=base),
+        a=adapters, sound=st.just(SOUND), base=bases),
     "resize": target(
         orders(["resize", "@a", "--rank", "1", *OUT], ["resize", "@a", "--rank", "energy:0.9", "--base", "@base", *OUT],
                ["resize", "@a", "--rank", "size:1KiB", "--unmatched", "skip", "--base", "@base", "--algorithm", "auto", *OUT]),
-        a=adapters, base=base),
+        a=adapters, base=bases),
     "convert": target(
         orders(*(["convert", "@a", "--to", to, "--base", "@base", "-o", "@out" if to == "peft" else "@out.safetensors"] for to in DIALECTS),
                ["convert", "@a", "--to", "kohya", "--rank", "1", "--unmatched", "skip", *OUT]),
-        a=adapters, base=base),
+        a=adapters, base=bases),
     "average": target(
         orders(["average", "@a", "@sound", *OUT], ["average", "@a", "@sound", "--ema", "0.9", "--base", "@base", "--unmatched", "skip", *OUT]),
-        a=adapters, sound=st.just(SOUND), base=base),
+        a=adapters, sound=st.just(SOUND), base=bases),
+    "extract": target(
+        orders(["extract", "@base", "@tuned", *OUT], ["extract", "@base", "@tuned", "--rank", "energy:0.9", "--unmatched", "skip", *OUT],
+               ["extract", "@base", "@tuned", "--algorithm", "full", "--dtype", "bf16", *OUT],
+               ["extract", "@base", "@tuned", "--algorithm", "lokr", "--rank", "1", *OUT], ["extract", "@base", "@tuned", "--rank", "noise", *OUT],
+               ["extract", "@base", "@tuned", "--algorithm", "auto", "--compute-dtype", "fp32", "--others", "skip", *OUT]),
+        base=bases, tuned=bases),
+    "unmerge": target(
+        orders(["unmerge", "@base", "@a", *OUT], ["unmerge", "@base", "@a:-0.5", "--unmatched", "skip", *OUT],
+               ["unmerge", "@base", "@a", "@sound", "--dtype", "fp16", "--unmatched", "skip", *OUT], ["unmerge", "@base", "@a:1e-300", *OUT]),
+        base=bases, a=adapters, sound=st.just(SOUND)),
+    "unmerge by recipe": target(
+        orders(["unmerge", "@made", *OUT], ["unmerge", "@made", "@a", *OUT]), base=bases, a=st.just(SOUND),
+        made=st.one_of(recipes, TARGETS["recipe"].files["made.safetensors"])),
+    "card": target(
+        orders(["@base", "@a", "--card", *OUT], ["@base", "@a:0.5", "--card", "--unmatched", "skip", *OUT],
+               ["@base", "@a", "--card", "--dtype", "fp16", "--on-overflow", "saturate", *OUT]),
+        base=st.one_of(bases, s.checkpoints(st.sampled_from(["a.weight", "b.weight"]), recipe)), a=adapters),
+    "strength": target(
+        orders(*(["@base", "@a", "--strength-for", part, "--unmatched", "skip", *OUT] for part in PARTS),
+               ["@base", "@a:1e300", "--compute-dtype", "fp64", *OUT], ["@base", "@a:1e-320", *OUT]),
+        base=of_blocks, a=s.adapters(blocks, GROUPS)),
+    "options": target(
+        orders(*(["@base", "@a", "--unmatched", "skip", *more, *OUT] for more in (
+            ["--dtype", "fp8_e4m3fn"], ["--dtype", "int8"], ["--dtype", "nvfp4"], ["--rounding", "stochastic", "--dtype", "bf16"],
+            ["@a", "--method", "ties"], ["@a", "--method", "compose"], ["@sound", "--method", "dare"], ["--compute-dtype", "fp16"],
+            ["--compute-dtype", "bf16", "--on-overflow", "saturate"]))),
+        base=bases, a=adapters, sound=st.just(SOUND)),
+    "batch": target(
+        orders(["batch", "@jobs.yaml"], ["batch", "@jobs.yaml", "--json", "--card"], ["batch", "@jobs.yaml", "--dry-run"], ["batch", "@jobs.yaml", "--fail-fast", "-q"]),
+        **{"base.safetensors": bases, "adapter.safetensors": adapters, "jobs.yaml": batched}),
     "compare": target(
         orders(["compare", "@a", "@sound"], ["compare", "@a", "@b", "--base", "@base"], ["compare", "@b", "@base"], ["compare", "@base", "@b", "--json"]),
-        a=adapters, sound=st.just(SOUND), base=base,
+        a=adapters, sound=st.just(SOUND), base=bases,
         b=st.one_of(adapters, st.just(BASE).flatmap(s.damaged), s.checkpoints(st.sampled_from(["a.weight", "b.weight"])))),
     "inspect": target(
         orders(["inspect", "@a"], ["inspect", "@a", "--weights", "--hashes"], ["inspect", "@base", "@a", "--weights"], ["inspect", "@a", "--json"],
                ["inspect", "@base", "@a", "--json", "--weights"]),
-        a=adapters, base=base),
+        a=adapters, base=bases),
     "inspect a folder": target(
         orders(["inspect", "@a"], ["inspect", "@base", "@a", "--weights"]), base=base,
         **{"a/adapter_model.safetensors": adapters, "a/adapter_config.json": s.as_json(config)}),

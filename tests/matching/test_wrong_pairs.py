@@ -92,6 +92,17 @@ def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Pa
     assert e.value.fix.startswith("use the base")
 
 
+def test_a_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> None:
+    """The sizes of a toy model's weights name no model."""
+    small = {key: tuple(min(n, 12) for n in shape) for key, shape in shapes("single-file/sd1").items()}
+    tensors: dict[str, tuple[int, ...]] = {}
+    for key in filter(attention, shapes("diffusers/sdxl")):
+        name = "lora_unet_" + key.removesuffix(".weight").replace(".", "_")
+        tensors |= {f"{name}.lora_up.weight": (12, 4), f"{name}.lora_down.weight": (4, 10)}
+    with pytest.raises(ShapeMismatch, match=r"do not fit the base: the base is Stable Diffusion 1, and .* no place"):
+        lora_merge.plan(hollow(small, tmp_path / "base.safetensors"), hollow(tensors, tmp_path / "lora.safetensors"))
+
+
 def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
@@ -134,6 +145,32 @@ def test_an_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, 
     with pytest.raises(InputError, match=f"alpha is {alpha}\n") as e:
         lora_merge.plan(base, lora, tmp_path / "out.safetensors")
     assert e.value.where == f"{lora}: layer.alpha"
+
+
+@pytest.mark.parametrize("alpha", [1e-152, -1e-46, 5e-324, 1e39, -1.7e308])
+def test_an_alpha_beyond_fp32_is_the_fault_of_the_adapter_in_every_command(tmp_path: Path, alpha: float) -> None:
+    base = save({"layer.weight": rand(8, 8)}, tmp_path / "base.safetensors")
+    tensors = {"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}
+    lora = save(tensors | {"layer.alpha": torch.tensor(alpha, dtype=torch.float64)}, tmp_path / "lora.safetensors")
+    out = tmp_path / "out.safetensors"
+    for command in (
+        lambda: lora_merge.merge(base, lora, out),
+        lambda: lora_merge.combine([lora, lora], out),
+        lambda: lora_merge.resize(lora, out, rank=1),
+        lambda: lora_merge.convert(lora, out, to="kohya", base=base),
+    ):
+        with pytest.raises(InputError, match=r"alpha is .* out of the range of fp32"):
+            command()
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("alpha", [2**62 - 1, 9187343237679939583])
+def test_whole_numbers_that_no_float_holds_are_one_alpha_to_plan_and_proof(tmp_path: Path, alpha: int) -> None:
+    base = save({"a.weight": rand(4, 4)}, tmp_path / "base.safetensors")
+    blocks = {"a.oft_blocks": torch.full((2, 2, 2), 0.5), "a.alpha": torch.tensor(alpha)}
+    done = lora_merge.merge(base, save(blocks, tmp_path / "oft.safetensors"), tmp_path / "out.safetensors")
+    assert done.verified is not None
+    assert done.verified["matching"]["proven"] == 1
 
 
 def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:

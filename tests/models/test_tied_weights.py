@@ -656,6 +656,39 @@ def test_ends_that_were_trained_as_one_stay_tied(tmp_path: Path, saved: list[str
         torch.testing.assert_close(ours.state_dict()[key], value, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_a_table_that_peft_saves_under_all_names_of_encoder_and_decoder(
+    tmp_path: Path, kind: str, strength: float
+) -> None:
+    """`shared`, `encoder.embed_tokens`, `decoder.embed_tokens` and `lm_head` are one parameter."""
+    sizes: dict[str, Any] = dict(vocab_size=24, d_model=16, decoder_start_token_id=2)
+    layers: dict[str, Any] = dict(
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model: Any = (
+        transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, encoder_ffn_dim=8))
+        if kind == "bart"
+        else transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=1, num_heads=2, d_kv=8))
+    )
+    model.eval().save_pretrained(tmp_path / "base")
+    before = model.get_input_embeddings().weight.detach().clone()
+    options = dict(target_modules=["q_proj", "q"], modules_to_save=["lm_head"], ensure_weight_tying=True)
+    tuned = _tune(model, _lora(**options))
+    tuned.save_pretrained(tmp_path / "adapter")
+    lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", strength)], tmp_path / "ours")
+    ours = type(model).from_pretrained(tmp_path / "ours").eval()
+    changed = tuned.base_model.model.lm_head.modules_to_save["default"].weight
+    wanted = torch.lerp(before, changed, strength)
+    assert not torch.allclose(wanted, before)
+    torch.testing.assert_close(ours.get_input_embeddings().weight, wanted, atol=2e-6, rtol=1e-5)
+    if strength == 1:
+        theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+        got, want = (m.eval()(TOKENS, decoder_input_ids=TOKENS).logits for m in (ours, theirs))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 def test_what_cannot_be_untied_or_combined_is_refused(tmp_path: Path) -> None:
     _train(tmp_path, "qwen2", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
     adapter, as_one = tmp_path / "adapter", tmp_path / "one"

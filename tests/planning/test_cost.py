@@ -126,6 +126,24 @@ def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path, w
     assert four - two < 2.6 * (two - one)
 
 
+PROVED: dict[str, Callable[[int], Files]] = {
+    "components": components,
+    "patterns": lambda n: peft(n, "m#", {"alpha_pattern": {f"q{i}": 2 for i in range(n * 100)}}),
+}
+
+
+@pytest.mark.parametrize("way", PROVED)
+def test_one_more_module_costs_the_same_in_a_merge_and_its_proof(tmp_path: Path, way: str) -> None:
+    out = tmp_path / "out.safetensors"
+
+    def merged(n: int) -> int:
+        folder = written(tmp_path / str(n), PROVED[way](n))
+        return steps(lambda: lora_merge.merge(folder / "base", [folder / "a"], out, device="cpu", overwrite=True))
+
+    _, one, two, four = map(merged, (5, 10, 20, 40))
+    assert four - two < 2.6 * (two - one)
+
+
 def test_a_basis_of_more_layers_than_any_model_has_is_refused(tmp_path: Path) -> None:
     """Each of them would be computed from all."""
     config, endings = {"peft_type": "FROD", "save_projection": False}, (".frod_lambda_l", ".frod_lambda_s_values")
@@ -165,6 +183,20 @@ def test_one_more_row_costs_the_same_however_many_there_are(tmp_path: Path) -> N
 def test_rows_that_follow_each_other_cost_as_much_as_one(tmp_path: Path) -> None:
     few, many = (calls(tmp_path / str(n), tokens(range(3, n))) for n in (10, 5000))
     assert many - few < 10 * 5000  # each number of the list is checked
+
+
+@pytest.mark.parametrize("table", ["alpha_pattern", "rank_pattern"])
+def test_a_table_of_patterns_is_not_gone_through_for_every_module(tmp_path: Path, table: str) -> None:
+    """Neither by the plan nor by the second reading of the proof."""
+
+    def merged(patterns: int) -> int:
+        config = {table: {f"other{i}": 1 for i in range(patterns)}}
+        folder = written(tmp_path / str(patterns), peft(40, "m#", config))
+        out = tmp_path / f"{patterns}.safetensors"
+        return steps(lambda: lora_merge.merge(folder / "base", [folder / "a"], out, device="cpu"))
+
+    _, few, many = map(merged, (150, 200, 2000))
+    assert many - few < 20 * 1800
 
 
 def test_a_list_of_rows_is_not_gone_through_for_every_module(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lora_merge.engine.admission import plan_merge
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-from lora_merge.proof.loadable import check_loadable
+from lora_merge.proof.loadable import check_opened
 from lora_merge.proof.replay import prove
 
 from ..support import blob, load, metadata, rand, save
@@ -175,22 +175,22 @@ def test_the_library_sees_what_was_planned(model: Path, monkeypatch: pytest.Monk
     base, out = model / "base" / "model-00001-of-00002.safetensors", model / "one.safetensors"
     job = {"base": base, "adapters": [(model / "lora.safetensors", 1.0)], "output": out}
     lora_merge.merge(base, model / "lora.safetensors", out)
-    plan = plan_merge(make_job(**job, overwrite=True))
-    assert check_loadable(plan, out) == []
+    [file] = plan_merge(make_job(**job, overwrite=True)).files
+    assert check_opened(file, out) == ()
     written = out.read_bytes()
-    headers = [written[: parse_file(out).data_offset]]
-    assert check_loadable(plan, out, headers) == []
+    header = written[: parse_file(out).data_offset]
+    assert check_opened(file, out, header) == ()
     tensors, told = load(out), metadata(out)
     for other, message in (({**tensors, "more": rand(1)}, "more"), ({k: v.half() for k, v in tensors.items()}, "F16")):
         save(other, out, told)
         with pytest.raises(VerificationFailed, match=rf"(?s)sees another tensor than planned.*{message}"):
-            check_loadable(plan, out)
+            check_opened(file, out)
     save(tensors, out, {**told, "more": "entry"})
     with pytest.raises(VerificationFailed, match="other metadata"):
-        check_loadable(plan, out, headers)
+        check_opened(file, out, header)
     out.write_bytes(blob({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)))
     with pytest.raises(VerificationFailed, match="does not open the output"):
-        check_loadable(plan, out)
+        check_opened(file, out)
 
 
 def test_a_library_that_does_not_know_a_dtype_is_told_not_blamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

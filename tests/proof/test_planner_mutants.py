@@ -188,9 +188,9 @@ def without_slots(*slots: str, algorithms: tuple[str, ...]) -> Break:
 def targets(change: Callable[[Any, dict[str, Any]], Any]) -> Break:
     """What is written of single tensors is changed; `change` sees the target and the base."""
 
-    def outputs(original: Any, job: Any, base: Any, *rest: Any) -> Iterator[tuple[Path, Any]]:
-        for path, target in original(job, base, *rest):
-            yield path, change(target, base.tensors)
+    def outputs(original: Any, matched: Any, *rest: Any) -> Iterator[tuple[Path, Any]]:
+        for path, target in original(matched, *rest):
+            yield path, change(target, matched.inputs.base.tensors)
 
     return around(planning, "outputs", outputs)
 

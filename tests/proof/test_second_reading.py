@@ -26,7 +26,7 @@ from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
 from lora_merge.models.names import names
-from lora_merge.planning.make_plan import Inputs, matches, outputs
+from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
 from lora_merge.proof.reference.places import Places
 from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
@@ -68,8 +68,9 @@ def read(
     path = Path("adapter.safetensors")
     file = replace(index(adapter), path=path, files=(path,), config=config or {}, metadata=metadata or {})
     job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
-    matched = matches(Inputs(job, base, names(base), (group(file),)), Numbers())
-    targets = [target for _, target in outputs(job, base, matched)]
+    inputs = Inputs(job, base, names(base), (group(file),))
+    matched = matches(inputs, Numbers())
+    targets = [target for _, target in outputs(Matched(inputs, matched))]
     return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
 
 
@@ -553,3 +554,12 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
     monkeypatch.setattr(MatchBuilder, "_replace_rows", wrong)
     with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
+
+
+def test_factors_of_mlx_lm_are_known_by_their_order() -> None:
+    """Its A is [in, r] and its B [r, out]."""
+    name, config = "layers.0.mlp.up_proj", {"fine_tune_type": "lora", "lora_parameters": {"rank": 3, "scale": 20.0}}
+    base = index({f"{name}.weight": (6, 8)})
+    assert read(base, {f"{name}.lora_a": (8, 3), f"{name}.lora_b": (3, 6)}, config).proven == 1
+    with pytest.raises(lora_merge.MergeError):
+        read(base, {f"{name}.lora_a": (3, 6), f"{name}.lora_b": (8, 3)}, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,31 @@ def test_adapters_without_numbers_are_written(rows: int, tmp_path: Path) -> None
     save({**PAIR, **empty}, tmp_path / "a.safetensors")
     lora_merge.resize(tmp_path / "a.safetensors", tmp_path / "o.safetensors", rank=1)
     assert lora_merge.verify(tmp_path / "o.safetensors")["ok"]
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_whole_changes_without_numbers_are_written_or_refused(rows: int, tmp_path: Path) -> None:
+    save({**PAIR, "b.diff": torch.zeros(rows, 0)}, tmp_path / "a.safetensors")
+    lora_merge.resize(tmp_path / "a.safetensors", tmp_path / "o.safetensors", rank=1)
+    assert lora_merge.verify(tmp_path / "o.safetensors")["ok"]
+
+
+@pytest.mark.parametrize("slot", ["w1_a", "w1_b", "w2_a", "w2_b"])
+def test_factors_without_axes_are_named_or_refused(slot: str, tmp_path: Path) -> None:
+    names = ("w1_a", "w1_b", "w2_a", "w2_b")
+    factors = {f"a.hada_{name}": rand(4, 2) if name.endswith("a") else rand(2, 4) for name in names}
+    save({**factors, f"a.hada_{slot}": torch.tensor(0.5)}, tmp_path / "a.safetensors")
+    save(PAIR, tmp_path / "b.safetensors")
+    found = lora_merge.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert "base" in str(found)
+
+
+@pytest.mark.parametrize("size", [1e200, 1.7e308, -1.7e308, 5e-324, float("inf"), float("nan")])
+def test_numbers_of_any_size_are_measured_and_told_as_strict_json(size: float, tmp_path: Path) -> None:
+    save({"a.weight": torch.full((3, 3), size, dtype=torch.float64)}, tmp_path / "m.safetensors")
+    found = json.loads(
+        lora_merge.inspect(tmp_path / "m.safetensors", weights=True).to_json(), parse_constant=pytest.fail
+    )
+    told = found["sizes"]["all"]
+    assert told["broken"] == (0 if isfinite(size) else 9)
+    assert told["largest"] == (abs(size) if isfinite(size) else 0.0)

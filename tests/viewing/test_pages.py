@@ -16,7 +16,12 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.measure import Measure, Measures
+from lora_merge.models.blocks import groups
+from lora_merge.models.names import names
 from lora_merge.text import size
+from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
@@ -66,7 +71,8 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     numbers = report["numbers"]
     assert f"{numbers['all']['ratio']:.2%} of the weights" in seen
     assert "heatmaplayer" in dom  # Plotly has drawn
-    assert {"components", "blocks"} <= numbers.keys()
+    assert [*numbers["blocks"]] == ["unet B01", "unet B02", "te BASE"]  # in the model's order
+    assert [*numbers["components"]] == ["unet", "te"]
     (heat,) = content(page.read_text(encoding="utf-8"))["heat_maps"]
     assert {name: row["change"] for name, row in heat["weights"].items()} == {
         name: row["change"] for name, row in numbers["tensors"].items()
@@ -174,6 +180,21 @@ def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_pa
             assert counts[15] / sum(counts) == pytest.approx(wanted, abs=0.05)
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(24, 40), (600, 700), (3, 1)])
+def test_the_pictures_of_a_difference_are_those_of_its_numbers(tmp_path: Path, rows: int, cols: int) -> None:
+    """Also of a matrix whose singular values are not all computed, and where B stores it under another prefix."""
+    before, change = rand(rows, cols), rand(rows, 3) @ rand(3, cols, seed=5)
+    a, b = ({"model.layers.0.q.weight": before}, {"layers.0.q.weight": before + change})
+    files = [save({**of, "norm": rand(7, seed=n)}, tmp_path / f"{n}.safetensors") for n, of in enumerate((a, b))]
+    found = compare(*files, pictures=True)["tensors"]
+    assert found["norm"].keys() >= {"histogram"}
+    assert "spectrum" not in found["norm"]
+    one = found["layers.0.q.weight"]
+    exact = torch.linalg.svdvals(change.double())[:64]
+    assert one["spectrum"] == pytest.approx(exact.tolist(), rel=1e-3, abs=float(exact[0]) * 1e-3)
+    assert sum(one["histogram"]["counts"]) == min(rows, 64) * cols
+
+
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
@@ -241,9 +262,11 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}
     jobs.write_text(json.dumps({"version": 1, "jobs": [job]}))
     for words, kind in (
-        (["inspect", scene.base], "Model"), (["inspect", scene.ink, scene.oil], "Files"),
+        (["inspect", scene.base, "--weights"], "Model"), (["inspect", scene.ink, scene.oil], "Files"),
         (["inspect", scene.base, scene.ink, "--weights"], "Model"), (["compare", scene.ink, scene.oil], "Comparison"),
         (["compare", scene.base, scene.base], "Comparison"), (["batch", jobs], "Batch"),
+        (["compare", scene.base, tmp_path / "job.safetensors"], "Comparison"),
+        (["compare", scene.ink, scene.oil, "--base", scene.base], "Comparison"),
         (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Adapter"),
         (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
     ):  # fmt: skip
@@ -252,6 +275,9 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         made = content(page.read_text(encoding="utf-8"))
         assert made["kind"] == kind
         assert made["summary"] or made["tables"]
+        for one in (one for heat_map in made["heat_maps"] for one in heat_map["weights"].values()):
+            assert one["spectrum"], words
+            assert one["histogram"], words
     page.unlink()
     assert run("inspect", scene.ink, "--weights", "--plot", tmp_path / "x.png")[0] == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -331,13 +357,16 @@ def test_the_label_of_a_block_tells_it_from_all_others(names: list[str], labels:
     assert short(names) == dict(zip(names, labels, strict=True))
 
 
-def test_the_blocks_of_a_page_are_in_the_order_of_their_numbers() -> None:
-    row = {"ratio": 0.1, "change": 1.0, "retained": 1.0, "changed": 1.0, "noise": 0.0, "largest": 0.1}
-    blocks = {f"model L{n:02d}": row for n in (10, 2, 1)}
+def test_the_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
+    """In whatever order the numbers of its tensors were known; a page keeps that order."""
+    base, measures = open_checkpoint(scene.base), Measures()
+    measures.tensors = dict.fromkeys(reversed([*base.tensors]), Measure(of=1, elements=1, weight=1.0))
+    numbers = measures.to_dict(0, groups(names(base)))
+    assert [*numbers["components"]] == ["unet", "te", "vae"]
+    assert [*numbers["blocks"]] == ["unet BASE", "unet B00", "unet B01", "unet B02", "te BASE"]
     page = Content("Merge", "m")
-    page.change({"all": row, "unlisted": 0, "components": {}, "blocks": blocks, "tensors": {}}, "retained", "t")
-    (bars,), (table,) = page.data["bars"], page.data["tables"]
-    assert [r[0] for r in bars["rows"]] == [r[0] for r in table["rows"]] == ["model L01", "model L02", "model L10"]
+    page.change(numbers, "retained", "t")
+    assert [row[0] for row in page.data["tables"][-1]["rows"]] == [*numbers["blocks"]]
 
 
 def test_a_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jsonschema import Draft202012Validator
 
 import lora_merge
@@ -22,8 +21,6 @@ from lora_merge.viewing.schemas import KINDS, schema_of
 from ..support import cli
 from .conftest import Scene
 from .test_fit import run
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def check(found: Any, kind: str) -> None:
@@ -101,9 +98,3 @@ def test_the_command_prints_each_schema(kind: str) -> None:
     assert found == schema_of(kind)
     assert found["$schema"]
     assert found["$id"]
-
-
-def test_the_shipped_jobs_files_are_what_the_schema_says() -> None:
-    check_jobs = Draft202012Validator(schema_of("jobs"))
-    for path in CONFIGS.glob("*.y*ml"):
-        assert not [e.message for e in check_jobs.iter_errors(yaml.safe_load(path.read_text()))], path.name

@@ -6,6 +6,8 @@ The same adapter in every dialect, and as sharded folder.
 from __future__ import annotations
 
 import copy
+import gzip
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -18,13 +20,14 @@ import torch
 
 import lora_merge
 
-from ..support import Tensors, load, save
+from ..support import Tensors, load, rand, save
 
 diffusers = pytest.importorskip("diffusers")
 ltx2 = pytest.importorskip("diffusers.pipelines.ltx2.connectors")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+HEADERS = Path(__file__).parents[1] / "headers"
 RANK, ALPHA = 2, 6
 
 SDXL: dict[str, Any] = dict(
@@ -441,3 +444,31 @@ def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
     for key, value in weights.items():
         worst = (merged[key] - value).abs().max().item() if value.numel() else 0.0
         assert worst < 2e-5, f"{what}: {key} differs by {worst}"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_model_equals_itself_in_the_words_of_its_authors(turned: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """One single file in the authors' words and a folder of shards in the library's; one weight differs."""
+    converted = importlib.import_module("diffusers.loaders.single_file_utils").convert_ldm_unet_checkpoint
+    table = json.loads(gzip.decompress((HEADERS / "native" / "sd15.json.gz").read_bytes()))
+    native = {
+        f"model.diffusion_model.{k}": rand(*(max(1, d // 64) if d > 31 else d for d in s)) for k, s in table.items()
+    }
+    kinds = {"layers_per_block": 2, "down_block_types": [""] * 4, "up_block_types": [""] * 4, "class_embed_type": None,
+             "addition_embed_type": None}  # fmt: skip
+    words = converted(dict(native), kinds)
+    touched = next(name for name in words if name.endswith("attn1.to_q.weight"))
+    words[touched] = words[touched] + 0.5
+    folder, names = tmp_path / "unet", sorted(words)
+    folder.mkdir()
+    files = {f"diffusion_pytorch_model-{n + 1:05}-of-00002.safetensors": names[n::2] for n in range(2)}
+    for file, own in files.items():
+        save({name: words[name].contiguous() for name in own}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    both = [save(native, tmp_path / "native.safetensors"), folder]
+    found = lora_merge.compare(*(reversed(both) if turned else both))
+    assert (found["compared"], found["different"]) == (len(table), 1)
+    assert not found["only_a"] + found["only_b"] + [*found["other_shapes"]]
+    (one,) = found["tensors"].values()
+    assert one["difference"] == pytest.approx(0.5 * words[touched].numel() ** 0.5, rel=1e-5)

@@ -121,12 +121,27 @@ def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, P
 
 @pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
 def test_editors_know_every_keyword(call: Any) -> None:
-    """No parameter is Any, but the live model of `merge_into`, which may be of any class."""
+    """No parameter is Any; all types can be read while the program runs."""
+    assert typing.get_type_hints(call)
     for name, parameter in signatures.signature(call).parameters.items():
         text = str(parameter.annotation)
-        assert name == "model" or "Any" not in text or call is lora_merge.run_batch, f"{name}: {text}"
+        assert "Any" not in text, f"{name}: {text}"
         if parameter.kind is parameter.VAR_KEYWORD:
             assert text.startswith("Unpack[")
+
+
+def test_editors_know_every_field_of_a_job() -> None:
+    from lora_merge.batch import schema
+
+    for table, model in ((keywords.JobTable, schema.JobEntry), (keywords.Defaults, schema.Defaults),
+                         (keywords.JobsTable, schema.JobsFile), (keywords.AdapterTable, schema.AdapterEntry)):  # fmt: skip
+        assert {*table.__annotations__} == {*model.model_fields}
+
+
+def test_a_user_calls_every_function_under_a_strict_type_checker() -> None:
+    """`make types` reads that file."""
+    text = (Path(__file__).parents[1] / "typed_user.py").read_text(encoding="utf-8")
+    assert {name for name in FUNCTIONS if f"lora_merge.{name.__name__}(" not in text} == set()
 
 
 def test_editors_know_every_keyword_of_methods() -> None:

@@ -31,7 +31,7 @@ from ...files.checkpoint import Index, open_checkpoint
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
 from ..changes import Change, Evaluator
-from ..conversion.kept import waiting
+from ..conversion.kept import entry, held
 from ..job import AdapterJob
 from ..layers import Layer, Wanted, combine
 from ..proof import BUDGET, REDO
@@ -108,7 +108,8 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         for name, info in snapshots[0].tensors.items():
             if name in unchosen:
                 continue
-            entries += waiting({name: means.of(info)}, heap).values()
+            one = entry(name, means.of(info))
+            entries.append(replace(one, data=held(one, heap)))
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), (*dict.fromkeys(sources.notes),))

@@ -23,6 +23,7 @@ from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted
+from ..peft.complete import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..sources import Target
@@ -32,16 +33,8 @@ from ..truncation.triples import Triples
 from .batches import tiny
 from .kronecker import kronecker
 from .pairs import Pair
+from .rounding import DIGITS, NARROW, SAMPLE, mean_square
 from .task import ERROR, SKIP, Extraction
-
-DIGITS: Final[Mapping[str, tuple[int, int]]] = {
-    "F64": (53, -1021),
-    "F32": (24, -125),
-    "F16": (11, -13),
-    "BF16": (8, -125),
-}
-"""Dtype → (bits of its significand, the exponent that `frexp` gives its smallest normal number)."""
-
 
 STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
@@ -101,11 +94,21 @@ class Difference:
     change: Tensor
     value: Tensor  # of the tuned weight, in its own dtype
     dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
+    narrow: bool  # whether both weights are stored in 16 bits
 
     @property
     def noise(self) -> float | None:
         """v, the mean square of the tuned weight's rounding errors; None where it is not known."""
-        return _noise(self.value, self.dtypes)
+        return mean_square(self.value, self.dtypes)
+
+    @property
+    def share_of_noise(self) -> float | None:
+        """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
+        if not self.narrow:
+            return None
+        some = self.value.reshape(-1)[:: -(-self.value.numel() // SAMPLE)]
+        mean = mean_square(some, self.dtypes)
+        return None if mean is None else math.sqrt(mean * self.change.numel()) / float(self.change.norm())
 
 
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
@@ -120,7 +123,8 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, pair.place.view)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    return Difference(pair, change, new, frozenset(tuned.dtypes(pair.tuned))) if bool(change.any()) else None
+    own = frozenset(tuned.dtypes(pair.tuned))
+    return Difference(pair, change, new, own, dtypes <= NARROW) if bool(change.any()) else None
 
 
 def _subtracted(old: Tensor, new: Tensor, dtypes: set[str], computed: str | None) -> Tensor:
@@ -144,24 +148,15 @@ def differences(
         dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
         change = _subtracted(old, new, dtypes, computed)
         if bool(torch.isfinite(change).all()):
-            held, moved = frozenset(own), change.flatten(1).any(1).tolist()
+            held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
             found = zip(batch, change.unbind(), new.unbind(), moved, strict=True)
-            return [Difference(pair, delta, value, held) if any_ else None for pair, delta, value, any_ in found]
+            return [Difference(p, delta, value, held, narrow) if any_ else None for p, delta, value, any_ in found]
     return [difference(pair, base, tuned, computed) for pair in batch]
 
 
-def _noise(values: Tensor, dtypes: frozenset[str]) -> float | None:
-    """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
-    if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
-        return None
-    digits, least = DIGITS[next(iter(dtypes))]
-    total = 0.0
-    for some, _ in pieces(values, values):
-        wide = some.double() if some.dtype == torch.float64 else some.float()
-        steps = torch.frexp(wide).exponent.clamp_min(least) - least  # counted by size, as there are few sizes
-        counts = torch.bincount(steps.reshape(-1)).double()
-        total += float((counts * 4.0 ** (torch.arange(len(counts), dtype=torch.float64) + least - digits)).sum())
-    return total / max(values.numel(), 1) / 12
+def with_noise(made: Made | None, found: Difference) -> Made | None:
+    """Return the tensors of a parameter with the share that rounding errors have in its change, where it is known."""
+    return made and replace(made, layer=replace(made.layer, noise=found.share_of_noise))
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,8 @@ class Extractor:
 
     def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
-        if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS:
+        few = any(self._few_rows(one) is not None for one in found)
+        if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS and not few:
             return self._tiny(found)
         triples = [None] * len(found) if alone else self.together(found)
         return [self.made(one, triples=known) for one, known in zip(found, triples, strict=True)]
@@ -201,6 +197,7 @@ class Extractor:
     def together(self, found: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
         need none."""
+        found = [f if f is not None and self._few_rows(f) is None else None for f in found]
         some = [f for f in found if f is not None]
         if not some or self.storage.algorithm not in (FACTORS, AUTO):
             return [None] * len(found)
@@ -262,12 +259,29 @@ class Extractor:
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
             raise FitError(STACKED, target.name,
                            "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
+        if (rows := self._few_rows(found)) is not None:
+            ones = torch.zeros(target.matrix[0], len(rows), dtype=found.change.dtype)
+            ones[rows, torch.arange(len(rows))] = 1
+            held = Wanted(ones, found.change[rows], None, 0)
+            return self.storage.layer(target, held, Cut(Rule(EXACT), None, self.alpha))
         rule = self.rule(found)
         layer = self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
         out, cols = target.matrix
         if self.storage.algorithm == AUTO and layer.rank * (out + cols) >= out * cols and "diff" in self.endings:
             return replace(self.storage, algorithm=WHOLE).layer(target, wanted, Cut(rule))
         return layer
+
+    def _few_rows(self, found: Difference) -> Tensor | None:
+        """Return the rows of a table of embeddings that changed, where there are at most twice as many as its rule
+        gives ranks: then its factors are these rows and their places."""
+        place = found.pair.place
+        factored = len(place.view.shape) == 2 and self.storage.algorithm in (FACTORS, AUTO)
+        rule = self.rule(found) if factored and TABLE.search(place.module) else None
+        if rule is None or rule.ceiling is None:
+            return None
+        rows = found.change.any(1).nonzero().flatten()
+        most = min(2 * rule.ceiling, rule.most or len(rows), *place.view.matrix)
+        return rows if len(rows) <= most else None
 
     def rule(self, found: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""

@@ -55,15 +55,15 @@ def paired(
 ) -> Pairs:
     """Return the parameters of both checkpoints side by side.
 
-    Raises FitError for a parameter that only one of them has, or that has two shapes. `lenient`: name those that only
-    the tuned checkpoint has in a note instead.
+    Raises FitError for a parameter that only one of them has, or that has two shapes. `lenient`: name the
+    latter, and those that only the tuned checkpoint has, in a note instead.
     """
     here = [*places(base[1], to)]
     chosen.on_base(base[1])
     chosen.check({place.component for place in here})
     there = {_key(p): p for p in places(tuned[1], to)}
     twins = _twins(base) | _twins(tuned)
-    found, absent, left, notes = [], [], [], []
+    found, absent, left, notes, resized = [], [], [], [], list[str]()
     for place in here:
         mate = there.pop(_key(place), None)
         if not _compared(place, base[0]) or not _taken(place, chosen):
@@ -73,10 +73,9 @@ def paired(
             absent += [] if place.view.row_slices[0].key in twins else [place]
             continue
         if mate.view.matrix != place.view.matrix or mate.view.shape != place.view.shape:
-            shapes = f"{place.view.row_slices[0].key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}"
-            raise FitError("a weight has another shape in the tuned checkpoint", shapes,
-                           "give the base that it was tuned from, or leave it out: --exclude re:REGEX")  # fmt: skip
-        found.append(Pair(place, mate.view))
+            resized.append(_expect_alike(place, mate, lenient=lenient))
+        elif prod(place.view.shape):  # a weight without numbers has no difference
+            found.append(Pair(place, mate.view))
     if absent:
         raise _absent(absent, found)
     extra = [p for p in there.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
@@ -85,15 +84,26 @@ def paired(
         raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
                        listed((p.view.row_slices[0].key for p in extra), 3),
                        "give the base that it was tuned from, or leave them out: --unmatched skip")  # fmt: skip
-    if extra:
-        notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.row_slices[0].key for p in extra), 3)}")
+    alone = [p.view.row_slices[0].key for p in extra]
+    kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
+    notes += [f"{what}, left out: {listed(keys, 3)}" for what, keys in kinds.items() if keys]
     if left:
         notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
-    rest = [p for p in _nameless(base, here) if _compared(p, base[0]) and _taken(p, chosen)]
+    rest = [p for p in _nameless(base, here) if prod(p.view.shape) and _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:
         notes.append(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}")
     return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike))
+
+
+def _expect_alike(place: Place, mate: Place, *, lenient: bool) -> str:
+    """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out."""
+    key = place.view.row_slices[0].key
+    if not lenient:
+        raise FitError("a weight has another shape in the tuned checkpoint",
+                       f"{key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}",
+                       "give the base that it was tuned from, or leave it out: --unmatched skip")  # fmt: skip
+    return key
 
 
 def _nameless(side: tuple[Index, Names], there: Sequence[Place]) -> Iterator[Place]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import prod
+from math import fsum, prod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
+from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one
 from ..places import Place
@@ -41,7 +41,7 @@ from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
-from .making import Extractor, Side, difference, differences
+from .making import Extractor, Side, difference, differences, with_noise
 from .pairs import Pair, Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
@@ -70,9 +70,13 @@ def opened(task: Extraction) -> Opened:
     check_output(task.job.output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
-    pairs = paired((base, names), (tuned, theirs), to, Chosen(task.job.include, task.job.exclude), lenient=lenient)
-    if not pairs.pairs:
+    chosen = Chosen(task.job.include, task.job.exclude)
+    pairs = paired((base, names), (tuned, theirs), to, chosen, lenient=lenient)
+    if not pairs.pairs and chosen:
         raise UsageError("no weight is compared", "--include and --exclude", "choose other parts of the model")
+    if not pairs.pairs:
+        where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model, or name its parts: --include"
+        raise FitError("no weight is compared", where, fix)
     if to.folder:
         expect_one((p.place.component for p in pairs.pairs), "the base has")
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
@@ -182,7 +186,7 @@ def _made(
                 if ranks
                 else extractor.all_made(some, alone=len(batch) == 1)
             )
-        own = iter(made)
+        own = iter([with_noise(one, c) for one, c in zip(made, some, strict=True)])
         return [None if c is None else next(own) or c.pair for c in changed]
 
     room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])
@@ -203,9 +207,19 @@ def _made(
     if not made:
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
+    notes += _above_noise([one.layer for one in made])
     notes += [f"{equal} parameters are equal in both"] if equal else []
     notes += [f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}"] if skipped else []
     return made, heads, notes
+
+
+def _above_noise(layers: Sequence[Layer]) -> list[str]:
+    """Return the note about the energy that rounding errors do not explain, where these are known."""
+    known = [(one.squares, one.noise) for one in layers if one.noise is not None]
+    whole = fsum(squares for squares, _ in known)
+    above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
+    return [f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
+            f"rounding"] if known else []  # fmt: skip
 
 
 def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:

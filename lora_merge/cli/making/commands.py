@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...options import OPTIONS
+from ...paths import is_folder
 from ...progress import unwatched
 from ..habits import completed, with_ending
 from ..helping import examples
@@ -84,7 +85,7 @@ def convert(
     adapter: Adapter,
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help=f"{OWN['format'].help} Default: keep.", autocompletion=dialects),
+        typer.Option(metavar="FORMAT", help=OWN["to"].help, autocompletion=dialects),
     ] = "keep",
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
     **options: Any,
@@ -97,8 +98,10 @@ def convert(
         from ...adapters_out.dialects import KEEP
         from ...batch.commands import Task
 
-        (given,), found = _given([named_adapter(adapter)], {"rank": rank, **options})
-        made = make_conversion(given, with_ending(output, file=to not in ("peft", KEEP)), base, {"to": to, **found})
+        (given,), found = _given([named := named_adapter(adapter)], {"rank": rank, **options})
+        path = named if isinstance(named, str) else named[0] if isinstance(named, tuple) else named.path
+        file = to not in ("peft", KEEP) or (to == KEEP and not is_folder(path))
+        made = make_conversion(given, with_ending(output, file=file), base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
     show("convert", task, printed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...text import plural, size
+from ...text import by_reason, plural, size
 from ..look import grid, mark, panel, show, styled, table, text
 from ..merge_look import nearest, removal
 from ..text import echo
@@ -51,6 +51,9 @@ def _rows(done: AdapterReport) -> Iterator[tuple[str, Any]]:
 
 
 def _notes(done: AdapterReport) -> Iterator[tuple[str, Any]]:
+    for name, facts in done.coverage.items():
+        for keys, why in by_reason(facts["ignored"]):
+            yield "note", text(f"{name}: left out: {keys}: {why}", "yellow")
     for note in done.notes:
         yield "note", text(note, "yellow")
 
@@ -72,6 +75,8 @@ def lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
     """Yield the plain lines of a report."""
     for name, facts in done.coverage.items():
         yield f"adapter  {name}: {facts['modules']} modules change {facts['layers']} layers, {facts['strength']:g}×"
+        for keys, why in by_reason(facts["ignored"]):
+            yield f"  left out: {keys}: {why}"
     for name, layer in done.layers.items() if verbose else ():
         lost = "" if done.planned else f", residual {layer['residual']:.3g}"
         yield f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}"

@@ -46,7 +46,7 @@ def told(
 
     own.before = None if same(target) else nearest(base)
     if not own.parts:
-        return (), (own,)
+        return (), (own.thinned(),)
     return own.measured(own.sums(Stored(nearest, same(target))), known=True), ()
 
 

@@ -37,6 +37,15 @@ class Looks:
         count, group = min(rows, max(-(-self.least // cols), self._wanted(block) // cols)), block.target.row_group
         return range(min(rows, -(-count // group) * group))
 
+    def step(self, block: Block, stands_for: int) -> int:
+        """Return of how many rows of `rows` one is enough, if they stand for so many rows of the weight."""
+        if block.target.packed is None:
+            return 1
+        rows, enough = self.rows(block), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
+        return max(
+            (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
+        )
+
     def by_runs(self, blocks: Sequence[Block]) -> bool:
         """Return whether runs of these blocks are looked at."""
         return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)

@@ -63,6 +63,7 @@ class Watch:
     parts: list[Own] = field(default_factory=list)
     found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
+    step: int = 1  # of so many rows one is added up: the others had to be taken along, as they are encoded together
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
@@ -73,7 +74,9 @@ class Watch:
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
-        watch = Watch(blocks, [rows] * n, stands_for, workspace(base, (3, n, width)))
+        watch = Watch(
+            blocks, [rows] * n, stands_for, workspace(base, (3, n, width)), step=looks.step(blocks[0], max(stands_for))
+        )
         take(base, rows, watch.work.select(0, 0))
         return watch
 
@@ -126,8 +129,23 @@ class Watch:
             return self
         return Watch(
             [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
-            self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts],
+            self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts], step=self.step,
         )  # fmt: skip
+
+    def thinned(self) -> Watch:
+        """Return the same with the rows that are added up alone, once nothing is to be encoded any more."""
+        if self.step == 1:
+            return self
+
+        def some(numbers: Tensor | None) -> Tensor | None:
+            if numbers is None:
+                return None
+            lead = numbers.shape[:-1]
+            return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
+
+        work, found, before = map(some, (self.work, self.found, self.before))
+        assert work is not None, "it was given"
+        return replace(self, rows=[r[:: self.step] for r in self.rows], work=work, found=found, before=before, step=1)
 
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.

@@ -145,8 +145,8 @@ class Scaled(Encoding):
         """Return the smallest and the largest number of each block; for fp8, they may lie further from zero."""
         from . import arithmetic
 
-        if self.dtype != "I8" and not self.zeros and self.block[0] == 1:
-            size = arithmetic.largest_of_each(blocks[:, :, 0])
+        if self.dtype != "I8" and not self.zeros:
+            size = arithmetic.largest_of_each(blocks).amax(2)
             return -size, size
         return blocks.amin((2, 4)), blocks.amax((2, 4))
 
@@ -226,17 +226,19 @@ class Scaled(Encoding):
         floats, (lowest, highest) = self.dtype != "I8", self.ends
         largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or float(highest)
         top = TABLE[self.dtype].room if floats else highest + 0.5
-        over = largest > old * (self.factor * top)
-        if not floats:
-            over &= (high > old * (self.factor * top)) | (-low > old * (self.factor * (0.5 - lowest)))
-        coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
         reach = largest if floats else torch.maximum(high, -low * (highest / -lowest))
         if self.kind == E8M0 or self.powers:
             new = arithmetic.power_above(reach / (limit * self.factor))
         else:
             room = top if floats else limit + NEARLY_HALF
             new = arithmetic.covering(reach, limit * self.factor, room * self.factor, self.kind)
-        return torch.where((over | coarse | self.fresh) & (new > 0), new, old)
+        if self.fresh:
+            return torch.where(new > 0, new, old)
+        over = largest > old * (self.factor * top)
+        if not floats:
+            over &= (high > old * (self.factor * top)) | (-low > old * (self.factor * (0.5 - lowest)))
+        coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
+        return torch.where((over | coarse) & (new > 0), new, old)
 
     def _fitted_with_zero(self, low: Tensor, high: Tensor, old: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and zero points: the old ones where they cover the numbers."""

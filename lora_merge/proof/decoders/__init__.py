@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..grids import Grid
 from ..reference.floats import Array
-from .codes import BadPart, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
+from .codes import BadPart, alone, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .grids import points
 from .streams import streams
@@ -31,4 +31,4 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
 
-__all__ = ["DECODERS", "BadPart"]
+__all__ = ["DECODERS", "BadPart", "alone"]

@@ -4,6 +4,7 @@ and bitsandbytes' tables."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,34 @@ def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
     return nonzero(found)
 
 
-def places(shape: tuple[int, int], block: tuple[int, int], count: int, *, tiles: bool = False) -> Array:
-    """Return, for each of `count` numbers, in whole rows from the first one of a block on, the place of its scale.
+def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: range, *, tiles: bool = False) -> Array:
+    """Return, for each number of `span`, whole rows of the group that the scales belong to, its scale.
 
     `shape` is that of one matrix, `block` are the rows and columns with one scale. In tiles of 128 rows and 4 columns,
     the scale (r, c) lies at ((r // 128) * C + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4.
     """
     (rows, cols), (high, wide) = shape, block
-    row, c, across = np.arange(count // cols)[:, None], np.arange(cols) // wide, -(-cols // wide)
+    row, across = np.arange(span.start // cols, span.stop // cols)[:, None], -(-cols // wide)
+    c = np.arange(across)
     if tiles:
         of_row = row // 128 * -(-across // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
-        return np.asarray(of_row + (c // 4 * 512 + c % 4)).reshape(-1)
-    matrix, inside = (row // rows, row % rows) if rows % high else (0, row)
-    return np.asarray((matrix * -(-rows // high) + inside // high) * across + c).reshape(-1)
+        at = of_row + (c // 4 * 512 + c % 4)
+    else:
+        matrix, inside = (row // rows, row % rows) if rows % high else (0, row)
+        at = (matrix * -(-rows // high) + inside // high) * across + c
+    return np.repeat(scales[at], wide, axis=1)[:, :cols].reshape(-1)
+
+
+def alone(encoding: Any) -> int:
+    """Return how many of the consecutive numbers that share parts with others can be decoded without the codes of the
+    others."""
+    if encoding.name == "scaled" and encoding.block[0]:
+        row = encoding.shape[1]
+    elif encoding.name == "fp4" and not encoding.turned:
+        row = encoding.cols
+    else:
+        return int(encoding.group)
+    return int(row) if encoding.group % row == 0 else int(encoding.group)
 
 
 def turned(size: int) -> Any:
@@ -55,20 +71,23 @@ def nonzero(scale: Array) -> Array:
     return np.where(scale > 0, scale, np.finfo(np.float64).tiny)
 
 
-def scaled(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+@cache
+def _integers(ends: tuple[int, int]) -> Table:
+    return Table(np.arange(ends[0], ends[1] + 1))
+
+
+def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return fp8 numbers or whole numbers, with scales for the weight, its rows or its blocks."""
-    levels = decode(raw["codes"], encoding.dtype).astype(np.float64)
-    grid = (
-        Table(np.arange(encoding.ends[0], encoding.ends[1] + 1)) if encoding.dtype == "I8" else Floats(encoding.dtype)
-    )
+    levels = decode(raw["codes"], encoding.dtype).astype(np.float64, copy=False)
+    grid = _integers(encoding.ends) if encoding.dtype == "I8" else Floats(encoding.dtype)
     scale = scales(raw["scale"], encoding.kind, zero=encoding.zero_rows) * encoding.factor
     if not encoding.block[0]:
         return levels, Grid(grid, float(scale[0]))
-    at = places(encoding.shape, encoding.block, count, tiles=encoding.swizzled)
-    shift: Any = 0.0
-    if encoding.zeros:
-        shift = -decode(raw["zero"], encoding.zeros)[at] * scale[at]
-    return levels, Grid(grid, scale[at], shift, turned(encoding.rotation))
+    span = range(first % encoding.group, first % encoding.group + count)
+    own = partial(spread, shape=encoding.shape, block=encoding.block, span=span, tiles=encoding.swizzled)
+    scale = own(scale)
+    shift = -own(decode(raw["zero"], encoding.zeros)) * scale if encoding.zeros else 0.0
+    return levels, Grid(grid, scale, shift, turned(encoding.rotation))
 
 
 def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
@@ -77,17 +96,19 @@ def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tup
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+LEVELS = Table(E2M1)
 
 
-def nibbles(raw: Any, *, high_first: bool) -> Array:
-    """Return the 4-bit codes of bytes, in the order of the columns."""
-    pairs = np.frombuffer(raw, np.uint8)[:, None] >> np.array([4, 0] if high_first else [0, 4], np.uint8)
-    return np.asarray(pairs & np.uint8(15)).reshape(-1)
+def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
+    """Return the numbers of the 4-bit codes of bytes, in the order of the columns."""
+    byte = np.arange(256)
+    pairs = table[np.stack([byte >> 4, byte & 15] if high_first else [byte & 15, byte >> 4], axis=1)]
+    return np.asarray(pairs[np.frombuffer(raw, np.uint8)]).reshape(-1)
 
 
-def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return e2m1 numbers with scales of blocks and of the whole weight."""
-    levels = E2M1[nibbles(raw["codes"], high_first=encoding.high_first)]
+    levels = nibbles(raw["codes"], E2M1, high_first=encoding.high_first)
     found = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
     if not (np.isfinite(found) & (found >= 0)).all():
         raise BadPart("a scale is negative or not a number")
@@ -96,15 +117,15 @@ def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arra
         found = found / whole if encoding.divided else found * whole
     found = nonzero(found)
     if encoding.swizzled:
-        shape = count // encoding.cols, encoding.cols
-        scale = found[places(shape, (1, encoding.size), count, tiles=True)]
+        span = range(first % encoding.group, first % encoding.group + count)
+        scale = spread(found, (len(span) // encoding.cols, encoding.cols), (1, encoding.size), span, tiles=True)
     else:
         scale = np.repeat(found, encoding.size)
     if "pre" in raw:
         scale = scale * np.resize(scales(raw["pre"], encoding.inputs), count)
     if encoding.turned:
         levels, scale = (v.reshape(-1, encoding.turned, encoding.cols).swapaxes(1, 2).ravel() for v in (levels, scale))
-    return levels, Grid(Table(E2M1), scale)
+    return levels, Grid(LEVELS, scale)
 
 
 def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
@@ -146,7 +167,7 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
         scale = maps[len(table) :][scale] * outer + encoding.offset
     if not (np.isfinite(scale).all() and np.isfinite(maps).all()) or (not encoding.nested and (scale < 0).any()):
         raise BadPart("a scale or a number of a map is negative or not a finite number")
-    levels = table[nibbles(raw["codes"], high_first=True)[:count]]
+    levels = nibbles(raw["codes"], table, high_first=True)[:count]
     return levels, Grid(Table(table), np.copysign(nonzero(np.abs(scale)), scale)[np.arange(count) // encoding.size])
 
 

@@ -34,7 +34,7 @@ def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     """Return whole numbers that levels and scales of groups give, with scales of rows."""
     data = np.frombuffer(raw["codes"], np.uint8).reshape(count // encoding.cols, -1)
     plane = encoding.cols // 2
-    codes = nibbles(np.ascontiguousarray(data[:, :plane]), high_first=False).astype(np.int64)
+    codes = nibbles(np.ascontiguousarray(data[:, :plane]), np.arange(16), high_first=False)
     if encoding.bits == 6:
         codes += 16 * (data[:, plane:, None] >> np.array([0, 2, 4, 6]) & 3).ravel()
     half = 2 ** (encoding.bits - 1)
@@ -53,5 +53,5 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
     row, column = np.divmod(np.arange(first, first + count), cols)
     group = column // (cols // len(scale))
     spread = np.where(scale == 0, np.finfo(np.float64).tiny, scale)[group, row]
-    levels = nibbles(raw["codes"], high_first=False).astype(np.float64) - 8
+    levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
     return levels, Grid(Table(np.arange(-8, 8)), spread, zero[group, row])

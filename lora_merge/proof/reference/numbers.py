@@ -61,6 +61,7 @@ class Numbers:
         # PEFT may have taken the factors' start out of a weight that the adapter's file holds
         self.keeps_base = any(".base_layer." in name for name in names)
         self._config, self._metadata, self._given, self._number = config, metadata, given, number
+        self._simple: dict[int, bool] = {}  # `id` of a table of patterns → whether they are
         self._unread = UNREAD in metadata or any(_changes_alpha(metadata.get(name, "")) for name in ARGUMENTS)
 
     @cached_property
@@ -71,6 +72,15 @@ class Numbers:
         except (ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
+
+    @cached_property
+    def _models(self) -> Mapping[str, Mapping[str, Any]]:
+        """Part of a pipeline, "" in a file of one model → its configuration in the header."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in (self._header or {}).items():
+            model, _, name = key.rpartition(".")
+            found.setdefault(model, {"peft_type": "LORA"})[name] = value
+        return found
 
     def stated(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with the user's own values for them."""
@@ -87,13 +97,9 @@ class Numbers:
             return self._config, stem.removeprefix(PEFT)
         if HEADER not in self._metadata:
             return {}, stem
-        if self._header is None:
-            return None
-        names = {key.rpartition(".")[0] for key in self._header}
-        model = "" if names == {""} else stem.partition(".")[0]  # "" in a file of one model; else the pipeline's part
-        own = {key.rpartition(".")[2]: v for key, v in self._header.items() if key.rpartition(".")[0] == model}
+        model = "" if self._models.keys() == {""} else stem.partition(".")[0]
         path = stem[len(model) + 1 :] if model else stem
-        return ({"peft_type": "LORA", **own}, path) if own else None
+        return (self._models[model], path) if model in self._models else None
 
     def config(self, stem: str) -> Mapping[str, Any]:
         """Return PEFT's configuration for a module; empty where it has none, or it is unknown."""
@@ -106,6 +112,8 @@ class Numbers:
         given = config.get(
             "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
         )
+        if isinstance(given, dict) and len(given) > MOST_PATTERNS:
+            return []
         lists = [v for k, v in given.items() if f".{path}".endswith(f".{k}")] if isinstance(given, dict) else [given]
         if len(lists) != 1 or not isinstance(lists[0], list) or len(lists[0]) != count:
             return []
@@ -204,17 +212,34 @@ class Numbers:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
         config, own = self.configuration(group.stem) or ({}, "")
         path = path or own
-        alpha = _by_pattern(config, "alpha_pattern", path, config.get(ALPHAS[method], 8))
+        alpha = self._by_pattern(config, "alpha_pattern", path, config.get(ALPHAS[method], 8))
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
         if method != "LORA" or whole:  # PEFT may have cut the factors
-            patterned = _by_pattern(config, "rank_pattern", path, config.get("r", 8))
+            patterned = self._by_pattern(config, "rank_pattern", path, config.get("r", 8))
             if patterned is None:
                 return None
             rank = int(patterned)
         if alpha is None or rank <= 0 or not ALPHAS[method]:
             return None
         return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
+
+    def _by_pattern(self, config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
+        """Return the number of the first pattern that fits a path; None where a pattern is not simple, or there are too
+        many."""
+        table = config.get(name)
+        if not table:
+            return _float(default)
+        if not isinstance(table, dict):
+            return None
+        if id(table) not in self._simple:  # a table may be as long as its file, and is asked for every module
+            self._simple[id(table)] = _are_simple(table)
+        if not self._simple[id(table)] or (len(path) > LONGEST and any("*" in key for key in table)):
+            return None
+        for key, value in table.items():
+            if re.match(rf"(.*\.)?({key})$", path):
+                return _float(value)
+        return _float(default)
 
     def inputs_scaled(self, stem: str) -> bool | None:
         """Return whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
@@ -255,25 +280,15 @@ def _holds_parameters(config: Mapping[str, Any], stem: str) -> bool:
 
 
 def _are_simple(patterns: Collection[Any]) -> bool:
-    """Return whether the patterns match in linear time, whatever the text."""
+    """Return whether the patterns are few and match in linear time, whatever the text."""
+    if len(patterns) > MOST_PATTERNS:
+        return False
     loose = sum("*" in str(pattern) for pattern in patterns)
-    return len(patterns) <= MOST_PATTERNS and loose <= MOST_LOOSE and all(_is_simple(str(p)) for p in patterns)
+    return loose <= MOST_LOOSE and all(_is_simple(str(p)) for p in patterns)
 
 
 def _is_simple(pattern: str) -> bool:
     return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") + 2 * pattern.count("*") <= MOST_REPEATS
-
-
-def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
-    """Return the number of the first pattern that fits a path; None where a pattern is not simple, or there are too
-    many."""
-    table = config.get(name) or {}
-    if not isinstance(table, dict) or not _are_simple(table) or (len(path) > LONGEST and "*" in str(table.keys())):
-        return None
-    for key, value in table.items():
-        if re.match(rf"(.*\.)?({key})$", path):
-            return _float(value)
-    return _float(default)
 
 
 def _float(value: Any) -> float | None:

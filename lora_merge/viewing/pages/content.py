@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ...models.module_blocks import in_order
+from ...paths import typed
+from ...text import json_text
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
@@ -48,6 +47,13 @@ CHANGED: Final = (
     Metric("rank", "rank", join=max),
 )
 """Numbers of the change of a weight."""
+
+UNPICTURED: Final = (
+    "One or both pictures are missing: a page has them of 2,000 weights at most. Vectors, and matrices of more than 16 "
+    "million numbers that are no product of two factors, have no spectrum; changes whose formulas read the base's "
+    "weights have neither where the base is not named."
+)
+"""Why a weight has no spectrum or histogram."""
 
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
@@ -89,8 +95,10 @@ class Content:
         if len(found) > 1:
             self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": found})
 
-    def heat_map(self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Found]) -> None:
-        """Add a heat map of weights, if there are several: block × kind of layer."""
+    def heat_map(
+        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Found], of: str = "ΔW"
+    ) -> None:
+        """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
         known = [m for m in metrics if any(found.get(m.key) is not None for found in weights.values())]
         if len(weights) < 2 or not known:
             return
@@ -105,6 +113,8 @@ class Content:
             {
                 "title": title,
                 "help": text,
+                "of": of,
+                "unpictured": UNPICTURED,
                 "rows": [labels[row] for row in rows],
                 "columns": columns,
                 "metrics": [{"key": m.key, "title": m.title, "unit": m.unit} for m in known],
@@ -138,7 +148,7 @@ class Content:
             self.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
         for kind, of in (("components", "part"), ("blocks", "block")):
-            rows = sorted(numbers[kind].items(), key=lambda row: in_order(row[0]))
+            rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
             told = [m for m in CHANGED if m.key in every]
             columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in told]
@@ -147,12 +157,12 @@ class Content:
 
     def command(self, label: str, *words: str) -> None:
         """Add a command with a button to copy it."""
-        self.data["commands"].append({"label": label, "text": shlex.join(words), "lines": False})
+        self.data["commands"].append({"label": label, "text": typed(words), "lines": False})
 
     def recipe(self, found: Found | None) -> None:
         """Add a recipe with a button to copy it, if there is one."""
         if found:
-            text = json.dumps(found, ensure_ascii=False, indent=2)
+            text = json_text(found, indent=2)
             self.data["commands"].append({"label": "The recipe, as the output's metadata hold it", "text": text,
                                           "lines": True})  # fmt: skip
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
+
+from ...text import json_text
 
 MOST: Final = 5_000_000
 """The bytes of a page that browsers of phones open at once."""
@@ -28,7 +29,7 @@ LEVELS: Final = (
 
 def encoded(content: Mapping[str, Any]) -> str:
     """Return content as JSON that may stand in HTML."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
+    return json_text(content).replace("<", "\\u003c")
 
 
 def fitted(content: Mapping[str, Any], room: int) -> str:

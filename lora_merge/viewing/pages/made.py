@@ -127,12 +127,13 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
         ([name, c.get("strength"), c.get("modules"), c.get("layers")] for name, c in found["coverage"].items()),
         first=True,
     )
-    page.heat_map("What it changes, by block and layer", CLICK, MADE, found["layers"])
+    before = {name: {**one, "rank_before": one.get("rank_before") or None} for name, one in found["layers"].items()}
+    page.heat_map("What it changes, by block and layer", CLICK, MADE, before)
     _by_block(page, found["numbers"])
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
-        ([name, layer.get("algorithm"), *(layer.get(m.key) for m in MADE)] for name, layer in found["layers"].items()),
+        ([name, layer.get("algorithm"), *(layer.get(m.key) for m in MADE)] for name, layer in before.items()),
     )
     page.command("Repeat it:", "lora-merge", "replay", found["output"])
     page.command("Prove it again:", "lora-merge", "verify", found["output"])

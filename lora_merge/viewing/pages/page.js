@@ -168,7 +168,8 @@ function heatMap(found) {
     detail.replaceChildren(of, table({ title, columns: [{ title: "weight" }, ...found.metrics], rows: one.names.map((name) => [name, ...found.metrics.map((metric) => found.weights[name][metric.key])]) }));
     if (one.count > one.names.length) detail.append(element("p", {}, `… and ${one.count - one.names.length} more`));
     const pictured = one.names.filter((name) => found.weights[name].spectrum || found.weights[name].histogram);
-    if (pictured.length) {
+    if (!pictured.length) detail.append(element("p", {}, found.unpictured));
+    else {
       const place = element("div", { class: "pair" });
       const which = element("select", { "aria-label": "Weight that the pictures show", on: { change: () => pictures(place, which.value) } }, ...pictured.map((name) => element("option", { value: name }, name)));
       detail.append(pictured.length > 1 ? which : element("p", { class: "name" }, pictured[0]), place);
@@ -180,13 +181,16 @@ function heatMap(found) {
   const pictures = (place, name) => {
     const { spectrum, histogram } = found.weights[name];
     place.replaceChildren();
-    if (spectrum) place.append(line(name, "singular values", "the largest first", spectrum.map((_, i) => i + 1), spectrum));
-    if (histogram) place.append(line(name, "elements of ΔW", "in units of their root mean square; how many", histogram.centres, histogram.counts, "bar"));
+    const each = (one, alone) => Object.entries(alone(one) ? { "": one } : one).filter(([, value]) => value);
+    const values = spectrum ? each(spectrum, Array.isArray) : [], counts = histogram ? each(histogram, (one) => one.counts) : [];
+    if (values.length) place.append(line(name, "singular values", `the largest ${values[0][1].length}`, values.map(([of, y]) => ({ of, x: y.map((_, i) => i + 1), y }))));
+    if (counts.length) place.append(line(name, `elements of ${found.of}`, "of some rows: how many have which size, in units of their root mean square", counts.map(([of, one]) => ({ of, x: one.centres, y: one.counts })), "bar"));
+    if (!values.length || !counts.length) place.append(element("p", {}, found.unpictured));
   };
-  const line = (name, title, unit, x, y, type) => {
+  const line = (name, title, unit, series, type) => {
     const made = element("div", { class: "plot", style: "height:220px", role: "img", "aria-label": `${title} of ${name}` });
-    const draw = () => made.isConnected && Plotly.react(made, [{ type: type || "scatter", mode: "lines+markers", x, y, marker: { color: colour("--accent") }, hovertemplate: "%{x}: %{y}<extra></extra>" }],
-      layout({ margin: { l: 44, r: 8, t: 8, b: 26 }, bargap: 0.08, yaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line"), rangemode: "tozero", automargin: true }, xaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line") } }), still);
+    const draw = () => made.isConnected && Plotly.react(made, series.map(({ of, x, y }, n) => ({ type: type || "scatter", mode: "lines+markers", name: of.toUpperCase(), x, y, marker: { color: n ? SIGNS[0] : colour("--accent") }, line: { color: n ? SIGNS[0] : colour("--accent") }, hovertemplate: `${of.toUpperCase()} %{x}: %{y}<extra></extra>` })),
+      layout({ margin: { l: 44, r: 8, t: 8, b: 26 }, bargap: 0.08, showlegend: series.length > 1, legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "top" }, yaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line"), rangemode: "tozero", automargin: true }, xaxis: { gridcolor: colour("--line"), zerolinecolor: colour("--line") } }), still);
     drawn.push(draw);
     requestAnimationFrame(draw);
     return element("figure", {}, element("figcaption", {}, `${title} (${unit})`), made);

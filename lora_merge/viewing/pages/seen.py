@@ -142,7 +142,7 @@ def _sized(page: Content, sizes: Found) -> None:
     if every["broken"]:
         page.data["warnings"].append(f"{every['broken']:,} numbers are NaN or infinite: a merge copies them")
     matrices = {name: one for name, one in sizes["tensors"].items() if one["dimensions"] > 1}
-    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices)
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
         columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
         rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
@@ -219,6 +219,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
             "Equal tensors are left out. Click a cell for its tensors.",
             DIFFERENT,
             found["tensors"],
+            "B − A",
         )
         _blocks_that_differ(page, found["blocks"])
         page.bars(

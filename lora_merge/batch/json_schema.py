@@ -1,0 +1,91 @@
+"""The JSON Schema of jobs files: of their full form and of their short ones, for editors and for checks.
+
+pydantic tells the fields; which fields a job needs, and which options its command takes, is said here.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, Final, TypeAlias
+
+from ..adapter_options import TAKES
+from .commands import MERGE, ONE, UNMERGE
+from .schema import CommandOptions, JobsFile
+from .short import FULL, JOB
+
+Rule: TypeAlias = dict[str, Any]
+
+WITH_BASE: Final = frozenset({MERGE, UNMERGE, "extract"})
+"""Commands that cannot do without a base."""
+
+
+def jobs_schema() -> Rule:
+    """Return the schema. What the values tell, such as which names a template has, is left to the program."""
+    full = JobsFile.model_json_schema()
+    fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
+    commands = {name: _command(name) for name in TAKES}
+    one = {
+        "allOf": [_ref("JobEntry"), _ref("Own"), _given("adapters"), _otherwise("command", _ref(MERGE)), _based(MERGE)]
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:lora-merge:jobs:1",
+        "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
+        "$defs": {
+            **full["$defs"], **commands, "Job": one, "Full": {**fields, "allOf": [*_with_defaults()]},
+            "Own": {"allOf": [{"if": _is(name), "then": _ref(name)} for name in TAKES]},
+        },
+        "if": {"type": "array"}, "then": {"minItems": 1, "items": _ref("Job")},
+        "else": {
+            "if": {"type": "object", "anyOf": [{"required": [*pair]} for pair in combinations(sorted(JOB), 2)],
+                   "not": {"anyOf": [{"required": [name]} for name in sorted(FULL)]}},
+            "then": _ref("Job"), "else": _ref("Full"),
+        },
+    }  # fmt: skip
+
+
+def _ref(name: str) -> Rule:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _given(name: str) -> Rule:
+    """Return that a field is given: null is the same as no field."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
+def _otherwise(name: str, rule: Rule) -> Rule:
+    """Return what holds where a field is not given."""
+    return {"if": _given(name), "else": rule}
+
+
+def _is(*commands: str) -> Rule:
+    return {"required": ["command"], "properties": {"command": {"enum": [*commands]}}}
+
+
+def _command(name: str) -> Rule:
+    """Return that a job has no options but those of its command, and not more adapters than that takes."""
+    others = CommandOptions.model_fields.keys() - {*TAKES[name]}
+    one: Rule = {"adapters": {"maxItems": 1}} if name in ONE else {}
+    return {"properties": {option: {"type": "null"} for option in sorted(others)} | one}
+
+
+def _based(unnamed: str) -> Rule:
+    """Return that a job has a base where its command needs one. `unnamed`: the command of jobs that name none."""
+    needs = [_is(*sorted(WITH_BASE)), *([{"not": _given("command")}] if unnamed in WITH_BASE else [])]
+    return {"if": {"anyOf": needs}, "then": _given("base")}
+
+
+def _with_defaults() -> list[Rule]:
+    """Return what the jobs of a full file need that its defaults do not give."""
+
+    def defaults(rule: Rule) -> Rule:
+        return {"required": ["defaults"], "properties": {"defaults": rule}}
+
+    def jobs(*rules: Rule) -> Rule:
+        return {"properties": {"jobs": {"items": {"allOf": [*rules]}}}}
+
+    made = [jobs(_ref("Own")), {"if": defaults(_given("adapters")), "else": jobs(_given("adapters"))}]
+    for name in TAKES:
+        unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*TAKES} - {MERGE})))}
+        based = {"if": defaults(_given("base")), "else": jobs(_based(name))}
+        made.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), based]}})
+    return made
