@@ -60,13 +60,14 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
     literal = render(template, dict.fromkeys(values, "x"))
     if "\0" in literal:
         raise NoSuchName(f"a NUL character in {template!r}")
-    escapes = PurePath(path).parts.count("..") != PurePath(literal).parts.count("..")
-    absolute = PurePath(path).is_absolute() != PurePath(literal).is_absolute()
+    whole, own = PurePath(path), PurePath(literal)
+    escapes = whole.parts.count("..") != own.parts.count("..")
+    absolute = whole.is_absolute() != own.is_absolute()
     home = path.startswith("~") != literal.startswith("~")
     if escapes or absolute or home or "\0" in path:
         raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
-    for part, own in zip(PurePath(path).parts, PurePath(literal).parts, strict=False):
-        if part != own and (name := forbidden(part)):
+    for part, written in zip(whole.parts, own.parts, strict=False):
+        if part != written and (name := forbidden(part)):
             raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {PLAIN}")
     return path
 

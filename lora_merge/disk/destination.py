@@ -47,9 +47,9 @@ def check_output(
 
 def protect(target: Path, inputs: Iterable[Path]) -> None:
     """Raise UsageError if the output would replace one of these files, or a folder that holds one."""
-    real = Path(os.path.realpath(target))
-    if not exists(real):
+    if not exists(target):
         return
+    real = Path(os.path.realpath(target))
     found = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
     if found is not None:
         what = f"the output would replace the base, an adapter or another file that is read: {found.name}"
