@@ -36,7 +36,7 @@ from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import expect_finite
 from .peft.complete import as_table, completed
-from .peft.folder import config, expect_one
+from .peft.folder import config, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
@@ -123,7 +123,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         entries = entries_of(task.to, whole)
         beside = bundled(sources.adapters[0], task.to)
         entries += [entry(info.name, cache.fetch(info)) for info in beside]
-        own = config(made, sources.adapters[0].index.config) if task.to.folder else None
+        own = config(made, _before(sources)) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
         outcome = Outcome(
             job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
@@ -175,6 +175,13 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     return task, sources, there, everywhere
+
+
+def _before(sources: Sources) -> Mapping[str, Any]:
+    """Return the configuration of the adapter, with the task of the base's model where it states none."""
+    own = sources.adapters[0].index.config
+    model = sources.inputs.base.config if sources.inputs else {}
+    return own if own.get("task_type") else {**own, "task_type": task_type(model)}
 
 
 def _made(

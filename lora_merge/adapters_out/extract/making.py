@@ -32,7 +32,7 @@ from ..truncation.tiny import factors_of
 from ..truncation.triples import Triples
 from .batches import tiny
 from .kronecker import kronecker
-from .pairs import Pair
+from .pair import Pair
 from .rounding import DIGITS, NARROW, SAMPLE, mean_square
 from .task import ERROR, SKIP, Extraction
 
@@ -104,7 +104,7 @@ class Difference:
     @property
     def share_of_noise(self) -> float | None:
         """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
-        if not self.narrow:
+        if not self.narrow or self.pair.fresh:
             return None
         some = self.value.reshape(-1)[:: -(-self.value.numel() // SAMPLE)]
         mean = mean_square(some, self.dtypes)
@@ -114,17 +114,28 @@ class Difference:
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
     """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
     numbers."""
-    dtypes = base.dtypes(pair.place.view) | tuned.dtypes(pair.tuned)
-    old, new = base.rows(pair.place.view), tuned.rows(pair.tuned)
-    if len(dtypes) == 1 and torch.equal(as_bytes(old), as_bytes(new)):
+    there = pair.before if pair.fresh else pair.place.view
+    dtypes = tuned.dtypes(pair.tuned) | (set() if there is None else base.dtypes(there))
+    new = tuned.rows(pair.tuned)
+    old = new[:0] if there is None else base.rows(there)
+    if pair.fresh:
+        old = _with_rows(old, len(new))
+    elif len(dtypes) == 1 and torch.equal(as_bytes(old), as_bytes(new)):
         return None
     change = _subtracted(old, new, dtypes, computed)
     if odd(change) and not bool(torch.isfinite(change).all()):
-        side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, pair.place.view)
+        side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, there or pair.tuned)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
     own = frozenset(tuned.dtypes(pair.tuned))
-    return Difference(pair, change, new, own, dtypes <= NARROW) if bool(change.any()) else None
+    return Difference(pair, change, new, own, dtypes <= NARROW) if pair.fresh or bool(change.any()) else None
+
+
+def _with_rows(old: Tensor, rows: int) -> Tensor:
+    """Return a matrix with other rows: the first of its own, and zeros."""
+    found = old.new_zeros(rows, old.shape[1])
+    found[: len(old)] = old[:rows]
+    return found
 
 
 def _subtracted(old: Tensor, new: Tensor, dtypes: set[str], computed: str | None) -> Tensor:
@@ -212,6 +223,8 @@ class Extractor:
         dialect cannot hold it.
         """
         where, shape = found.pair.place, found.pair.place.view.shape
+        if found.pair.fresh:
+            return value_made(where, found.value.reshape(shape), found.change, self.storage.dtype)
         if len(shape) < 2:
             return self._vector(found)
         if self.storage.algorithm == LOKR.name:

@@ -5,40 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...algorithms import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import AVERAGES, Names
-from ...models.tied_weights import tied
+from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
 from ...text import listed
 from ..dialects import Dialect
 from ..places import Place, places
+from .pair import Pair
+from .unequal import added, enlarged, said_of_new, said_of_rows, separated
 
 FLOATING: Final = ("F", "BF", "C64")
 """First letters of the dtypes of weights; integers are indices, such as position ids."""
 
 VAE: Final = "vae"
-
-
-class Pair(NamedTuple):
-    """One parameter: its place in the base, in the words of the dialect, and its rows in the tuned checkpoint."""
-
-    place: Place
-    tuned: WeightView
-
-    @property
-    def name(self) -> str:
-        """The parameter as reports and errors name it."""
-        return self.place.label
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its numbers in fp32: what the work on it is measured by."""
-        return 4 * prod(self.place.view.shape)
 
 
 @dataclass(frozen=True)
@@ -48,6 +33,7 @@ class Pairs:
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
     nameless: tuple[Pair, ...] = ()  # rows that the dialect has no name for: they must be equal in both
+    head: TiedPair | None = None  # the head that shares the weight of the embeddings in both
 
 
 def paired(
@@ -62,29 +48,35 @@ def paired(
     chosen.on_base(base[1])
     chosen.check({place.component for place in here})
     there = {_key(p): p for p in places(tuned[1], to)}
+    apart = separated(base, tuned, here, [*there.values()])
     twins = _twins(base) | _twins(tuned)
-    found, absent, left, notes, resized = [], [], [], [], list[str]()
-    for place in here:
+    found, absent, left, notes, resized = list[Pair](), list[Place](), [], [], list[str]()
+    for place in (*here, *(p.place for p in apart if p.head)):
+        own = next((p for p in apart if _key(p.place) == _key(place)), None)
         mate = there.pop(_key(place), None)
         if not _compared(place, base[0]) or not _taken(place, chosen):
             left += [] if _usual(place) else [place.component]
             continue
-        if mate is None:
+        view = own.tuned if own else mate.view if mate else None
+        if view is None:
             absent += [] if place.view.row_slices[0].key in twins else [place]
-            continue
-        if mate.view.matrix != place.view.matrix or mate.view.shape != place.view.shape:
-            resized.append(_expect_alike(place, mate, lenient=lenient))
-        elif prod(place.view.shape):  # a weight without numbers has no difference
-            found.append(Pair(place, mate.view))
+        elif view.matrix == place.view.matrix and view.shape == place.view.shape:
+            found += [own or Pair(place, view)] if prod(view.shape) else []  # without numbers there is no difference
+        elif to.whole and enlarged(place.view, view):
+            found.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
+            notes.append(said_of_rows(place, view))
+        else:
+            resized.append(_expect_alike(place, view, to, lenient=lenient))
     if absent:
         raise _absent(absent, found)
     extra = [p for p in there.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
-    if extra and not lenient:
-        raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
-                       listed((p.view.row_slices[0].key for p in extra), 3),
-                       "give the base that it was tuned from, or leave them out: --unmatched skip")  # fmt: skip
-    alone = [p.view.row_slices[0].key for p in extra]
+    new = added(extra, here) if to.whole else []
+    found += new
+    notes += said_of_new(new)
+    alone = [p.view.row_slices[0].key for p in extra if all(p is not one.place for one in new)]
+    if alone and not lenient:
+        raise FitError(f"{len(alone)} parameters are in the tuned checkpoint alone", listed(alone, 3), _fix(to))
     kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
     notes += [f"{what}, left out: {listed(keys, 3)}" for what, keys in kinds.items() if keys]
     if left:
@@ -93,17 +85,22 @@ def paired(
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:
         notes.append(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}")
-    return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike))
+    head = None if apart else tied(base[1], base[0].tensors, base[0].config)
+    return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _expect_alike(place: Place, mate: Place, *, lenient: bool) -> str:
+def _expect_alike(place: Place, view: WeightView, to: Dialect, *, lenient: bool) -> str:
     """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out."""
     key = place.view.row_slices[0].key
     if not lenient:
         raise FitError("a weight has another shape in the tuned checkpoint",
-                       f"{key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}",
-                       "give the base that it was tuned from, or leave it out: --unmatched skip")  # fmt: skip
+                       f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}", _fix(to))  # fmt: skip
     return key
+
+
+def _fix(to: Dialect) -> str:
+    folder = "" if to.whole else "for new tokens and new heads write a folder of PEFT with --format peft, "
+    return f"give the base that it was tuned from, {folder}or leave them out: --unmatched skip"
 
 
 def _nameless(side: tuple[Index, Names], there: Sequence[Place]) -> Iterator[Place]:

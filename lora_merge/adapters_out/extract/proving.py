@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...disk.reader import Reader
 from ...engine.devices import place
-from ...engine.tensors import TensorCache
+from ...engine.tensors import TensorCache, view_bytes
 from ...errors import VerificationFailed
+from ...files.checkpoint import Index
 from ...job import Adapter
-from ...models.weights import WeightView
+from ...models.weights import WeightView, whole
 from ...progress import Counting
 from ..changes import Evaluator
 from ..conversion.kept import Kept
@@ -25,6 +26,7 @@ from ..proof import BLOCK, FLOOR, TOLERANCE
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Target, open_sources
 from .making import Side
+from .pair import Pair
 from .pairs import Pairs
 from .task import Extraction
 
@@ -46,19 +48,25 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
     (base, tuned), (part, made) = sides, claim
     given = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),), base=task.base, method="sum"),
                     include=(), exclude=())  # fmt: skip
+    own = {id(p.place): p for p in pairs.pairs}
+    fresh = [one for one in made if own[id(one.place)].fresh]
+    if fresh:  # the base has no place for a module that it lacks
+        given = replace(given, inputs=replace(given.inputs, unmatched="skip"))
     again = open_sources(given)
     targets = {t.key: t for t in again.targets}
-    own = {id(p.place): p for p in pairs.pairs}
+    made = [one for one in made if not own[id(one.place)].fresh]
     chosen = made[:: max(1, -(-sum(prod(m.place.view.matrix) for m in made) // BUDGET))]
     worst, name, told = 0.0, "", begin("prove", sum(own[id(m.place)].nbytes for m in chosen))
     with Reader(again.indexes) as reader:
+        for one in fresh:
+            _expect_value(own[id(one.place)], tuned, again.adapters[0].index, reader)
         files = frozenset(f for a in again.adapters for f in a.index.files)
         after = PerThread(lambda: Evaluator(again, TensorCache(reader, files), place("cpu", "F64")))
 
         def work(one: Kept) -> float:
             pair = own[id(one.place)]
             evaluator = after.get()
-            off = _off(base.rows(pair.place.view), tuned.rows(pair.tuned), _held(pair.place.view, targets, evaluator))
+            off = _off(base.rows(pair.place.view), tuned.rows(pair.tuned), _held(pair, targets, evaluator))
             evaluator.forget()
             return off
 
@@ -70,8 +78,18 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
                 raise VerificationFailed("the written layer is not what the report says", where, REPORT)
             worst, name = max((worst, name), (off, pair.name))
             told(pair.nbytes)
-    return {"ok": True, "layers": len(made), "recomputed": len(chosen), "worst_residual": worst,
+    count = len(fresh)
+    return {"ok": True, "layers": len(made) + count, "recomputed": len(chosen) + count, "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
+
+
+def _expect_value(pair: Pair, tuned: Side, file: Index, reader: Reader) -> None:
+    """Raise VerificationFailed unless the file holds the tuned value of a parameter, rounded once."""
+    key = f"{pair.place.prefix}{pair.place.module}.{pair.place.parameter}"
+    info = file.tensors[key]
+    stored = view_bytes(reader.view(info), info.dtype, info.shape)
+    if not torch.equal(stored.reshape(-1), tuned.rows(pair.tuned).reshape(-1).to(stored.dtype)):
+        raise VerificationFailed("a written value is not that of the tuned checkpoint", pair.name, REPORT)
 
 
 def _nbytes(one: Kept) -> int:
@@ -96,16 +114,17 @@ def _off(old: Tensor, new: Tensor, held: Held) -> float:
     return sqrt(off) / sqrt(size)
 
 
-def _held(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Held:
-    """Return what the file adds to the rows of a view."""
+def _held(pair: Pair, targets: Mapping[str, Target], after: Evaluator) -> Held:
+    """Return what the file adds to the rows of a parameter."""
+    view = whole(pair.head, pair.place.view.shape) if pair.head else pair.place.view
     if len(view.row_slices) == 1 and view.row_slices[0].key in targets and not view.row_slices[0].transposed:
         target, changes = targets[view.row_slices[0].key], after.changes(targets[view.row_slices[0].key])
         (one, *others), piece = changes, view.row_slices[0]
         if not others and one.left is not None and one.right is not None and target.matrix == (piece.rows, piece.cols):
             left, right = one.strength * one.left, one.right
             return lambda rows: left[rows] @ right
-    whole = _whole(view, targets, after)
-    return lambda rows: whole[rows]
+    found = _whole(view, targets, after)
+    return lambda rows: found[rows]
 
 
 def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Tensor:
@@ -113,10 +132,10 @@ def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) ->
     found = []
     for piece in view.row_slices:
         target = targets.get(piece.key)
-        whole = torch.zeros(1, dtype=torch.float64)
+        change = torch.zeros(1, dtype=torch.float64)
         if target is not None:
-            whole = sum((c.strength * c.dense() for c in after.changes(target)), torch.zeros((), dtype=torch.float64))
-        rows = whole.reshape(-1, piece.cols)[piece.start : piece.stop] if target is not None else whole.expand(
+            change = sum((c.strength * c.dense() for c in after.changes(target)), torch.zeros((), dtype=torch.float64))
+        rows = change.reshape(-1, piece.cols)[piece.start : piece.stop] if target is not None else change.expand(
             piece.stop - piece.start, piece.cols)  # fmt: skip
         found.append(rows.mT if piece.transposed else rows)
     return torch.cat(found)

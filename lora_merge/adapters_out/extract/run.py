@@ -22,7 +22,6 @@ from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import Names
-from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import listed
@@ -33,7 +32,7 @@ from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
 from ..peft.complete import as_table, completed
-from ..peft.folder import config, expect_one
+from ..peft.folder import config, expect_one, task_type
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
@@ -42,7 +41,8 @@ from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
 from .making import Extractor, Side, difference, differences, with_noise
-from .pairs import Pair, Pairs, paired
+from .pair import Pair
+from .pairs import Pairs, paired
 from .proving import Claim, prove
 from .task import Extraction
 
@@ -57,7 +57,6 @@ class Opened:
     pairs: Pairs
     to: Dialect
     dtype: torch.dtype
-    head: TiedPair | None = None  # the head that shares the weight of the embeddings
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
 
 
@@ -82,7 +81,7 @@ def opened(task: Extraction) -> Opened:
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
     return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
-                  tied(names, base.tensors, base.config), names.known.file.stem if names.known else "")  # fmt: skip
+                  names.known.file.stem if names.known else "")  # fmt: skip
 
 
 def _usual(names: Names, output: Path) -> Dialect:
@@ -120,7 +119,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
         whole = _completed(found, [*made, *heads], sides[1], heap)
         entries = entries_of(found.to, whole)
         layers = {prefix_name(found.to, m): m.layer for m in made}
-        own = config(whole, {}) if found.to.folder else None
+        own = config(whole, {"task_type": task_type(found.base.config)}) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         return outcome.finish(
@@ -147,13 +146,14 @@ def _completed(found: Opened, made: Sequence[Kept], tuned: Side, heap: Heap) -> 
     return completed(made, [p.place for p in own.values()], found.to, value, lambda one: kept(one, heap))
 
 
-def _head(found: Opened, made: Made) -> Iterator[Made]:
-    """Yield the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
-    layer."""
-    if found.head is None or not found.to.folder or not made.layer.rank:
+def _head(found: Opened, pair: Pair, made: Made) -> Iterator[Made]:
+    """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
+    each to one layer."""
+    head, view = found.pairs.head, pair.before or pair.place.view
+    if head is None or not found.to.folder or not (made.layer.rank or pair.fresh):
         return
-    if made.place.view.row_slices[0].key == found.head.info.name:
-        yield Made(made.place._replace(module=found.head.head), made.tensors, made.layer)
+    if view.row_slices[0].key == head.info.name:
+        yield Made(made.place._replace(module=head.head), made.tensors, made.layer)
 
 
 def _coverage(found: Opened, layers: int) -> dict[str, Any]:
@@ -170,8 +170,9 @@ def _made(
     at = places(task.job.inputs.device, "F32")[0]
     extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
     made, heads, skipped, equal = [], [], [], 0
-    notes = _changed_nameless(found, sides)
-    rules, pairs = task.job.rules, found.pairs.pairs
+    head, said = _head_apart(found, sides)
+    notes = _changed_nameless(found, sides) + said
+    rules, pairs = task.job.rules, tuple(p for p in found.pairs.pairs if p is not head)
     bound = task.job.inputs.max_memory // 2  # the rest: torch, and what waits
     told = begin("make", _weights(found))
     ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
@@ -200,7 +201,7 @@ def _made(
             else:
                 expect_finite(one.tensors.values(), pair.name)
                 made.append(kept(as_table(one, found.to), heap))
-                heads += [kept(head, heap) for head in _head(found, one)]
+                heads += [kept(head, heap) for head in _head(found, pair, one)]
             told(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}
     made.sort(key=lambda one: order[id(one.place)])
@@ -234,10 +235,31 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
     return [f"{what} and are not written: {listed(lost, 3)}"]
 
 
+def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, list[str]]:
+    """Return the head that the base shares with its embeddings where it cannot be written, and the note on it.
+
+    Only a folder of PEFT has a place for it. FitError where the tuned checkpoint has another weight there than its
+    embeddings, unless --unmatched skip."""
+    head = next((p for p in found.pairs.pairs if p.head and not found.to.folder), None)
+    if head is None:
+        return None, []
+    table = next((p for p in found.pairs.pairs if not p.head and p.place.view == head.place.view), head)
+    if torch.equal(sides[1].rows(head.tuned), sides[1].rows(table.tuned)) and table is not head:
+        return head, []
+    if difference(head, *sides) is None:
+        return head, []
+    what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
+    if found.task.job.inputs.unmatched == "error":
+        raise FitError(what, head.name, "write a folder of PEFT with --format peft, leave it out with "
+                       "--exclude re:REGEX, or drop it with --unmatched skip")  # fmt: skip
+    return head, [f"{what}; it is not written: {head.name}"]
+
+
 def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in found.pairs.pairs:
-        changed = difference(pair, *sides, found.task.job.compute_dtype) if len(pair.place.view.shape) > 1 else None
+        matrix = len(pair.place.view.shape) > 1 and not pair.fresh
+        changed = difference(pair, *sides, found.task.job.compute_dtype) if matrix else None
         if changed is not None:
             yield pair.name, Wanted(None, None, changed.change, 0)
         told(pair.nbytes)
@@ -253,7 +275,7 @@ def plan(task: Extraction) -> AdapterReport:
     for pair in found.pairs.pairs:
         out, cols = pair.place.view.matrix
         rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-        whole = len(pair.place.view.shape) < 2 or algorithm == WHOLE
+        whole = len(pair.place.view.shape) < 2 or algorithm == WHOLE or pair.fresh
         rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
         layers[pair.name] = {
             "algorithm": WHOLE if whole else way,

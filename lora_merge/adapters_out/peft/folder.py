@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import FitError, UsageError
+from ...models.tied_weights import DECODERS, HEADED
 from ..dialects import PRODUCTS
 from ..job import FACTORS
 from .products import TO_LORA, settings
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
+
+
+def task_type(model: Mapping[str, Any]) -> str | None:
+    """Return the task in PEFT's words of a language model with this configuration; None for heads of other tasks, as
+    PEFT then asks for modules of its own in every folder."""
+    classes = model.get("architectures")
+    if not isinstance(classes, list) or not any(str(name).endswith(HEADED) for name in classes):
+        return None
+    if model.get("is_encoder_decoder"):
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if any(str(name).endswith(DECODERS) for name in classes) else None
 
 
 def expect_one(components: Iterable[str], what: str) -> None:
