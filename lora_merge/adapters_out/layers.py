@@ -22,6 +22,7 @@ from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .rank_rules import EXACT, Rule, choose, share_out
 from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
+from .truncation.effect import Effect, effect_of_matrix, effect_of_product
 from .truncation.factored import of_factors
 from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, squares_of, stored
 from .truncation.triples import Triples
@@ -85,6 +86,11 @@ class Wanted:
             return squares_of_matrix(self.whole)
         return squares_of(*self.factors, self.grams)
 
+    @property
+    def effect(self) -> Effect:
+        """The numbers of Δ, as far as they are looked at."""
+        return effect_of_product(*self.factors) if self.whole is None else effect_of_matrix(self.whole)
+
     @cached_property
     def grams(self) -> Grams:
         """LᵀL and R Rᵀ of the factors."""
@@ -104,6 +110,7 @@ class Layer:
     lost: float  # ‖Δ − Δ̂‖² of the stored tensors
     notes: tuple[str, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
+    effect: Effect | None = None  # the numbers of Δ, where they were looked at
     copies: Mapping[str, Ranges] = field(default_factory=dict)  # those of `tensors` whose bytes an input stores
 
 
@@ -315,4 +322,5 @@ def numbers_of(layer: Layer) -> dict[str, Any]:
     share = layer.lost / layer.squares if layer.squares else 0.0
     found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
              "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
-    return found if layer.noise is None else {**found, "noise": layer.noise}
+    found |= {} if layer.noise is None else {"noise": layer.noise}
+    return found if layer.effect is None else {**found, **layer.effect.told}

@@ -82,12 +82,14 @@ class Maker:
             if wanted is None:
                 found.append(None)
                 continue
-            layer = self._layer(part, _of_part(wanted, part, target), ranks.get(part.label))
+            own = _of_part(wanted, part, target)
+            layer = self._layer(part, own, ranks.get(part.label))
             if not isfinite(layer.squares):
                 raise beyond_fp64(part.name)
             where = f"{self.job.output}: {part.label}"
             expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
-            found.append(None if not layer.squares or (layer.algorithm == FACTORS and not layer.rank) else layer)
+            zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
+            found.append(None if zero else replace(layer, effect=own.effect))
         return found
 
     def _wanted(self, target: Target) -> Wanted | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..models.module_blocks import block_name, in_order, network_of
 from ..text import Shown, plural, size
+from .truncation.effect import together
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,11 +23,13 @@ class AdapterReport(Shown):
         format: Its dialect.
         dtype: Its dtype.
         coverage: Adapter → modules, layers, strength.
-        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; of two checkpoints in 16 bits also
-            noise, the share of the norm that rounding errors have.
+        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|, and
+            changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked at;
+            of two checkpoints in 16 bits also noise, the share of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
         energy: 1 − residual².
-        numbers: The layers in all, by network and by block: layers, norm, residual, energy; {} of a plan.
+        numbers: The layers in all, by network and by block: layers, norm, residual, energy, largest, changed; {} of a
+            plan.
         written: Bytes.
         seconds: Of the whole run.
         notes: Remarks for the user.
@@ -112,7 +115,8 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     squares = fsum(one["norm"] * one["norm"] for one in layers)
     lost = fsum(lost * lost for lost in (one["norm"] * one["residual"] for one in layers))
     share = lost / squares if squares else 0.0
-    return {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    found = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    return {**found, **together(layers)}
 
 
 def _percent(share: float) -> str:

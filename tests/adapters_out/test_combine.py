@@ -92,6 +92,25 @@ def test_a_rank_gives_the_optimum_and_the_residual_that_is_told(
         assert report.layers[name]["residual"] == pytest.approx(np.linalg.norm(right - value) / np.linalg.norm(right))
 
 
+def test_reports_tell_the_largest_number_and_the_share_that_change(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of all numbers, as the layers are small; in all and by block the same, also of a method that drops some."""
+    pruned = lora_merge.combine([*pair], tmp_path / "p.safetensors", method="prune", density=0.25, rank=4)
+    report = lora_merge.resize(pair[0], tmp_path / "r.safetensors", rank=2)
+    for name, whole in delta(pair[0]).items():
+        told = report.layers[name]
+        assert (told["of"], told["elements"], told["changed"]) == (whole.size, whole.size, 1.0)
+        assert told["largest"] == pytest.approx(np.abs(whole).max(), rel=1e-6)
+    every, layers = report.numbers["all"], [*report.layers.values()]
+    assert every["largest"] == max(one["largest"] for one in layers)
+    assert every["of"] == sum(one["of"] for one in layers) == sum(b["of"] for b in report.numbers["blocks"].values())
+    dropped = [0.0, 0.0]
+    for name, whole in delta(pair[0]).items():
+        kept = [np.abs(d) >= np.sort(np.abs(d), axis=None)[-(d.size // 4)] for d in (whole, delta(pair[1])[name])]
+        assert pruned.layers[name]["changed"] == pytest.approx((kept[0] | kept[1]).mean())
+        dropped = [dropped[0] + (kept[0] | kept[1]).sum(), dropped[1] + whole.size]
+    assert pruned.numbers["all"]["changed"] == pytest.approx(dropped[0] / dropped[1])
+
+
 def test_resizing_twice_is_resizing_once_and_alpha_keeps_its_share(pair: tuple[Path, Path], tmp_path: Path) -> None:
     one, two, straight = (tmp_path / f"{n}.safetensors" for n in ("one", "two", "straight"))
     lora_merge.resize(pair[1], one, rank=6, dtype="fp32")

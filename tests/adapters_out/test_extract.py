@@ -67,6 +67,16 @@ def test_the_adapter_brings_the_base_to_the_tuned_checkpoint(folder: Path, tmp_p
         assert torch.allclose(again[name], value, rtol=0, atol=2e-6), name
 
 
+def test_the_report_tells_the_share_of_numbers_that_differ(folder: Path, tmp_path: Path) -> None:
+    value = load_file(folder / "base.safetensors")[KEY].clone()
+    value[3, 5] += 2
+    tuned = changed(folder, tmp_path, {KEY: value})
+    report = lora_merge.extract(folder / "base.safetensors", tuned, tmp_path / "a.safetensors", include=["re:" + KEY])
+    ((_, told),) = report.layers.items()
+    after = value[3, 5].double() - load_file(folder / "base.safetensors")[KEY][3, 5].double()
+    assert (told["changed"], told["largest"]) == (1 / value.numel(), pytest.approx(float(after)))
+
+
 def test_the_error_of_a_rank_is_the_tail_of_the_singular_values(folder: Path, tmp_path: Path) -> None:
     base, tuned = folder / "base.safetensors", folder / "tuned.safetensors"
     report = lora_merge.extract(base, tuned, tmp_path / "a.safetensors", rank=2)

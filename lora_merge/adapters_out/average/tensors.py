@@ -160,7 +160,10 @@ def _layers(
         (made,) = [replace(c, strength=1.0) for c in own.changes(alone)]
         lost = _apart(wanted, made)
         kind = target.uses[0].patch.algorithm if target.uses else "replacement"
-        yield target.label, Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost)
+        yield (
+            target.label,
+            Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost, effect=wanted.effect),
+        )
         stored.forget()
         own.forget()
         told(means.dtype.itemsize * _count(target))

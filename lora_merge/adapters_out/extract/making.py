@@ -28,6 +28,7 @@ from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..sources import Target
 from ..truncation.dense import of_stack
+from ..truncation.effect import effect_of_matrix
 from ..truncation.tiny import factors_of
 from ..truncation.triples import Triples
 from .batches import tiny
@@ -165,9 +166,13 @@ def differences(
     return [difference(pair, base, tuned, computed) for pair in batch]
 
 
-def with_noise(made: Made | None, found: Difference) -> Made | None:
-    """Return the tensors of a parameter with the share that rounding errors have in its change, where it is known."""
-    return made and replace(made, layer=replace(made.layer, noise=found.share_of_noise))
+def measured(made: Made | None, found: Difference) -> Made | None:
+    """Return the tensors of a parameter with the numbers of its change, and the share that rounding errors have in it,
+    where it is known."""
+    if made is None:
+        return None
+    known = replace(made.layer, noise=found.share_of_noise, effect=effect_of_matrix(found.change))
+    return replace(made, layer=known)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
-from .making import Extractor, Side, difference, differences, with_noise
+from .making import Extractor, Side, difference, differences, measured
 from .pair import Pair
 from .pairs import Pairs, paired
 from .proving import Claim, prove
@@ -187,7 +187,7 @@ def _made(
                 if ranks
                 else extractor.all_made(some, alone=len(batch) == 1)
             )
-        own = iter([with_noise(one, c) for one, c in zip(made, some, strict=True)])
+        own = iter([measured(one, c) for one, c in zip(made, some, strict=True)])
         return [None if c is None else next(own) or c.pair for c in changed]
 
     room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])

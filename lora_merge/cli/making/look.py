@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,18 @@ def tell(done: AdapterReport, title: str, *, quiet: bool, verbose: bool) -> None
             for name, found in done.coverage.items()]  # fmt: skip
     show(table(("adapter", "modules", "layers that they change", "strength"), rows, right=(1, 2)))
     if verbose:
-        layers = [(name, one["algorithm"], one["rank"], "" if done.planned else f"{one['residual']:.3g}")
+        layers = [(name, one["algorithm"], one["rank"], _number(one, "residual"), _number(one, "largest"))
                   for name, one in done.layers.items()]  # fmt: skip
-        show(table(("layer", "kind", "rank", "residual"), layers, right=(2, 3)))
+        show(table(("layer", "kind", "rank", "residual", "largest |ΔW|"), layers, right=(2, 3, 4)))
     if done.planned:
         show(grid([("output", text(nearest(done.output), "bold")), ("", _made(done)), *_notes(done)]))
     else:
         show(panel(f"{mark('done')} {title}", _rows(done)))
+
+
+def _number(layer: Mapping[str, Any], name: str) -> str:
+    """Return a number of a layer with three digits; "" where it is not known."""
+    return f"{layer[name]:.3g}" if name in layer else ""
 
 
 def _rows(done: AdapterReport) -> Iterator[tuple[str, Any]]:
@@ -78,8 +83,9 @@ def lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
         for keys, why in by_reason(facts["ignored"]):
             yield f"  left out: {keys}: {why}"
     for name, layer in done.layers.items() if verbose else ():
-        lost = "" if done.planned else f", residual {layer['residual']:.3g}"
-        yield f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}"
+        lost = "" if done.planned else f", residual {_number(layer, 'residual')}"
+        largest = f", largest |ΔW| {_number(layer, 'largest')}" if "largest" in layer else ""
+        yield f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}{largest}"
     yield f"output   {done.output}: {_made(done)}"
     yield f"  {done.summary}"
     if done.verified:

@@ -1,0 +1,57 @@
+"""What a layer's change is like, number by number: the largest, and the share that are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import fsum
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+WORK: Final = 2**21
+"""Multiplications for the rows of a product of factors that are looked at."""
+
+LEAST: Final = 8
+"""Rows of such a product that are looked at at least."""
+
+
+class Effect(NamedTuple):
+    """The numbers of ΔW."""
+
+    of: int
+    elements: int  # of them, those that were looked at: whole rows, spread evenly
+    changed: int  # of these, those that are not zero
+    largest: float  # |ΔW| of these
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The same for reports, in the words of a merge."""
+        share = self.changed / self.elements if self.elements else 0.0
+        return {"of": self.of, "elements": self.elements, "changed": share, "largest": self.largest}
+
+
+def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
+    """Return the effect of numbers, all of which are looked at; they stand for `of`."""
+    count = change.numel()
+    largest = max((abs(float(end)) for end in change.aminmax()), default=0.0) if count else 0.0
+    return Effect(of or count, count, int(change.count_nonzero()), largest)
+
+
+def effect_of_product(left: Tensor, right: Tensor) -> Effect:
+    """Return the effect of the product of two factors, by some of its rows."""
+    rows = max(LEAST, WORK // max(right.numel(), 1))
+    step = max(1, left.shape[0] // rows)
+    return effect_of_matrix(left[::step] @ right, left.shape[0] * right.shape[1])
+
+
+def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the effect of several layers, as reports tell it of one; {} where it is not known of all."""
+    every = [*layers]
+    if not every or any("largest" not in one for one in every):
+        return {}
+    numbers = sum(one["of"] for one in every)
+    return {
+        "of": numbers, "elements": sum(one["elements"] for one in every),
+        "changed": fsum(one["changed"] * one["of"] for one in every) / numbers if numbers else 0.0,
+        "largest": max(one["largest"] for one in every),
+    }  # fmt: skip
