@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Report(Shown):
         Returns:
             A line of JSON, as `lora-merge --json` prints it.
         """
-        return json_text(asdict(self))
+        return json_text(vars(self))
 
     @property
     def matched(self) -> int:

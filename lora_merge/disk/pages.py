@@ -9,7 +9,7 @@ import sys
 from mmap import PAGESIZE
 from typing import Final
 
-from .system import HAS_HUGE_PAGES, NO_WAIT, private_memory, read_cached
+from .system import HAS_HUGE_PAGES, NO_WAIT, WILL_NEED, advise, private_memory, read_cached
 
 PAGE: Final = 4096
 HUGE: Final = 2 << 20  # bytes of a huge page on x86 and most ARM systems
@@ -27,6 +27,23 @@ def aligned_buffer(size: int) -> memoryview:
     view = memoryview(private_memory(size + HUGE))
     lead = -address(view) % HUGE
     return view[lead : lead + size]
+
+
+class ReadAhead:
+    """Asks the system to start reading ranges of a file; not again for the pages that it asked for last.
+
+    Thousands of small tensors lie in few pages, and a system call costs more than the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._last = range(0)
+
+    def expect(self, fd: int, offset: int, size: int) -> None:
+        """Ask for `size` bytes at `offset`."""
+        last = self._last
+        if size > 0 and not (last.start <= offset and offset + size <= last.stop):
+            advise(fd, offset, size, WILL_NEED)
+            self._last = range(offset - offset % PAGE, offset + size + -(offset + size) % PAGE)
 
 
 def address(data: memoryview) -> int:

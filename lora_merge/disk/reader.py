@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from ..errors import InputError
 from . import volumes
 from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
-from .pages import PAGE, Unknown, address, aligned_buffer, holds
+from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
 from .system import (
     CAN_ADVISE,
     CAN_READ_DIRECT,
@@ -55,6 +55,7 @@ class _File:
     hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
     drop: bool = False  # whether to drop pages from the page cache after reading them
     pages: dict[int, bytes] = field(default_factory=dict)  # offset → a page that was read lately
+    ahead: ReadAhead = field(default_factory=ReadAhead)
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -147,7 +148,8 @@ class Reader:
     def expect(self, info: StoredTensor, first: int, count: int) -> None:
         """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
         if not isinstance(info.source, Memory):
-            advise(self._files[info.source].fd, info.offset + first, count, WILL_NEED)
+            file = self._files[info.source]
+            file.ahead.expect(file.fd, info.offset + first, count)
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""

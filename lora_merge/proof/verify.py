@@ -17,8 +17,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..disk.files import FileState, open_regular
+from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
-from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
+from ..disk.system import CAN_ADVISE, RANDOM, advise
 from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
@@ -178,8 +179,9 @@ def _unmerged(
 def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
     """Ask the system to fetch all sampled pieces at once, while they are compared one after the other."""
     advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
+    ahead = ReadAhead()
     for target, first, count in pieces:
-        advise(fd, target.offset + first, count, WILL_NEED)
+        ahead.expect(fd, target.offset + first, count)
         source, read, made = target.source, target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
             reader.expect(source, read.nbytes(made.count(first)), read.nbytes(made.count(count)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_merge.disk import reader
-from lora_merge.disk.pages import PAGE
+from lora_merge.disk import pages, reader
+from lora_merge.disk.pages import PAGE, ReadAhead
 from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import open_checkpoint
 
@@ -43,3 +43,17 @@ def test_a_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
             f.truncate(index.tensors["b"].offset + 4)
         with pytest.raises(InputError):
             files.read(index.tensors["b"])
+
+
+def test_every_byte_is_asked_for_and_no_page_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[range] = []
+    monkeypatch.setattr(pages, "advise", lambda fd, at, size, advice: asked.append(range(at, at + size)))
+    ahead, pieces = (
+        ReadAhead(),
+        [(at, 40) for at in range(0, 5 * PAGE, 40)] + [(0, 0), (9 * PAGE - 8, 16), (9 * PAGE, 8)],
+    )
+    for at, size in pieces:
+        ahead.expect(3, at, size)
+    assert len(asked) <= 7
+    touched = {at // PAGE for piece in asked for at in (piece.start, piece.stop - 1)}
+    assert touched == {at // PAGE for at, size in pieces for at in (at, at + size - 1) if size}

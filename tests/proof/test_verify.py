@@ -426,7 +426,10 @@ def test_the_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest
     monkeypatch.setattr(recompute, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
     prove(made / "out.safetensors", **inputs(made))
     assert len(looked) > 20
-    assert looked <= asked
+    pages = [
+        {page for at, n in ranges for page in range(at // 4096, -(-(at + n) // 4096))} for ranges in (looked, asked)
+    ]
+    assert pages[0] <= pages[1]
 
 
 def test_two_changes_of_one_adapter_are_retained_together(tmp_path: Path) -> None:
