@@ -91,6 +91,7 @@ class Strengths:
         self._blocks: Blocks | None = blocks(names) if named else None
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
         self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
+        self._silent: dict[str, None] = {}  # keys whose strength was asked for and is 0
 
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
@@ -103,12 +104,14 @@ class Strengths:
                 found *= value * weights[block] if block in weights else 1.0
             elif self._covers(part, key, component):
                 found *= value
+        if not found:
+            self._silent[key] = None
         return found
 
     def notes(self, keys: Iterable[str]) -> Iterator[str]:
         """Yield what lists of block weights do to some tensors that this adapter changes, which other programs do
-        otherwise; `keys`: those that it changes."""
-        base, keys = self._blocks, [*keys]
+        otherwise; `keys`: those that it changes, beside those that were found to get 0."""
+        base, keys = self._blocks, [*dict.fromkeys((*keys, *self._silent))]
         for part in (p for p, _ in self._parts if base and p.startswith(BLOCK_LIST)):
             assert base is not None, "there are block weights"
             value = part.removeprefix(BLOCK_LIST)
