@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,7 +33,7 @@ from .options import (
     shown,
     text,
 )
-from .paths import absolute, expand, is_file, is_folder
+from .paths import absolute, expand, is_file, is_folder, names_folder
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
@@ -203,7 +202,7 @@ def validated(job: Job) -> Job:
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
     found = expand(path)
-    if is_file(base) and (str(path).endswith(("/", os.sep)) or is_folder(found)):
+    if is_file(base) and names_folder(path):
         return found / _default_name(base, adapters)
     return found
 

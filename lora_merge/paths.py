@@ -66,6 +66,11 @@ def is_file(path: str | Path) -> bool:
     return exists(path) and Path(path).is_file()
 
 
+def names_folder(path: str | Path) -> bool:
+    """Return whether a user who names an output so means a folder: with a slash at the end, or because it is one."""
+    return str(path).endswith(("/", os.sep)) or is_folder(expand(path))
+
+
 def expand(path: str | Path) -> Path:
     """Return the path with `~` expanded, made absolute without resolving links; without a `..` that leaves no link."""
     found = absolute(home(path))

@@ -22,7 +22,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
 from ..options import pairs, shown
-from ..paths import absolute, is_folder
+from ..paths import is_folder, names_folder
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import SINGLE, Evaluator, is_plain
@@ -65,8 +65,14 @@ class Conversion:
         if self.unnamed:
             stem = job.adapters[0].path.name if is_folder(job.adapters[0].path) else job.adapters[0].path.stem
             name = f"{stem}.{to.name}" + ("" if to.folder else ".safetensors")
-            job = replace(job, inputs=replace(job.inputs, output=absolute(Path()) / name))
+            job = replace(job, inputs=replace(job.inputs, output=job.output.parent / name))
         return replace(self, job=job, to=to)
+
+
+def writes_file(to: str, adapter: Path) -> bool:
+    """Return whether a file is written, and no folder of PEFT. `to`: the name of a dialect."""
+    found = dialect(to)
+    return not is_folder(adapter) if to == KEEP else found is None or not found.folder
 
 
 def make_conversion(
@@ -83,9 +89,14 @@ def make_conversion(
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
+    inside = output is not None and names_folder(output) and writes_file(to, made.inputs.adapters[0].path)
+    if inside:
+        made = replace(made, inputs=replace(made.inputs, output=made.output / "named when it is opened"))
     told = {"to": found.name, "algorithm": algorithm, **ranks}
     recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
-    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), output is None)
+    return Conversion(
+        replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), output is None or inside
+    )
 
 
 def _rules(ranks: Mapping[str, Any]) -> RankRules | None:

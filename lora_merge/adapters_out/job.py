@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, expand, is_folder
+from ..paths import absolute, expand, is_folder, names_folder
 from .dialects import dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
@@ -101,9 +100,7 @@ def make_adapter_job(
         raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
                          f"use one of {', '.join(names())}")  # fmt: skip
     folder = to.folder
-    if output is None or (
-        command in FILES and not folder and (str(output).endswith(("/", os.sep)) or is_folder(job.output))
-    ):
+    if output is None or (command in FILES and not folder and names_folder(output)):
         job = _named(job, command, str(own["rank"]), job.output)
     job = replace(job, method=method)
     if command in ("resize", "convert") and len(job.adapters) != 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -267,12 +266,13 @@ def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None
     `like`: the base; where it is a GGUF file, its ending is the output's too. UsageError for "-", the output of other
     programs: a file is written under a name.
     """
+    from ..disk.destination import with_ending as ended
+
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     _check_drive(output or "")
-    plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
     ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
-    return f"{output}{ending}" if plain and file and not exists(str(output)) else output
+    return output if output is None or not file else ended(output, ending)
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:

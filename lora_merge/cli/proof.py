@@ -12,7 +12,7 @@ from ..options import OPTIONS
 from ..paths import is_file
 from ..progress import unwatched
 from ..text import json_text
-from .habits import with_ending
+from .habits import completed, with_ending
 from .helping import examples
 from .look import styled
 from .making.look import tell
@@ -61,6 +61,7 @@ def verify(
     from ..paths import expand
     from ..proof.replay import prove
 
+    output, base = completed(output), base and completed(base)
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
     given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
@@ -106,7 +107,7 @@ def replay(
     from ..paths import expand
     from ..proof.replay import plan_again
 
-    folders = [expand(p) for p in search or []]
+    made, folders = completed(made), [expand(p) for p in search or []]
     if _is_adapter(expand(made)):
         from ..adapters_out.again import replay as replay_adapter
 
@@ -169,7 +170,7 @@ def unmerge(
     from ..proof.unmerge import plan_unmerge
     from .streams import Pictures
 
-    pictures = Pictures(html, None)
+    made, pictures = completed(made), Pictures(html, None)
     if output is None:
         refuse_to_unmerge(expand(made))
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))

@@ -103,6 +103,12 @@ def _check_writable(folder: Path, target: Path) -> None:
         raise UsageError("no permission to write into this folder", str(folder), elsewhere(target))
 
 
+def with_ending(path: str, ending: str = ".safetensors") -> str:
+    """Return the path of a new file of weights with an ending by which programs find it: the .5 of v1.5 is none."""
+    known = Path(path).suffix.lower() in {*WEIGHTS, ".sft"} or path.endswith(("/", os.sep)) or exists(path)
+    return path if known else f"{path}{ending}"
+
+
 def files_under(folder: Path) -> list[str]:
     """Return the sorted paths of all files below a folder, relative to it, with forward slashes."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())

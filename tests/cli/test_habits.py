@@ -228,6 +228,14 @@ def test_permission_that_is_missing_is_answered_with_the_command_that_gives_it(m
 
 def test_a_missing_ending_is_tried(run: Run) -> None:
     assert run("base", "lora", "-o", "a.safetensors")[0] == 0
+    for words in (
+        "verify a",
+        "verify a --base base --adapter lora",
+        "replay a -o r",
+        "unmerge a -o u",
+        "compare a base",
+    ):
+        assert run(*words.split())[0] == 0, words
     assert run("base", "lora:0.5", "-o", "b.safetensors")[0] == 0
     assert run("base.safetensors", "lora.safetensors:0.5", "-o", "c.safetensors")[0] == 0
     assert Path("b.safetensors").stat().st_size == Path("c.safetensors").stat().st_size
@@ -284,13 +292,23 @@ def test_gpu_is_cuda(tmp_path: Path) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", device="gpu").device == "cuda"
 
 
-def test_an_output_without_ending_and_one_in_a_folder(run: Run) -> None:
-    assert run("base.safetensors", "lora.safetensors", "-o", "out")[0] == 0
-    assert Path("out.safetensors").is_file()
+@pytest.mark.parametrize("words", [
+    "base lora", "combine lora loras/ink", "resize lora --rank 2", "convert lora", "average lora loras/ink",
+    "extract base tuned --rank 1", "extract base tuned --rank 1 --format kohya", "unmerge base lora", "replay made",
+])  # fmt: skip
+def test_an_output_without_ending_and_one_in_a_folder(run: Run, words: str) -> None:
+    """The .5 of v1.5 is none: user interfaces list files by their ending."""
+    if "tuned" in words:
+        save({k: v * 2 if "attn1" in k else v for k, v in load("base.safetensors").items()}, Path("tuned.safetensors"))
+    if "made" in words:
+        assert run("base", "lora", "-o", "made")[0] == 0
+    assert run(*words.split(), "-o", "v1.5")[0] == 0
+    assert Path("v1.5.safetensors").is_file()
     Path("there").mkdir()
     for folder in ("there", "new/"):
-        assert run("base.safetensors", "lora.safetensors", "-o", folder)[0] == 0
-        assert (Path(folder) / "base+lora.safetensors").is_file()
+        assert run(*words.split(), "-o", folder)[0] == 0
+        (inside,) = Path(folder).iterdir()
+        assert inside.suffix == ".safetensors"
 
 
 def test_a_dry_run_answers_where_the_output_exists(run: Run) -> None:

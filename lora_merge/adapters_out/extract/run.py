@@ -84,6 +84,11 @@ def opened(task: Extraction) -> Opened:
                   names.known.file.stem if names.known else "")  # fmt: skip
 
 
+def usual(task: Extraction) -> Dialect:
+    """Return the dialect of `--format auto`, from the headers of the base."""
+    return _usual(CheckpointCache().base(task.base, task.job.inputs.map)[1], task.job.output)
+
+
 def _usual(names: Names, output: Path) -> Dialect:
     """Return the dialect of `--format auto`: kohya's for models of images and for a file, else a folder of PEFT."""
     draws = any((p.role == "denoiser" and p.label != "model") or p.kind for p in names.parts)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...options import shown
-from ...paths import absolute, expand, is_folder
+from ...paths import absolute, expand, is_folder, names_folder
 from ..dialects import DIALECTS, Dialect, dialect
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
@@ -62,13 +62,14 @@ def make_extraction(
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
-    if output is None:
-        job = replace(job, inputs=replace(job.inputs, output=_named(expand(base), job.adapters[0].path, to)))
+    if output is None or (to is not None and not to.folder and names_folder(output)):
+        folder = absolute(Path()) if output is None else job.output
+        job = replace(job, inputs=replace(job.inputs, output=folder / _named(expand(base), job.adapters[0].path, to)))
     recorded = (*job.options, *((n, v) for n, v in sorted(own.items()) if v != OWN[n]))
     return Extraction(replace(job, options=recorded), to, own["others"], own["factor"])
 
 
-def _named(base: Path, tuned: Path, to: Dialect | None) -> Path:
+def _named(base: Path, tuned: Path, to: Dialect | None) -> str:
     stems = [p.name if is_folder(p) else p.stem for p in (tuned, base)]
     name = "-minus-".join(stems)
-    return absolute(Path()) / (name if to and to.folder else f"{name}.safetensors")
+    return name if to and to.folder else f"{name}.safetensors"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...options import OPTIONS
-from ...paths import is_folder
+from ...paths import names_folder
 from ...progress import unwatched
 from ..habits import completed, with_ending
 from ..helping import examples
@@ -23,6 +23,8 @@ from .look import tell
 from .options import OWN
 
 if TYPE_CHECKING:
+    from ...adapters_out.dialects import Dialect
+    from ...adapters_out.extract.task import Extraction
     from ...adapters_out.report import AdapterReport
     from ...batch.commands import Task
 
@@ -94,13 +96,12 @@ def convert(
     output, base, printed = _taken(options)
 
     def task() -> Task:
-        from ...adapters_out.convert import make_conversion, plan, run
-        from ...adapters_out.dialects import KEEP
+        from ...adapters_out.convert import make_conversion, plan, run, writes_file
         from ...batch.commands import Task
 
         (given,), found = _given([named := named_adapter(adapter)], {"rank": rank, **options})
         path = named if isinstance(named, str) else named[0] if isinstance(named, tuple) else named.path
-        file = to not in ("peft", KEEP) or (to == KEEP and not is_folder(path))
+        file = writes_file(to, Path(path))
         made = make_conversion(given, with_ending(output, file=file), base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
@@ -145,13 +146,21 @@ def extract(
     output, _, printed = _taken(options)
 
     def task() -> Task:
-        from ...adapters_out.extract.run import plan, run
+        from ...adapters_out.extract.run import plan, run, usual
         from ...adapters_out.extract.task import make_extraction
         from ...batch.commands import Task
 
-        made = make_extraction(
-            completed(base), completed(tuned), with_ending(output, file=False), _read({"rank": rank, **options}, 1)
-        )
+        found = _read({"rank": rank, **options}, 1)
+
+        def made_at(path: str | None, to: Dialect | None = None) -> Extraction:
+            file = to is not None and not to.folder
+            if file and names_folder(str(path)):
+                path = str(Path(str(path)) / made_at(None).job.output.name)
+            return make_extraction(completed(base), completed(tuned), with_ending(path, file=file), found)
+
+        made = made_at(output)
+        if output is not None:
+            made = made_at(output, made.to or usual(made))
         return Task(made.job, partial(plan, made), partial(run, made))
 
     show("extract", task, printed)
