@@ -144,7 +144,7 @@ def _meant(name: str, context: Any) -> str:
     known = [one for parameter in getattr(getattr(context, "command", None), "params", ()) for one in parameter.opts]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
-        return ""
+        return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     near = get_close_matches(name, known, 1, 0.7) or [one for one in known if one.startswith(name)][:3]
     other = get_close_matches(name, FOREIGN, 1, 0.7)
     return f"did you mean {' or '.join(near)}? " if near else f"{FOREIGN[other[0]]}; " if other else ""

@@ -13,7 +13,8 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, check_numbers, check_two, completed, expanded, is_address, right_form
+from .habits import check_adapter, check_numbers, check_tag, check_two, expanded, right_form
+from .naming import completed, is_address
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -35,10 +36,13 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
 
     if exists(text) or is_address(text):
         return completed(text)
+    check_tag(text)
     path, strength = split_strength(text)
     if strength is not None:
         check_two(text)
-        return completed(path), strength
+        if not exists(path := completed(path)):
+            check_adapter(text)
+        return path, strength
     for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])
         if strength is not None or exists(completed(path)):
@@ -87,7 +91,7 @@ def named_parts(
 
 def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
     """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
-    texts = [word for text in texts for word in text.replace(", ", " ").split() or [text]]
+    texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
     found = [_strength(one) for text in texts for one in text.split(",")]
     if found and len(found) != adapters:
         if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8

@@ -12,8 +12,9 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
-from .habits import completed, expanded
+from .habits import expanded
 from .helping import examples, offered
+from .naming import completed
 from .parameters import HTML, PLOT, SILENT
 from .stages import watching
 from .tables import parts

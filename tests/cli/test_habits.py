@@ -143,6 +143,11 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
     ("lora.safetensors:", "lora.safetensors:0.8"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    *((text, "write lora.safetensors:0.8") for text in (
+        "lora.safetensors::0.8", "lora.safetensors;0.8", "lora,0.8", "lora.safetensors(0.8)", "(lora.safetensors:0.8)", "lora[80%]",
+        "lora.safetensors|0,8", "lora.safetensors:0.8x", "lora: x0.8", "0.8*lora.safetensors", "80% × lora", "lora.safetensors*4/5", "<lyco:lora:0.8>",
+    )), ("<lora:lora>", "write lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora.safetensors:0.8,lbw=MIDD"),
+    ("<lora:lora:0.5:0.8>", "write lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write loras/ink.safetensors:2"),
     ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "curl -L -O -J https://example.org/lora.safetensors"),
     ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
     ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
@@ -192,6 +197,12 @@ def test_a_path_of_windows_is_named_as_such(run: Run) -> None:
     code, _, err = run("base.safetensors", "C:\\loras\\style.safetensors:0.5")
     assert code == 2
     assert "/mnt/c/loras/style.safetensors" in err
+
+
+def test_a_number_in_the_name_of_a_file_is_no_strength(run: Run) -> None:
+    code, _, err = run("base.safetensors", "lora2")
+    assert code == 3
+    assert "did you mean lora.safetensors" in err
 
 
 def test_a_pattern_may_have_a_strength(run: Run) -> None:
@@ -246,7 +257,7 @@ def test_patterns_that_no_shell_expanded(run: Run) -> None:
     assert run("base.safetensors", "loras/*.safetensors", "-o", "a.safetensors")[0] == 0
 
 
-@pytest.mark.parametrize("words", [["-s", "0.8,0.5"], ["-s", "0.8", "-s", "0.5"]])
+@pytest.mark.parametrize("words", [["-s", "[0.8, 0.5]"], ["-s", "0.8,0.5"], ["-s", "0.8", "-s", "0.5"]])
 def test_several_strengths(run: Run, words: list[str]) -> None:
     code, out, _ = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", *words, "-o", "a.safetensors")
     assert code == 0
