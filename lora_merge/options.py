@@ -300,8 +300,12 @@ def _value(option: Option, value: Any) -> Any:
         if not DEVICE.fullmatch(name):
             raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
-    if option.kind == "word" and (not isinstance(value, str) or value not in option.words):
-        fix = f"use one of {', '.join(option.words)}"
+    if option.kind == "word":
+        name = value.lower().replace("-", "_") if isinstance(value, str) else ""
+        if name in option.words:
+            return name
+        near = get_close_matches(name, option.words, 1, 0.7)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(option.words)}"
         raise UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
     return value
 
@@ -311,7 +315,10 @@ _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
 }  # fmt: skip
 
 
-SAME_DTYPE: Final = {"half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16"}
+SAME_DTYPE: Final = {
+    "half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64",
+    "e4m3": "fp8_e4m3fn", "e4m3fn": "fp8_e4m3fn", "e5m2": "fp8_e5m2",
+}  # fmt: skip
 """Name of a dtype in other programs → its name here."""
 
 
@@ -322,6 +329,7 @@ def dtype_name(value: object, option: Option) -> str:
     name = known.get(name, name)
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
-        fix = f"use one of {', '.join(near or option.words)}"
+        near = near or get_close_matches(name, option.words, 1, 0.7)
+        fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
         raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
     return name

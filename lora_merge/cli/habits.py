@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from ..errors import UsageError
-from ..paths import exists, split_strength, typed
-from .naming import ADDRESS, ENDINGS, completed
+from ..paths import WINDOWS, exists, typed
 
 ASKED: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -19,7 +18,7 @@ ASKED: Final = MappingProxyType(
 """Words by which people ask the program about itself → the option."""
 
 _BASE: Final = "the base is the first word: lora-merge BASE ADAPTER"
-_ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
+ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
 _STRENGTH: Final = "a strength stands behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
@@ -57,7 +56,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("--model", "--base", "--base-model", "--sd-model", "--checkpoint", "--ckpt"), _BASE),
         **dict.fromkeys(
-            ("--models", "--lora", "--loras", "--lora-path", "--adapter", "--adapters", "--peft"), _ADAPTERS
+            ("--models", "--lora", "--loras", "--lora-path", "--adapter", "--adapters", "--peft"), ADAPTERS
         ),
         **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
         **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale"), _STRENGTH),
@@ -80,32 +79,16 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?(?::(?P<lbw>lbw=[^:]+))?(?::.*)?>"
-"""An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
-U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
-
-LONGEST: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
-
-_NUMBERS: Final = r"(?P<value>[+-]?[0-9]*[.,]?[0-9]+)(?P<percent>%?)(?:/(?P<below>[0-9]+))?"
-_BESIDE: Final = (
-    rf"[\s(\[{{]*(?P<path>.+?)[\s:=@*×;,|(\[{{]+x?{_NUMBERS}[\s)\]}};,x]*",
-    rf"{_NUMBERS}[\s:=@*x×]+(?P<path>.+)",
-)
-"""A number beside a path, with whatever letters between the two; only for a path that is there."""
-
-_SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
-    r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
-    r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
-    r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
-    r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
-    r"(?P<path>.+?):",
-)
 _NUMBER: Final = re.compile(r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?")
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
 
+_WINDOWS: Final = re.compile(r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)")
+_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
+ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
+
 _FLAG: Final = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
-_ROLES: Final = {_BASE: "base", _ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
+_ROLES: Final = {_BASE: "base", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
 """Advice on an option with values → what its values are."""
 
 
@@ -210,82 +193,85 @@ def check_command(word: str, commands: Collection[str]) -> None:
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
-def expanded(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
-    for word in words:
-        if exists(word) or not set(word) & set("*?[") or ADDRESS.match(word):
-            yield word
-            continue
-        pattern, strength = split_strength(word)
-        from glob import glob
-
-        found = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
-        if not found:
-            check_adapter(word)
-            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
-        behind = "" if strength is None else f":{strength:g}"
-        yield from [f"{path}{behind}" for path in found] or [word]
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of another machine, and not the path of a file here."""
+    return ADDRESS.match(text) is not None and not exists(text)
 
 
-def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
-    """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
-    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
-    if joining:
-        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {_ADAPTERS}")
-    values = {word: right_form(word) for word in words if right_form(word) and not exists(word)}
-    if not values:
-        return
-    paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
-    fix = "write a strength behind its file: ADAPTER:0.8"
-    if strengths:
-        fix = f"write -s {','.join([*strengths, *found])}"
-    elif len(paths) == len(found):
-        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
-    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+_SITES: Final = (
+    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
+    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"(s3://.+)", "aws s3 cp {} ."),
+    (
+        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
+        "hf download {} {}",
+    ),
+    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
+)
+"""Pattern of an address → the command that downloads it."""
 
 
-def check_two(text: str) -> None:
-    """Raise UsageError for an adapter with two strengths."""
-    if (two := _TWO.fullmatch(text)) and not exists(f"{two['path']}:{two['unet']}"):
-        fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
-        raise UsageError("two strengths behind one file", text[:200], fix)
+def _download(address: str) -> str:
+    """Return how to download a file from its address."""
+    for pattern, command in _SITES:
+        if found := re.fullmatch(pattern, address, re.IGNORECASE):
+            groups = [typed([group]) for group in found.groups()]
+            return command.format(
+                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
+            )
+    if address.lower().startswith("http"):
+        return f"curl -L -O -J {typed([address[:200]])}"
+    return "in a browser; from the Hub: hf download OWNER/NAME"
 
 
-def check_adapter(text: str) -> None:
-    """Raise UsageError for an adapter with its strength as other programs write it."""
-    if exists(text) or len(text) > LONGEST:
-        return
-    beside = [
-        match for pattern in _BESIDE if (match := re.fullmatch(pattern, text)) and exists(completed(match["path"]))
-    ]
-    for match in filter(None, (*beside, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
-        found = match.groupdict()
-        value = _value(found) if found.get("value") else "0.8"
-        path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
-        raise UsageError("a strength is not written like this", text[:200], f"write {path}:{value}")
+ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+"""Endings that are tried where a name has none."""
 
 
-def check_tag(text: str) -> None:
-    """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
-    if not (tag := re.fullmatch(_TAG, text)) or exists(text):
-        return
-    path = tag["path"] if "." in tag["path"] else f"{tag['path']}.safetensors"
-    strengths = f"1,unet={tag['unet']},te={tag['te']}" if tag["unet"] else tag["te"] or "1"
-    weights = f",{tag['lbw']}" if tag["lbw"] else ""
-    raise UsageError("a strength is not written like this", text[:200], f"write {path}:{strengths}{weights}")
+def completed(path: str) -> str:
+    """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
+    if is_address(path):
+        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
+    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
+        raise UsageError("neither a file nor a folder", path[:200], fix)
+    _check_drive(path)
+    there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
+    return there[0] if there else path
 
 
-_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
-"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
+def _check_drive(path: str) -> None:
+    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
+    if not WINDOWS and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+
+
+def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None:
+    """Return the output's name; where a `file` is written, with the ending that programs look for.
+
+    `like`: the base; where it is a GGUF file, its ending is the output's too. UsageError for "-", the output of other
+    programs: a file is written under a name.
+    """
+    from ..disk.destination import with_ending as ended
+
+    if output == "-":
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+    _check_drive(output or "")
+    ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
+    return output if output is None or not file else ended(output, ending)
 
 
 def right_form(text: str) -> str:
     """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
     match = _NUMBER.fullmatch(text)
-    return _value(match.groupdict()) if match else ""
+    return value_of(match.groupdict()) if match else ""
 
 
-def _value(found: Mapping[str, str | None]) -> str:
+def value_of(found: Mapping[str, str | None]) -> str:
     """Return a number as it is written here: a point for a comma, a part of 1 for percents and fractions."""
     try:
         number = float(str(found["value"]).replace(",", "."))

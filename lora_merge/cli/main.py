@@ -21,12 +21,11 @@ from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
-from .habits import ASKED, check_command, check_once, check_options
+from .habits import ASKED, check_command, check_once, check_options, completed, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
 from .merge_look import conclude, describe, with_pictures
-from .naming import completed, with_ending
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent

@@ -12,11 +12,11 @@ from ..options import OPTIONS
 from ..paths import is_file
 from ..progress import unwatched
 from ..text import json_text
+from .habits import completed, with_ending
 from .helping import examples
 from .look import styled
 from .making.look import tell
 from .merge_look import conclude, describe, show_proof, with_pictures
-from .naming import completed, with_ending
 from .parameters import HTML, QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, put, silent

@@ -13,9 +13,9 @@ import typer
 
 from ..errors import UsageError
 from ..text import Lines, json_text
+from .habits import completed
 from .helping import examples
 from .look import show, styled, table
-from .naming import completed
 from .text import put
 
 JSON: Final = typer.Option("--json", help="The same as one JSON object.")

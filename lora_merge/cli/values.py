@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,103 @@ from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
-from .habits import check_adapter, check_numbers, check_tag, check_two, expanded, right_form
-from .naming import completed, is_address
+from .habits import ADAPTERS, ADDRESS, completed, is_address, right_form, value_of
 
 if TYPE_CHECKING:
     from ..job import Adapter
 
+_TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?(?::(?P<lbw>lbw=[^:]+))?(?::.*)?>"
+"""An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
+U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
+
+LONGEST: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
+
+_NUMBERS: Final = r"(?P<value>[+-]?[0-9]*[.,]?[0-9]+)(?P<percent>%?)(?:/(?P<below>[0-9]+))?"
+_BESIDE: Final = (
+    rf"[\s(\[{{]*(?P<path>.+?)[\s:=@*×;,|(\[{{]+x?{_NUMBERS}[\s)\]}};,x]*",
+    rf"{_NUMBERS}[\s:=@*x×]+(?P<path>.+)",
+)
+"""A number beside a path, with whatever letters between the two; only for a path that is there."""
+
+_SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
+    r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
+    r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
+    r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
+    r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
+    r"(?P<path>.+?):",
+)
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
 _BEFORE_PARTS: Final = re.compile("[,:](?=[^,:=/]+=)")
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
+
+
+def expanded(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
+    for word in words:
+        if exists(word) or not set(word) & set("*?[") or ADDRESS.match(word):
+            yield word
+            continue
+        pattern, strength = split_strength(word)
+        from glob import glob
+
+        found = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
+        if not found:
+            check_adapter(word)
+            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
+        behind = "" if strength is None else f":{strength:g}"
+        yield from [f"{path}{behind}" for path in found] or [word]
+
+
+def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
+    """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
+    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
+    if joining:
+        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
+    values = {word: right_form(word) for word in words if right_form(word) and not exists(word)}
+    if not values:
+        return
+    paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
+    fix = "write a strength behind its file: ADAPTER:0.8"
+    if strengths:
+        fix = f"write -s {','.join([*strengths, *found])}"
+    elif len(paths) == len(found):
+        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
+    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+
+
+def check_two(text: str) -> None:
+    """Raise UsageError for an adapter with two strengths."""
+    if (two := _TWO.fullmatch(text)) and not exists(f"{two['path']}:{two['unet']}"):
+        fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
+        raise UsageError("two strengths behind one file", text[:200], fix)
+
+
+def check_adapter(text: str) -> None:
+    """Raise UsageError for an adapter with its strength as other programs write it."""
+    if exists(text) or len(text) > LONGEST:
+        return
+    beside = [
+        match for pattern in _BESIDE if (match := re.fullmatch(pattern, text)) and exists(completed(match["path"]))
+    ]
+    for match in filter(None, (*beside, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
+        found = match.groupdict()
+        value = value_of(found) if found.get("value") else "0.8"
+        path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
+        raise UsageError("a strength is not written like this", text[:200], f"write {path}:{value}")
+
+
+def check_tag(text: str) -> None:
+    """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
+    if not (tag := re.fullmatch(_TAG, text)) or exists(text):
+        return
+    path = tag["path"] if "." in tag["path"] else f"{tag['path']}.safetensors"
+    strengths = f"1,unet={tag['unet']},te={tag['te']}" if tag["unet"] else tag["te"] or "1"
+    weights = f",{tag['lbw']}" if tag["lbw"] else ""
+    raise UsageError("a strength is not written like this", text[:200], f"write {path}:{strengths}{weights}")
+
+
+_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
+"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
 
 def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:

@@ -12,14 +12,13 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
-from .habits import expanded
+from .habits import completed
 from .helping import examples, offered
-from .naming import completed
 from .parameters import HTML, PLOT, SILENT
 from .stages import watching
 from .tables import parts
 from .text import echo, put
-from .values import named_adapter
+from .values import expanded, named_adapter
 
 if TYPE_CHECKING:
     from ..job import Adapter

@@ -287,7 +287,15 @@ def test_too_few_strengths_are_answered_with_what_to_type(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("BF16", "bf16"), ("half", "fp16"), ("Float16", "fp16"), ("torch.bfloat16", "bf16"), ("KEEP", "keep")],
+    [
+        ("BF16", "bf16"),
+        ("half", "fp16"),
+        ("Float16", "fp16"),
+        ("torch.bfloat16", "bf16"),
+        ("KEEP", "keep"),
+        ("F16", "fp16"),
+        ("E4M3", "fp8_e4m3fn"),
+    ],
 )
 def test_names_of_dtypes(tmp_path: Path, text: str, name: str) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", dtype=text).dtype == name
@@ -297,6 +305,17 @@ def test_a_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", "fp8")
     assert code == 2
     assert "fp8_e4m3fn, fp8_e5m2" in err
+
+
+@pytest.mark.parametrize(("words", "fix"), [
+    ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
+    ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
+    ("--dtype q8", "use q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
+])  # fmt: skip
+def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
+    code, _, err = run("base", "lora", "loras/ink", *words.split(), "--dry-run", "-q")
+    assert code == (2 if fix else 0), err
+    assert fix in err
 
 
 def test_gpu_is_cuda(tmp_path: Path) -> None:

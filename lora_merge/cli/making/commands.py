@@ -13,8 +13,8 @@ import typer
 from ...options import OPTIONS
 from ...paths import names_folder
 from ...progress import unwatched
+from ..habits import completed, with_ending
 from ..helping import examples
-from ..naming import completed, with_ending
 from ..parameters import Command, dialects, read, with_options
 from ..stages import watching
 from ..text import leave_lost_folder, put
