@@ -6,7 +6,7 @@ rounding step of the larger of both. Where the base itself is at hand it is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -66,7 +66,21 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
         if wrong:
             raise FitError("the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}",
                            _instead(recipe or _recipe(plan.base.path)))  # fmt: skip
-    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, INEXACT)))
+    notes = [*_otherwise(plan, recipe or _recipe(plan.base.path))] or [INEXACT]
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
+
+
+def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[str]:
+    """Yield a note for each adapter that is taken out at another strength than that at which it was merged."""
+    merged = {a.name: [] for a, _, _ in recipe.adapters} if recipe is not None else {}  # type: dict[str, list[Any]]
+    for one, strength, parts in recipe.adapters if recipe is not None else ():
+        merged[one.name].append((strength, sorted(parts)))
+    for ref in plan.job.adapters:
+        known = merged.get(ref.path.name, [])
+        if known and (-ref.strength, sorted(ref.parts)) not in known:
+            strength, parts = known[0]
+            told = "".join(f",{part}={factor:g}" for part, factor in parts)
+            yield f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{told}"
 
 
 def _recipe(made: Path) -> Recipe | None:

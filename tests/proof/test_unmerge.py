@@ -64,3 +64,18 @@ def test_what_depends_on_the_base_is_refused_and_the_base_is_named(files: Path, 
     with pytest.raises(InputError, match="says nothing"):
         lora_merge.unmerge(files / "base.safetensors", [], tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["b.safetensors"], "b.safetensors was merged as b.safetensors:0.7"),
+    (["a.safetensors:1,te=0"], "a.safetensors was merged as a.safetensors:1"),
+    (["a.safetensors", "b.safetensors:0.7"], "at most one rounding step"),
+])  # fmt: skip
+def test_other_strengths_than_those_of_the_merge_are_told(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(files)
+    code, told = in_process("unmerge", "merged.safetensors", *words, "-q", "-o", tmp_path / "out.safetensors")
+    assert code == 0
+    assert said in told
+    assert ("at most one rounding step" in told) == said.startswith("at most"), "a promise that is kept"
