@@ -76,7 +76,7 @@ def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
     for name, rows in groups.items():
         if rows:
             with formatter.section(name):
-                formatter.write_dl(rows)
+                formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
 
 
 def _row(word: str, names: str, text: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
 HELP = ("-h", "--help")
+
+NARROW = 52
+"""Columns below which click would write its help too wide: it takes 50 at least."""
 
 FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
 """Options without a value, after which a command may stand by mistake."""
@@ -251,7 +255,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         with signals_first():
-            raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False) or 0)
+            width = shutil.get_terminal_size().columns
+            wide = {"terminal_width": width - 2} if width < NARROW else {}
+            raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False, **wide) or 0)
     except REFUSED as e:
         if not sys.argv[1:]:  # nothing is asked for
             put(Lines.of(str(e).splitlines()))

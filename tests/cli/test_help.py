@@ -151,3 +151,12 @@ def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
     text = run("--help")[1]
     listed = text.partition("Commands:")[2].partition("Examples")[0]
     assert "..." not in listed and listed.count("\n") > len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = run("help", *command.split())
+    assert code == 0
+    long = [line for line in out.splitlines() if len(line) > 40]
+    assert [line for line in long if len(line.split()) > 1 and not line.strip().startswith("lora-merge ")] == []
