@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.disk import reader, system
+from lora_merge.disk import pages, reader, system
 from lora_merge.errors import UnmatchedModules
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.plan import coverage
@@ -66,13 +66,13 @@ def test_the_alphas_are_read_ahead_before_they_are_read_with_the_pages_that_they
     happened = []
 
     def advise(_fd: int, offset: int, size: int, advice: int) -> None:
-        happened.extend([("ahead", offset, size)] if advice == reader.WILL_NEED else [])
+        happened.extend([("ahead", offset, size)] if advice == system.WILL_NEED else [])
 
     def read_at(fd: int, buffer: memoryview, offset: int) -> int:
         happened.append(("read", offset, len(buffer)))
         return system.read_at(fd, buffer, offset)
 
-    monkeypatch.setattr(reader, "advise", advise)
+    monkeypatch.setattr(pages, "advise", advise)
     monkeypatch.setattr(reader, "read_at", read_at)
     lora_merge.plan(save(sd1(), tmp_path / "b.safetensors"), [adapter], output=tmp_path / "o.safetensors")
     alpha = open_checkpoint(adapter).tensors[f"{name}.alpha"]
