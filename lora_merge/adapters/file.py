@@ -97,6 +97,12 @@ class Module:
         """The name for messages."""
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
 
+    @property
+    def tensors(self) -> Iterator[StoredTensor]:
+        """The tensors of all slots, its own and the shared ones."""
+        yield from self.slots.values()
+        yield from self.shared.values()
+
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
         """Stored shape per slot."""
@@ -254,10 +260,9 @@ def group(index: Index) -> AdapterFile:
             what[1] if what else NO_ADAPTER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
-    used = {split_row_part(m.name)[0] for m in modules} | {m.name for m in modules}
-    lonely = [info for (name, _), g in groups.items() if name not in used for info in g.tensors]
-    named = {info.name for info in strange}
-    strange += [info for info in lonely if info.name not in named]
+    owned = {info.name for m in modules for info in (*m.tensors, *(copy for _, copy in m.repeated))}
+    owned |= {info.name for info in strange}
+    strange += [info for g in groups.values() for info in g.tensors if info.name not in owned]
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
     inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")

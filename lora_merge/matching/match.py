@@ -137,7 +137,7 @@ class MatchBuilder:
 
     def _leave_unused(self, module: Module, why: str) -> None:
         """Record why the tensors of a placed module change nothing."""
-        self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
+        self.unused |= dict.fromkeys((info.name for info in module.tensors), why)
 
     def _seek(self, module: Module) -> WeightView | None:
         """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""

@@ -62,7 +62,7 @@ class _Used:
         if id(patch) not in self.patches:
             self.patches[id(patch)] = patch
             module = patch.module
-            self.tensors.update(info.name for info in (*module.slots.values(), *module.shared.values()))
+            self.tensors.update(info.name for info in module.tensors)
 
 
 def account(plan: Plan, reader: Reader) -> Account:
@@ -158,7 +158,7 @@ def _reasons(matched: Match) -> Mapping[str, str]:
         info.name: left[module.where]
         for module in matched.adapter.modules
         if module.where in left
-        for info in (*module.slots.values(), *module.shared.values())
+        for info in module.tensors
     }
     repeated = {info.name: COPY for module in matched.adapter.modules for _, info in module.repeated}
     return {**repeated, **of_modules, **left, **matched.adapter.ignored, **matched.unused}

@@ -98,7 +98,7 @@ def parts(modules: Sequence[Module]) -> dict[str, Any]:
         does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
         row = found.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
         row["modules"] += 1
-        row["parameters"] += sum(prod(t.shape) for t in (*m.slots.values(), *m.shared.values()))
+        row["parameters"] += sum(prod(t.shape) for t in m.tensors)
         row["layers"][kind_of(m.name)] += 1
     return {name: {**row, "layers": dict(row["layers"].most_common())} for name, row in found.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
@@ -20,7 +20,7 @@ from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.errors import MergeError
+from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import Index
 
 from ..support import save
@@ -205,3 +205,23 @@ def test_numbers_of_layers_do_not_fill_the_memory_of_endings() -> None:
         assert suffixes.split(f"layers.{n}.q.w_norm") == (f"layers.{n}.q", suffixes._BY_ENDING[".w_norm"])
         assert suffixes.split(f"layers.{n}.self_attn.q_proj.table") is None
     assert suffixes._longest.cache_info().currsize < 5
+
+
+@settings(max_examples=60)
+@given(
+    st.sets(
+        st.tuples(st.sampled_from(["a", "a.0", "b"]), st.sampled_from([r.ending for r in SUFFIXES])),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_every_tensor_is_in_a_module_or_ignored_or_strange(keys: set[tuple[str, str]]) -> None:
+    """An alpha beside a change of the bias alone belongs to no module, for example."""
+    path = Path("a.safetensors")
+    index = Index(path, {n: StoredTensor(n, "F32", (1, 1), path, 0, 0) for n in (m + end for m, end in keys)}, {}, ())
+    try:
+        file = group(index)
+    except InputError:
+        return
+    owned = [info.name for m in file.modules for info in (*m.tensors, *(copy for _, copy in m.repeated))]
+    assert {*owned, *file.ignored, *(info.name for info in file.strange)} == index.tensors.keys()

@@ -121,8 +121,8 @@ def _unchosen(sources: Sources) -> set[str]:
     used = {id(u.patch.module) for t in sources.targets for u in t.uses} | {
         id(info) for t in sources.targets for _, info, _ in t.values}  # fmt: skip
     first = sources.adapters[0]
-    kept = {i.name for m in first.modules if id(m) in used for i in (*m.slots.values(), *m.shared.values())}
-    every = {i.name for m in first.modules for i in (*m.slots.values(), *m.shared.values())}
+    kept = {i.name for m in first.modules if id(m) in used for i in m.tensors}
+    every = {i.name for m in first.modules for i in m.tensors}
     return (every | {i.name for i in first.strange}) - kept - {i.name for i in first.strange if id(i) in used}
 
 
