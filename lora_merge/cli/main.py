@@ -270,13 +270,14 @@ def main() -> None:
         if isinstance(told, MergeError):
             _fail(told, str(told))
         if not isinstance(error, OSError):
+            _tell(error)
             raise
         where = one_line(str(error.filename or "an input or output"))
         _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
 
 
 def _fail(error: BaseException, text: str) -> None:
-    """End the program: the failure on stderr, with --json also on stdout. A batch has reported each of its jobs."""
+    """End the program: the failure on stderr, with --json also on stdout."""
     if debugging():
         import traceback
 
@@ -285,9 +286,13 @@ def _fail(error: BaseException, text: str) -> None:
         show_error(text)
     else:
         print(f"error: {text}", file=sys.stderr)  # noqa: T201
-    told = error_dict(error)
+    _tell(error)
+    raise SystemExit(error_dict(error)["exit_code"])
+
+
+def _tell(error: BaseException) -> None:
+    """Print the failure as JSON if that was asked for. A batch has reported each of its jobs."""
     if "--json" in sys.argv and not isinstance(error, BatchFailed):
+        told = error_dict(error)
         with suppress(OSError, ValueError):  # a closed stdout
-            found = {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
-            put(json_text(found))
-    raise SystemExit(told["exit_code"])
+            put(json_text({"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}))

@@ -95,6 +95,10 @@ def costs_all(use: PatchPart) -> bool:
 def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Array]]:
     """Yield, for every tensor that holds some of these rows of a view, its name, the places in `rows` of the rows that
     it holds, and its own numbers of them. No piece of the view is transposed."""
+    if len(view.row_slices) == 1:
+        piece = view.row_slices[0]
+        yield piece.key, np.arange(len(rows)), rows + piece.start
+        return
     firsts = np.array([at for _, at in view.addresses()])
     starts = np.array([piece.start for piece in view.row_slices])
     number = np.searchsorted(firsts, rows, side="right") - 1

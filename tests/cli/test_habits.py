@@ -377,6 +377,17 @@ def test_with_json_a_failure_is_json_on_stdout_too(run: Run, words: list[str]) -
     assert all(told["error"][name] in err for name in ("what", "fix"))
 
 
+def test_with_json_a_fault_of_the_program_is_json_on_stdout_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lora_merge.cli.main._program", lambda: 1 // 0)
+    monkeypatch.setattr(sys, "argv", ["lora-merge", "base.safetensors", "lora.safetensors", "--json"])
+    with pytest.raises(ZeroDivisionError):
+        program.main()
+    told = json.loads(capsys.readouterr().out)
+    assert (told["exit_code"], told["error"]["kind"]) == (1, "ZeroDivisionError")
+
+
 def test_the_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
     listed = [line.split()[0] for line in run("--help")[1].partition("Commands:")[2].splitlines() if line.strip()]
     assert listed[0] == "merge"

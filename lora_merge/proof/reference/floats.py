@@ -65,7 +65,8 @@ def step(values: Array, dtype: str) -> Array:
     """Return the distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
     bits, smallest, _ = precision(dtype)
     power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
-    return np.clip(power * 2.0 ** (1 - bits), 2.0**smallest, _LARGEST)
+    unit = power * 2.0 ** (1 - bits)
+    return np.minimum(np.maximum(unit, 2.0**smallest, out=unit), _LARGEST, out=unit)  # np.clip takes five times as long
 
 
 def rounded(values: Array, dtype: str) -> Array:
