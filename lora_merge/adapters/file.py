@@ -7,7 +7,7 @@ matching tries it as a new value of a parameter and reports it if it is not. No 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -98,10 +98,9 @@ class Module:
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
 
     @property
-    def tensors(self) -> Iterator[StoredTensor]:
+    def tensors(self) -> tuple[StoredTensor, ...]:
         """The tensors of all slots, its own and the shared ones."""
-        yield from self.slots.values()
-        yield from self.shared.values()
+        return (*self.slots.values(), *self.shared.values())
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -260,14 +259,21 @@ def group(index: Index) -> AdapterFile:
             what[1] if what else NO_ADAPTER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
-    owned = {info.name for m in modules for info in (*m.tensors, *(copy for _, copy in m.repeated))}
-    owned |= {info.name for info in strange}
-    strange += [info for g in groups.values() for info in g.tensors if info.name not in owned]
+    strange += _owned_by_none(groups, modules, {info.name for info in strange})
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
     inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
     strange = [info for info in strange if info.name not in inside]
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
+
+
+def _owned_by_none(
+    groups: Mapping[tuple[str, str], _Group], modules: Sequence[Module], strange: Container[str]
+) -> list[StoredTensor]:
+    """Return the tensors in shared slots that no module takes, such as an alpha without factors."""
+    shared = [info for g in groups.values() if not g.slots for info in g.tensors if info.name not in strange]
+    owned = {info.name for m in modules if shared for info in (*m.tensors, *(copy for _, copy in m.repeated))}
+    return [info for info in shared if info.name not in owned]
 
 
 def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, StoredTensor]) -> list[StoredTensor]:

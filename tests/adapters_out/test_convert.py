@@ -328,8 +328,8 @@ def test_a_folder_is_replaced_by_a_folder_and_takes_a_file_under_its_own_name(fo
         lora_merge.resize(lora, tmp_path / "cut", rank=1, format="peft", base=base, include=["unet"], overwrite=True)
         lora_merge.combine([lora, lora], tmp_path, base=base, overwrite=True)
     assert {p.name for p in tmp_path.iterdir()} == {"peft", "cut", "sd1-lora+sd1-lora.safetensors"}
-    with pytest.raises(UsageError):
-        lora_merge.convert(lora, tmp_path, to="comfy", base=base, overwrite=True)
+    lora_merge.convert(lora, tmp_path, to="comfy", base=base, overwrite=True)
+    assert {p.name for p in tmp_path.iterdir()} >= {"peft", "cut", "sd1-lora.comfy.safetensors"}
 
 
 @pytest.mark.parametrize("to", ["comfy", "lycoris", "diffusers"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
@@ -413,8 +412,8 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     done = cli(*words, "-o", tmp_path / "b.safetensors", "--method", "compose", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["method"] == "compose"
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
-    for wrong in ("tie", ""):
+    for wrong, fix in (("tie", "did you mean ties"), ("", "use one of sum, compose")):
         code, told = in_process(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
-        assert code == 2 and re.search("use one of sum, compose", told)
+        assert code == 2 and fix in told
     with pytest.raises(MergeError, match="method"):
         lora_merge.merge_state_dict(flux(fused=True), module("boft", FUSED, 0), method=None)  # type: ignore[typeddict-item]

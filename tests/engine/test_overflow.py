@@ -471,7 +471,7 @@ def test_it_is_an_option_everywhere() -> None:
         assert "on_overflow" in signature(command).parameters
 
 
-@pytest.mark.parametrize("value", ["Error", "clip", "", None, True])
+@pytest.mark.parametrize("value", ["errors", "clip", "", None, True])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(lora_merge.MergeError) as caught:
         lora_merge.merge_state_dict({"x.m.weight": rand(8, 8)}, lora(), on_overflow=value)
