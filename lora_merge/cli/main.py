@@ -26,10 +26,10 @@ from .habits import ASKED, check_command, check_once, check_options, completed, 
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
-from .merge_look import conclude, describe, with_pictures
+from .merge_look import Asked, carried_out, with_pictures
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
-from .stages import paused, watching
-from .text import carry_out, dry, echo, leave_lost_folder, needs, put, remarks, silent
+from .stages import watching
+from .text import echo, leave_lost_folder, put
 from .values import named_adapters, named_parts, with_strengths
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from ..job import Job
     from ..planning.plan import Plan
-    from ..report import Report
-    from .streams import ReportFile
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
@@ -161,54 +159,16 @@ def merge(
         if told is not None:
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
-        done = _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+        how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite)
+        done = carried_out(lambda: _planned(replace(job, overwrite=True) if dry_run else job), told, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
 
 
-def _merge(
-    job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
-) -> tuple[Report, Plan] | None:
-    """Merge and say what was done, or say what would be done; returns the report of a merge, and its plan."""
+def _planned(job: Job) -> Plan:
     from ..engine.admission import plan_merge
-    from ..engine.torch_preload import preload
 
-    say = silent if as_json or quiet else echo
-    with watching(quiet=quiet) as display:
-        if not dry_run:
-            preload()
-        plan = plan_merge(replace(job, overwrite=True) if dry_run else job)
-        if told is not None:
-            told.protect(plan.inputs)
-            told.begin()
-        with paused(display):
-            describe(plan, say, verbose=verbose)
-        done = None if dry_run else carry_out(plan, display)
-    if done is None:
-        if exists(job.output) and not job.overwrite:
-            say("  note: the output exists: the merge will need --overwrite, or another -o")
-        _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
-        return None
-    if told is not None:
-        told.replace(done.to_json())
-    conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)
-    return done, plan
-
-
-def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
-    """Say what a dry run says below the plan's own lines."""
-    from ..engine.admission import require_device
-    from ..planning.plan import coverage
-
-    require_device(plan.job)
-    say(needs(plan))
-    for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
-        echo(remark, err=True)
-    found = json_text(dry(plan))
-    if told is not None:
-        told.replace(found)
-    if as_json:
-        put(found)
+    return plan_merge(job)
 
 
 @app.command()

@@ -9,15 +9,70 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..paths import typed
-from ..text import by_pattern, by_reason, counted, one_line, plural, size, stored
+from ..paths import exists, typed
+from ..text import by_pattern, by_reason, counted, json_text, one_line, plural, size, stored
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
+from .stages import paused, watching
 from .text import applied, deviation, effect, matched, recomputed, retained, saturated, silent, unchanged
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
     from ..report import Report
+    from .streams import ReportFile
+
+
+class Asked:
+    """What a user asked for beside the work. A plain class: `--help` makes it too, and others take a thousand calls."""
+
+    def __init__(self, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, overwrite: bool) -> None:
+        self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
+        self.verbose, self.overwrite = verbose, overwrite
+
+
+def carried_out(plan_it: Callable[[], Plan], told: ReportFile | None, asked: Asked) -> tuple[Report, Plan] | None:
+    """Merge and say what was done, or say what would be done; returns the report of a merge, and its plan.
+
+    `plan_it`: makes the plan; for a dry run of an output that may exist. `told`: the file for the report.
+    """
+    from ..engine.torch_preload import preload
+
+    say = silent if asked.as_json or asked.quiet else plain.echo
+    with watching(quiet=asked.quiet) as display:
+        if not asked.dry_run:
+            preload()
+        plan = plan_it()
+        if told is not None:
+            told.protect(plan.inputs, [plan.job.output])
+            told.begin()
+        with paused(display):
+            describe(plan, say, verbose=asked.verbose)
+        done = None if asked.dry_run else plain.carry_out(plan, display)
+    if done is None:
+        if exists(plan.job.output) and not asked.overwrite:
+            say("  note: the output exists: the merge will need --overwrite, or another -o")
+        _conclude_dry(plan, say, told, asked)
+        return None
+    if told is not None:
+        told.replace(done.to_json())
+    conclude(done, say, plan.base.notes, as_json=asked.as_json, verbose=asked.verbose)
+    return done, plan
+
+
+def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, asked: Asked) -> None:
+    """Say what a dry run says below the plan's own lines."""
+    from ..engine.admission import require_device
+    from ..planning.plan import coverage
+
+    require_device(plan.job)
+    say(plain.needs(plan))
+    for remark in plain.remarks(coverage(plan), plan.base.notes) if asked.quiet else ():
+        plain.echo(remark, err=True)
+    found = json_text(plain.dry(plan))
+    if told is not None:
+        told.replace(found)
+    if asked.as_json:
+        plain.put(found)
 
 
 def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False) -> None:

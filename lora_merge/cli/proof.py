@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,14 +16,17 @@ from .habits import completed, with_ending
 from .helping import examples
 from .look import styled
 from .making.look import tell
-from .merge_look import conclude, describe, show_proof, with_pictures
+from .merge_look import Asked, carried_out, conclude, describe, show_proof, with_pictures
 from .parameters import HTML, QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, put, silent
 from .values import named_adapter, named_parts, with_strengths
 
-UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "device", "overwrite", "max_memory",
-           "verify")  # fmt: skip
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+
+UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
+           "max_memory", "verify")  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
@@ -142,7 +145,7 @@ def _is_adapter(made: Path) -> bool:
     return made_by(made) in WRITERS
 
 
-@with_options(*(OPTIONS[name] for name in UNMERGE), before="as_json")
+@with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
 def unmerge(
     made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     adapters: Annotated[
@@ -155,8 +158,10 @@ def unmerge(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
     ] = None,
-    html: HTML = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    report: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file.")] = None,
+    html: HTML = None,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
@@ -168,25 +173,29 @@ def unmerge(
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
     from ..proof.unmerge import plan_unmerge
-    from .streams import Pictures
+    from .streams import Pictures, reporting
 
-    made, pictures = completed(made), Pictures(html, None)
+    made, pictures = completed(made), Pictures(html, None, dry_run=dry_run)
     if output is None:
         refuse_to_unmerge(expand(made))
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], found), strength_for)
     given = {"strength_for": parts, **found} if parts else found
-    say = silent if as_json or quiet else echo
-    with watching(quiet=quiet) as display:
-        plan = admit(
-            plan_unmerge(expand(made), named, _named(output, made), [expand(p) for p in search or []], **given)
-        )
+    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(given.get("overwrite")))
+    given |= {"overwrite": True} if dry_run else {}
+
+    def planned() -> Plan:
+        folders = [expand(p) for p in search or []]
+        plan = admit(plan_unmerge(expand(made), named, _named(output or "", made), folders, **given))
         pictures.protect(plan.inputs, [plan.job.output])
-        with paused(display):
-            describe(plan, say)
-        done = carry_out(plan, display)
-    conclude(done, say, plan.base.notes, as_json=as_json)
-    pictures.write(lambda: with_pictures(done, plan))
+        return plan
+
+    with reporting(report) as told:
+        if told is not None:
+            told.protect([expand(made)], [expand(output or made)])
+        done = carried_out(planned, told, how)
+    if done is not None:
+        pictures.write(lambda: with_pictures(*done))
 
 
 def doctor(

@@ -19,6 +19,7 @@ import torch
 
 import lora_merge
 from lora_merge.cli import main as program
+from lora_merge.cli import text as cli_text
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
 from lora_merge.progress import Step
@@ -585,7 +586,7 @@ def test_a_failure_is_reported_in_place_of_an_earlier_success(
         seen.append(place.read_text())  # what would be there if the process were killed
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(program, "carry_out", broken)
+    monkeypatch.setattr(cli_text, "carry_out", broken)
     assert run(model, *arguments)[0] == 5
     assert seen == [""]
     assert json.loads(place.read_text())["error"]["kind"] == "ResourceError"

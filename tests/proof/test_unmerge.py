@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_every_number_is_within_a_rounding_step(files: Path, tmp_path: Path, *, 
     lora_merge.unmerge(files / "merged.safetensors", [(files / "b.safetensors", 0.7)], tmp_path / "half.safetensors")
     alone = lora_merge.merge_state_dict(load(files / "base.safetensors"), [files / "a.safetensors"])
     check(alone, load(files / "merged.safetensors"), load(tmp_path / "half.safetensors"))
+
+
+def test_it_has_the_manners_of_a_merge(files: Path, tmp_path: Path) -> None:
+    """A plan from headers, and a report in a file: of what was done, or of why it was not."""
+    out, told = tmp_path / "out.safetensors", tmp_path / "told.json"
+    asked = ("unmerge", files / "merged.safetensors", "-o", out, "--report", told)
+    code, said = in_process(*asked, "--dry-run")
+    assert (code, out.exists(), json.loads(told.read_text())["dry_run"]) == (0, False, True), said
+    assert in_process(*asked, "--compute-dtype", "fp64")[0] == 0
+    assert json.loads(told.read_text())["output"] == str(out)
+    assert in_process(*asked)[0] == 2
+    assert json.loads(told.read_text())["error"]["what"] == "the output exists"
+    assert (
+        in_process("unmerge", files / "merged.safetensors", "-o", out, "--report", files / "base.safetensors")[0] == 2
+    )
+    assert load(files / "base.safetensors")
 
 
 def test_what_depends_on_the_base_is_refused_and_the_base_is_named(files: Path, tmp_path: Path) -> None:
