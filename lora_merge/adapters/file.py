@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from math import ldexp, nan, prod
+from math import prod
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -27,7 +27,7 @@ from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
 from ..text import plural
 from .suffixes import SHARED, split, split_row_part
-from .values import differing, zero_outside
+from .values import differing, e4m3, zero_outside
 
 BUNDLE: Final = "bundle_emb."
 IGNORED: Final = {
@@ -38,7 +38,6 @@ IGNORED: Final = {
 """Key prefix → why tensors under it are not merged."""
 
 _IGNORED: Final = tuple(IGNORED)
-
 
 WRAPPED: Final = ".linear"
 """Name of the wrapped layer in adapters of LLMs-from-scratch; pkg/llms_from_scratch/appendix_e.py."""
@@ -181,7 +180,7 @@ class FileValues:
             return ()
         raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
         if dtype == "F8_E4M3":
-            return tuple(map(_e4m3, raw))
+            return tuple(map(e4m3, raw))
         if dtype in UPPER_HALF:
             half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
             raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
@@ -207,13 +206,6 @@ class FileValues:
 
 
 @lru_cache(maxsize=256)
-def _e4m3(byte: int) -> float:
-    """Return the number that a byte encodes in F8_E4M3 (no infinities, one NaN); arXiv:2209.05433, table 1."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
-    return -size if byte >> 7 else size
-
-
 def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")

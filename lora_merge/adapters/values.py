@@ -1,9 +1,9 @@
-"""Comparisons of stored tensors, a few rows at a time. No torch."""
+"""Comparisons of stored tensors, a few rows at a time, and numbers of fp8. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import ldexp, nan, prod
 from typing import Final
 
 from ..disk.files import StoredTensor
@@ -76,3 +76,10 @@ def _cast(raw: bytes, dtype: str, other: str) -> bytes:
 def _read(info: StoredTensor, first: int, count: int) -> bytes:
     size = ITEM_BYTES[info.dtype]
     return read_bytes(info, first * size, count * size)
+
+
+def e4m3(byte: int) -> float:
+    """Return the number that a byte encodes in F8_E4M3 (no infinities, one NaN); arXiv:2209.05433, table 1."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
+    return -size if byte >> 7 else size
