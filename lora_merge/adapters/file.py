@@ -205,7 +205,6 @@ class FileValues:
         return (self._reader.read if self._reader else read_bytes)(info, first, count)
 
 
-@lru_cache(maxsize=256)
 def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")

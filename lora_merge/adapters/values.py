@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import ldexp, nan, prod
 from typing import Final
 
@@ -78,6 +79,7 @@ def _read(info: StoredTensor, first: int, count: int) -> bytes:
     return read_bytes(info, first * size, count * size)
 
 
+@lru_cache(maxsize=256)
 def e4m3(byte: int) -> float:
     """Return the number that a byte encodes in F8_E4M3 (no infinities, one NaN); arXiv:2209.05433, table 1."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
