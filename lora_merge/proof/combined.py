@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -71,6 +71,30 @@ class Together:
         inside = (number >= 0) & (rows < stops[number])
         at = slice(None) if inside.all() else np.flatnonzero(inside)
         return at, rows[at] + (first - starts)[number[at]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
+
+    target: OutputTensor
+    key: str = ""  # the tensor's name
+    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
+    growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
+
+    def on(self, key: str) -> Made:
+        """Return the same for another tensor that a formula reads."""
+        return replace(self, key=key)
+
+    def enlarged(self, factors: Array) -> Array:
+        """Take note of the largest factor, and return the factors."""
+        self.growth.append(float(np.max(np.abs(factors[np.isfinite(factors)]), initial=1.0)))
+        return factors
+
+    @property
+    def uses(self) -> Sequence[PatchPart]:
+        """All changes of the tensor where adapters act in turn; () where differences are added."""
+        return self.target.others.get(self.key, ())
 
 
 def together(uses: Sequence[PatchPart]) -> Sequence[Together]:

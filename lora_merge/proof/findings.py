@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -43,6 +43,7 @@ class Exact:
     value: Array
     terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
     loss: float = 1.0  # Reference.loss of the worst formula
+    growth: float = 1.0  # by how much an underflow is enlarged
     changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
     slack: Array | float = 0.0  # by how much an entry may differ, as its choice hangs on rounding
 
@@ -50,7 +51,7 @@ class Exact:
         """Return the rows in the basis in which the weight is stored."""
         changes = {number: turn(change) for number, change in self.changes.items()}
         slack = np.sum(np.broadcast_to(self.slack, self.value.shape), axis=1, keepdims=True)
-        return Exact(turn(self.base), turn(self.value), self.terms, self.loss, changes, slack)
+        return replace(self, base=turn(self.base), value=turn(self.value), changes=changes, slack=slack)
 
     @property
     def largest(self) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from typing import Any, Final
@@ -20,7 +20,7 @@ from ..matching.relatives import kin
 from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combined import Together, costs_all, of_weight, stored_rows, together
+from .combined import Made, Together, costs_all, of_weight, stored_rows, together
 from .findings import Exact, Findings, measure
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .rebuilt import rebuilt_slots
@@ -36,24 +36,6 @@ UNASKED: Final = (
     "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
     "with --on-overflow saturate"
 )
-
-
-@dataclass(frozen=True)
-class Made:
-    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
-
-    target: OutputTensor
-    key: str = ""  # the tensor's name
-    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
-
-    def on(self, key: str) -> Made:
-        """Return the same for another tensor that a formula reads."""
-        return replace(self, key=key)
-
-    @property
-    def uses(self) -> Sequence[PatchPart]:
-        """All changes of the tensor where adapters act in turn; () where differences are added."""
-        return self.target.others.get(self.key, ())
 
 
 class Recomputation:
@@ -118,7 +100,8 @@ class Recomputation:
         one = measure(found, exact, grid.rounded, 1.0)
         if not np.isfinite(found).all() or grid.beyond(exact.value).any():
             return  # such numbers are not recorded
-        slack = exact.loss * (self.rounding * float(np.linalg.norm(exact.terms)) + self.underflow * sqrt(found.size))
+        under = self.underflow * exact.growth * sqrt(found.size)
+        slack = exact.loss * (self.rounding * float(np.linalg.norm(exact.terms)) + under)
         pairs = ((seen.weight, one.weight), (seen.change, one.all.change))
         same = all(abs(sqrt(max(a, 0.0)) - sqrt(b)) <= 1e-3 * sqrt(b) + slack for a, b in pairs)
         dtypes = target.dtype, target.weight.stored.dtype
@@ -156,6 +139,7 @@ class Recomputation:
             exact.changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
             loss = REFERENCE[part.patch.algorithm].loss
             exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
+        exact.growth = max(made.growth)
         return exact
 
     def _combined(self, target: OutputTensor, rows: Array, exact: Exact) -> Exact:
@@ -184,7 +168,7 @@ class Recomputation:
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         parts = len(self._parts(target.uses))
         rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, parts / 16)
-        lost = exact.loss * (rounding * largest + self.underflow) + exact.slack
+        lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
         bad = ~(error <= 1.0000002 * self.steps * units + lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
@@ -263,10 +247,10 @@ class Recomputation:
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
-            return np.asarray(v * (magnitude[rows] / _divisor(norm)) - g.w)
+            return np.asarray(v * made.enlarged(magnitude[rows] / _divisor(norm)) - g.w)
         blocks = v.reshape(len(v), shape[1], -1)
         norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
-        turned = blocks * (magnitude.reshape(norm.shape) / _divisor(norm))
+        turned = blocks * made.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
     def _given(self, patch: Patch, rows: Array, made: Made) -> FormulaInput:

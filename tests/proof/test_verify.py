@@ -477,3 +477,20 @@ def test_numbers_that_the_compute_dtype_loses_are_no_fault(size: float, computed
         spoiled = load(out)
         save({"a.weight": spoiled["a.weight"] + 1e-3}, out, metadata(out))
         prove(out, search=[tmp_path])
+
+
+@pytest.mark.parametrize("axis", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_dora_enlarges_what_underflows_before_it(tmp_path: Path, axis: tuple[int, int], dtype: Any) -> None:
+    """The norm of a weight of zeros counts as 2⁻²³, so that magnitudes multiply by millions what was too small."""
+    tiny = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # 2⁻¹⁴⁹
+    factors = {"a.lora_down.weight": tiny.expand(2, 4).clone(), "a.lora_up.weight": torch.full((4, 2), 0.5)}
+    base = save({"a.weight": torch.zeros(4, 4)}, tmp_path / "b.safetensors")
+    adapter = save(factors | {"a.dora_scale": torch.full(axis, 0.5)}, tmp_path / "l.safetensors")
+    done = lora_merge.merge(base, adapter, tmp_path / "o.safetensors", compute_dtype=dtype)
+    assert done.verified is not None
+    broken = load(tmp_path / "o.safetensors")
+    broken["a.weight"][1, 1] = 1e-30
+    save_file(broken, tmp_path / "o.safetensors", metadata(tmp_path / "o.safetensors"))
+    with pytest.raises(VerificationFailed, match=r"a\.weight"):
+        prove(tmp_path / "o.safetensors", base=base, adapters=[adapter])
