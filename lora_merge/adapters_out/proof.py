@@ -25,8 +25,8 @@ from ..methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combined import costs_all, together
-from ..proof.recompute import Made, Recomputation
+from ..proof.combined import Made, costs_all, together
+from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.one_core import one_core
