@@ -239,7 +239,7 @@ def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: 
 AT = """
     import atexit, os, sys
     from pathlib import Path
-    import lora_merge.cli.main, lora_merge.disk.publish, lora_merge.engine.merge
+    import lora_merge.cli.main, lora_merge.cli.text, lora_merge.disk.publish, lora_merge.engine.merge
     from lora_merge.__main__ import start
 
     def then(place, name):
@@ -264,7 +264,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "moment",
-    ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
+    ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.text, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
