@@ -224,7 +224,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
 def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
     """Return the name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
     piece = weight.row_slices[0]
-    whole_tensor = piece.rows == weight.shape[0] and piece.size == prod(base[piece.key].shape)
+    whole_tensor = weight.shape[:1] == (piece.rows,) and piece.size == prod(base[piece.key].shape)
     named = len(weight.row_slices) == 1 and piece.key.endswith(".weight")
     return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 

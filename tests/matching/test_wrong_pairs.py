@@ -239,3 +239,13 @@ def test_embeddings_without_rows_are_a_base_like_any_other(tmp_path: Path, name:
     save({"m.lora_up.weight": torch.ones(4, 1), "m.lora_down.weight": torch.ones(1, 4)}, tmp_path / "a")
     lora_merge.merge(tmp_path / "base", [tmp_path / "a"], tmp_path / "out", device="cpu")
     assert load(tmp_path / "out")["m.weight"].eq(1).all()
+
+
+@pytest.mark.parametrize("more", [(), ("lora_A.weight", "lora_B.weight")])
+def test_a_single_number_has_no_bias(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """A change of a bias beside a weight without axes is refused as every other that does not fit."""
+    base = save({"a.weight": torch.tensor(1.0)}, tmp_path / "base.safetensors")
+    adapter = save({f"a.{n}": torch.ones(4, 4) for n in (*more, "diff_b")}, tmp_path / "lora.safetensors")
+    with pytest.raises(lora_merge.MergeError) as told:
+        lora_merge.merge(base, adapter, tmp_path / "out.safetensors")
+    assert told.value.exit_code == 4
