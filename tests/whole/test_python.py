@@ -7,6 +7,8 @@ import doctest
 import inspect as signatures
 import json
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,14 @@ from lora_merge.options import OPTIONS
 from ..support import kohya, load, save, sd1
 
 FUNCTIONS = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.isfunction(getattr(lora_merge, n))]
+
+
+def test_names_are_looked_up_without_torch() -> None:
+    """A merge writes what needs no torch while torch is imported; what works on tensors in memory needs it at once."""
+    own = [n for n in lora_merge.__all__ if not lora_merge._HOMES[n].startswith("memory.")]
+    code = f"import sys, lora_merge; [getattr(lora_merge, n) for n in {own}]; sys.exit('torch' in sys.modules)"
+    assert len(own) > 15
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 RANK_1 = {"0.lora_A.weight": torch.ones(1, 4), "0.lora_B.weight": torch.ones(4, 1)}
