@@ -190,7 +190,7 @@ class Measures:
 
     @property
     def below(self) -> dict[str, Measure]:
-        """Those that surely lose more of their change than `RETAINED` allows."""
+        """The tensors that surely lose more of their change than `RETAINED` allows."""
         return {name: one for name, one in self.tensors.items() if one.loses}
 
     def to_dict(self, adapters: int, groups: Groups, cut: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 class Asked(NamedTuple):
-    """What the caller asks for beside the jobs file."""
+    """The options that a caller gives beside the jobs file."""
 
     overwrite: bool
     card: bool | None

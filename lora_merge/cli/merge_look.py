@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """What a user asked for beside the work. A plain class: `--help` makes it too, and others take a thousand calls."""
+    """How a command reports, by its options. A plain class: `--help` makes it too, and others take a thousand calls."""
 
     def __init__(self, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, overwrite: bool) -> None:
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet

@@ -38,6 +38,9 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
     r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
     r"(?P<path>.+?):",
 )
+_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
+"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
+
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
 _BEFORE_PARTS: Final = re.compile("[,:](?=[^,:=/]+=)")
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
@@ -106,10 +109,6 @@ def check_tag(text: str) -> None:
     strengths = f"1,unet={tag['unet']},te={tag['te']}" if tag["unet"] else tag["te"] or "1"
     weights = f",{tag['lbw']}" if tag["lbw"] else ""
     raise UsageError("a strength is not written like this", text[:200], f"write {path}:{strengths}{weights}")
-
-
-_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
-"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
 
 def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:

@@ -186,7 +186,7 @@ class Plan(Shown):
 
     @property
     def codes(self) -> Mapping[str, Any]:
-        """What of the output is quantised: `formats` (format → weights), how many of these weights the merge encodes,
+        """Counts of the quantised weights: `formats` (format → weights), how many of these weights the merge encodes,
         the others being copied, and how many other matrices are plain numbers. Empty where nothing is quantised."""
         targets = [t for f in self.files for t in f.targets]
         coded = [t for t in targets if t.packed is not None and t.packed.encoding.quantised]

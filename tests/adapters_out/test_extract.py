@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -259,29 +258,6 @@ def test_a_size_is_shared_by_all_layers_and_a_rule_for_a_part_wins(models: Path,
     report = lora_merge.extract(base, tuned, tmp_path / "b.safetensors", rank=1, rank_for={"re:mlp": 3})
     ranks = {name: layer["rank"] for name, layer in report.layers.items() if layer["rank"]}
     assert {n for n, r in ranks.items() if r == 3} == {n for n in ranks if "mlp" in n}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_peft_gives_the_outputs_of_the_tuned_language_model(tmp_path: Path, tied: bool) -> None:  # noqa: FBT001
-    """Embeddings have factors of their own name; a head that shares their weight gets them too."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "vocab_size": 20}  # fmt: skip
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for number, p in enumerate(model.parameters()):
-            p += rand(*p.shape, seed=number)
-    model.save_pretrained(tmp_path / "tuned")
-    report = lora_merge.extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank="exact")
-    assert report.format == "peft"
-    tokens = torch.arange(8)[None]
-    expected = model(tokens).logits
-    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied weights, which is what this is about
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
-    assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_planted_kronecker_product_is_found_and_the_nearest_one_has_the_least_error(tmp_path: Path) -> None:

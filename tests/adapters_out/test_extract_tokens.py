@@ -23,6 +23,29 @@ def llama(vocabulary: int = 20, *, tied: bool = False) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
 
 
+def train(model: Any) -> None:
+    """Change every parameter of a model."""
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p += rand(*p.shape, seed=number)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT, about tied weights
+@pytest.mark.parametrize("tied", [False, True])
+def test_peft_gives_the_outputs_of_the_tuned_language_model(tmp_path: Path, tied: bool) -> None:  # noqa: FBT001
+    """Embeddings have factors of their own name; a head that shares their weight gets them too."""
+    peft, model = pytest.importorskip("peft"), llama(tied=tied)
+    model.save_pretrained(tmp_path / "base")
+    train(model)
+    model.save_pretrained(tmp_path / "tuned")
+    report = lora_merge.extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank="exact")
+    assert report.format == "peft"
+    tokens = torch.arange(8)[None]
+    expected = model(tokens).logits
+    loaded = peft.PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "base"), tmp_path / "out")
+    assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore")  # of PEFT, about tied weights
 @pytest.mark.parametrize(("tied", "tied_then", "vocabulary"), [(False, False, 23), (True, True, 23), (True, False, 20),
                                                                (False, True, 17)])  # fmt: skip
@@ -33,9 +56,7 @@ def test_peft_loads_other_tokens_and_heads_that_one_model_shares_with_its_embedd
     peft = pytest.importorskip("peft")
     model, tuned = llama(tied=tied), llama(vocabulary, tied=tied_then)
     model.save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for number, p in enumerate(tuned.parameters()):
-            p += rand(*p.shape, seed=number)
+    train(tuned)
     tuned.save_pretrained(tmp_path / "tuned")
     report = lora_merge.extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank="exact")
     assert report.verified is not None

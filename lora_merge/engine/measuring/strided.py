@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class StridedLooks:
-    """What the lanes of devices have seen, until it is added up."""
+    """Numbers that the lanes of devices have looked at and that are not added up yet."""
 
     most: int  # numbers that wait on a lane for their sums, if no part has more
     _found: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan

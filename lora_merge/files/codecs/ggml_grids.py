@@ -21,7 +21,7 @@ SHIFT: Final = 0.125  # of a level, by which IQ1 moves its points up or down
 
 
 class Block(NamedTuple):
-    """What the bytes of some blocks say."""
+    """Some blocks as their bytes give them: points of a grid, scales and signs."""
 
     point: Tensor  # [blocks, points]
     scale: Tensor  # [blocks, sub-blocks], fp32
