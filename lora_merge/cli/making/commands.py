@@ -142,7 +142,7 @@ def extract(
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="32, energy:0.99, noise … Default: 32.")] = None,
     **options: Any,
 ) -> None:
-    """Write as an adapter by what two checkpoints differ."""
+    """Write the difference of two checkpoints as an adapter."""
     output, _, printed = _taken(options)
 
     def task() -> Task:
