@@ -106,10 +106,15 @@ def check_depth(text: str, name: str) -> None:
     The depth is counted from events: PyYAML composes nodes recursively in C, and deep nesting crashes the process.
     """
     depth = 0
-    for event in yaml.parse(text, LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEPTH:
-            raise _bomb(f"{name}:{_line(event)}")
+    try:
+        for event in yaml.parse(text, LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEPTH:
+                raise _bomb(f"{name}:{_line(event)}")
+    except yaml.MarkedYAMLError as e:
+        if "nesting" in str(e.problem) and e.problem_mark is not None:  # libyaml's own limit: it scans ahead of the events
+            raise _bomb(f"{name}:{e.problem_mark.line + 1}") from e
+        raise
 
 
 def read_text(path: Path, limit: int) -> str:
