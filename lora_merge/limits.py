@@ -215,7 +215,7 @@ class _Walk:
 
     def _where(self, op: str, value: Any, flags: int) -> int:
         """Return the positions whose character a leaf of the pattern matches."""
-        key = (op, id(value) if isinstance(value, list) else value, flags)
+        key = (op, str(value) if op != "IN" or len(value) <= 8 else id(value), flags)  # [ab] in many loops is one
         if key not in self.places:
             self.places[key] = self._of(lambda char: self._is(key, char, op, value))
         return self.places[key]

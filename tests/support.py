@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -192,6 +193,13 @@ def ulp(t: Tensor) -> Tensor:
     mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[t.dtype]
     exponent = torch.floor(torch.log2(t.double().abs().clamp(min=1e-30)))
     return torch.exp2(exponent.clamp(min=-24) - mantissa)
+
+
+def slowness() -> float:
+    """How many times as long as the machine on which bounds were set this one takes just now for the same Python."""
+    started = time.process_time()
+    sorted({str(i): i % 7 for i in range(200_000)}.items(), key=lambda item: (item[1], item[0]))
+    return max(1.0, (time.process_time() - started) / 0.17)
 
 
 def steps(act: Callable[[], object]) -> int:

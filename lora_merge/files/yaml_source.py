@@ -112,7 +112,7 @@ def check_depth(text: str, name: str) -> None:
             if depth > DEPTH:
                 raise _bomb(f"{name}:{_line(event)}")
     except yaml.MarkedYAMLError as e:
-        if "nesting" in str(e.problem) and e.problem_mark is not None:  # libyaml's own limit: it scans ahead of the events
+        if "nesting" in str(e.problem) and e.problem_mark is not None:  # libyaml has a limit too, and scans ahead
             raise _bomb(f"{name}:{e.problem_mark.line + 1}") from e
         raise
 

@@ -18,6 +18,7 @@ from lora_merge.disk.reader import read_bytes
 from lora_merge.files.checkpoint import open_checkpoint
 
 from .. import hostile_inputs
+from ..support import slowness
 
 ROOT = Path(__file__).parents[2]
 SECONDS, MEGABYTES = 5, 500
@@ -26,10 +27,10 @@ FEW_SECONDS = 1.5  # for inputs of 60 000 bytes: what grows with the square of t
 
 def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
     """The command line answers each with an exit code and one error; what it used for each is what it says."""
-    told = io.StringIO()
+    told, slow = io.StringIO(), slowness()
     with contextlib.redirect_stdout(told):
         hostile_inputs.run(tmp_path, hostile_inputs.inputs())
-    lines = checked(told.getvalue(), FEW_SECONDS)
+    lines = checked(told.getvalue(), FEW_SECONDS * max(slow, slowness()))
     assert len(lines) > 200
     for name, _, code, _, _ in lines:
         assert code in (2, 3, 4, 5) or (code == 0 and not name.startswith(("pickle", "jobs"))), (name, code)
