@@ -27,7 +27,7 @@ from lora_merge.models.names import Names
 from lora_merge.models.strengths import Strengths
 from lora_merge.module_patterns import Ends
 
-from ..support import in_process
+from ..support import in_process, slowness
 
 atoms = st.sampled_from(
     [*("a", "b", "ab", ".", "_", r"\.", r"\d", r"\w", r"\s", r"\W", r"\D", r"\S", "[ab]", "[^a]", "[a-c0-9]", r"[^\w.]"),
@@ -199,7 +199,7 @@ def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind:
     with contextlib.suppress(InputError):
         for i in range(750):
             told.fields.pattern("rank_pattern", f"model.layers.{i}.self_attn.q_proj", 8)
-    assert time.process_time() - started < 4  # 3 of "hundreds", 0.3 of most
+    assert time.process_time() - started < 4 * slowness()  # 3 of "loop", 0.3 of most
 
 
 def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
