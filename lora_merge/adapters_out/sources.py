@@ -301,5 +301,5 @@ def _joined_target(
 def check_complete(file: AdapterFile) -> None:
     """Raise InputError if a module lacks a tensor that the others have."""
     lacking = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
-    for where, slot in lacking.items():
-        raise incomplete(f"{where} has no {slot}", file.path)
+    for where, gap in lacking.items():
+        raise incomplete(f"{where} has no {gap.key}", file.path)

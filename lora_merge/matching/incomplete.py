@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ..adapters.file import Module
 from ..adapters.peft.rules import PeftRules
-from ..adapters.suffixes import SHARED
+from ..adapters.suffixes import SHARED, SUFFIXES
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
 
@@ -30,11 +32,20 @@ UNGATHERED: Final = (
 )
 """The advice for tensors of shape [0]."""
 
+LONGEST_END: Final = 40  # characters of the end of a key that are compared with the known ones
 MOST: Final = 2  # so many other modules must have the tensor that one module lacks
 
 
-def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
-    """Return the incomplete modules, each with the slot that it lacks."""
+class Gap(NamedTuple):
+    """A tensor that a module lacks."""
+
+    slot: str
+    key: str
+    """The end of its name, as the other modules of the file have it: lora_up.weight."""
+
+
+def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
+    """Return the incomplete modules, each with the tensor that it lacks."""
     weights = [(m, _has(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((has, m.algorithms) for m, has in weights)
@@ -49,7 +60,17 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
         missing = missing or (_alone(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
         if missing:
             found[m.where] = min(missing)
-    return found
+    ends = {slot: _end_of_key(slot, modules) for slot in {*found.values()}}
+    return {where: Gap(slot, ends[slot]) for where, slot in found.items()}
+
+
+def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
+    """Return what follows a module's name in the keys of this slot; the slot's own name where no key tells."""
+    for m in modules:
+        info = m.slots.get(slot) or m.shared.get(slot)
+        if info is not None and info.name.startswith(f"{m.name}."):
+            return info.name.removeprefix(f"{m.name}.")
+    return slot
 
 
 def _has(m: Module) -> frozenset[str]:
@@ -82,8 +103,17 @@ def lacks(module: Module) -> str:
     """Return the sentence on the slots that the module lacks for the closest row of ALGORITHMS."""
     known = [ALGORITHMS[a] for a in module.algorithms]
     missing = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
-    have = ", ".join(sorted(module.slots)) or "alpha"
+    ends = {slot: _end_of_key(slot, [module]) for slot in sorted(module.slots)}
+    have = ", ".join(ends.values()) or "alpha"
     fewest = next((slots for slots in missing if slots), None)
     if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    return f"{module.where} has {have} but no {', '.join(fewest)}"
+    beside = next(iter(ends.values()), "")
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside[-LONGEST_END:]) for slot in fewest)}"
+
+
+@lru_cache(256)
+def _in_spelling(slot: str, beside: str) -> str:
+    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight."""
+    ends = [row.ending.lstrip(".") for row in SUFFIXES if row.slot == slot]
+    return max(ends, key=lambda end: SequenceMatcher(None, end, beside).ratio(), default=slot)

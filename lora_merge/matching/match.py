@@ -32,7 +32,7 @@ from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
 from .diagnosis import IDLE, STRANGE, doubtful, refuse
-from .incomplete import gaps, incomplete
+from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
@@ -87,7 +87,7 @@ def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatc
 class MatchBuilder:
     """Collects the changes that one adapter makes to the base, module by module."""
 
-    def __init__(self, context: AdapterContext, ref: Strengths, places: Places, lacking: Mapping[str, str]) -> None:
+    def __init__(self, context: AdapterContext, ref: Strengths, places: Places, lacking: Mapping[str, Gap]) -> None:
         self.context, self.ref, self.places = context, ref, places
         self.names, self.stored, self.pair = places.names, places.stored, places.pair
         self.path, self.values, self.base = context.adapter.path, context.values, places.base
@@ -164,9 +164,9 @@ class MatchBuilder:
             self._leave_unused(module, COPY)
             self._count(module.where, {self.names.component(view.row_slices[0].key)})
             return
-        slot = self.lacking.get(module.where)
-        if slot and not (slot == "alpha" and ALPHA in self.context.given):
-            self.failures.append(incomplete(f"{module.where} has no {slot}", self.path))
+        gap = self.lacking.get(module.where)
+        if gap and not (gap.slot == "alpha" and ALPHA in self.context.given):
+            self.failures.append(incomplete(f"{module.where} has no {gap.key}", self.path))
             return
         larger = self._grow(module, view)
         self._untie(module.name, view)

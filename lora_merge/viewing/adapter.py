@@ -138,7 +138,7 @@ def _incomplete(file: AdapterFile) -> Iterator[str]:
         found = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
     except MergeError:  # a merge will say what is wrong with the configuration
         return
-    yield from (f"{name} has no {slot}" for name, slot in found.items())
+    yield from (f"{name} has no {gap.key}" for name, gap in found.items())
 
 
 def _patterns(

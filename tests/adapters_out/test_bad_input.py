@@ -34,7 +34,7 @@ def changed(**values: torch.Tensor | None) -> Tensors:
 WRONG: dict[str, tuple[Tensors, int, str]] = {
     "NaN": (changed(down=torch.full((3, 8), float("nan"))), 3, DOWN),
     "infinity": (changed(up=torch.full((8, 3), float("inf"))), 3, UP),
-    "no up": (changed(up=None), 3, "img_attn_proj has no up"),
+    "no up": (changed(up=None), 3, "img_attn_proj has no lora_up.weight"),
     "ranks that differ": (changed(down=rand(2, 8)), 4, "img_attn_proj"),
     "alpha is NaN": (changed(alpha=torch.tensor(float("nan"))), 3, ALPHA),
     "products too large for fp64": (changed(down=torch.full((3, 8), 1e200, dtype=torch.float64), up=torch.full((8, 3), 1e200, dtype=torch.float64)), 3, "img_attn"),

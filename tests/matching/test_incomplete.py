@@ -1,0 +1,32 @@
+"""The error for a missing tensor names it in the spelling of the file, alone and among other modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lora_merge
+
+from ..support import rand, save
+
+PAIRS = {  # the ends of one module's keys, with their shapes
+    "kohya": {"lora_up.weight": (8, 2), "lora_down.weight": (2, 6)},
+    "PEFT": {"lora_B.weight": (8, 2), "lora_A.weight": (2, 6)},
+    "old diffusers": {"lora.up.weight": (8, 2), "lora.down.weight": (2, 6)},
+    "LoHa": {"hada_w1_a": (8, 2), "hada_w1_b": (2, 6), "hada_w2_a": (8, 2), "hada_w2_b": (2, 6)},
+}
+
+
+@pytest.mark.parametrize("others", [0, 3])
+@pytest.mark.parametrize(("dialect", "gone"), [(name, end) for name, ends in PAIRS.items() for end in ends])
+def test_a_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, others: int, tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(1 + others)]
+    base = save({f"{name}.weight": rand(8, 6) for name in names}, tmp_path / "base.safetensors")
+    tensors = {f"{name}.{end}": rand(*shape) for name in names for end, shape in PAIRS[dialect].items()}
+    del tensors[f"{names[0]}.{gone}"]
+    adapter = save(tensors, tmp_path / "adapter.safetensors")
+    with pytest.raises(lora_merge.MergeError, match=f"{re.escape(names[0])} has .*no {re.escape(gone)}") as caught:
+        lora_merge.merge(base, [adapter], tmp_path / "merged.safetensors")
+    assert caught.value.exit_code == 3
