@@ -74,6 +74,28 @@ def test_peft_loads_other_tokens_and_heads_that_one_model_shares_with_its_embedd
     assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")  # of PEFT, about tied weights
+@pytest.mark.parametrize("changed", ["new tokens", "a norm"])
+def test_peft_loads_a_folder_in_which_no_layer_has_factors(tmp_path: Path, changed: str) -> None:
+    peft, model = pytest.importorskip("peft"), llama(tied=False)
+    model.save_pretrained(tmp_path / "base")
+    tuned = type(model).from_pretrained(tmp_path / "base")
+    if changed == "new tokens":
+        tuned.resize_token_embeddings(23, mean_resizing=False)
+    else:
+        with torch.no_grad():
+            tuned.model.norm.weight += rand(*tuned.model.norm.weight.shape)
+    tuned.save_pretrained(tmp_path / "tuned")
+    lora_merge.extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank=4, format="peft")
+    lora_merge.merge(tmp_path / "base", [tmp_path / "out"], tmp_path / "merged")
+    tokens = torch.arange(tuned.config.vocab_size)[None]
+    expected = tuned(tokens).logits
+    assert torch.equal(type(model).from_pretrained(tmp_path / "merged")(tokens).logits, expected)
+    model.resize_token_embeddings(tuned.config.vocab_size)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "out")
+    assert torch.equal(loaded(tokens).logits, expected)
+
+
 def test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_path: Path) -> None:
     base = {
         "net.layers.0.mlp.up_proj.weight": rand(6, 4),

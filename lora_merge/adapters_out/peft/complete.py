@@ -40,8 +40,6 @@ def completed(
         return list(made)
     own = {(p.module, p.parameter): p for p in there}
     factored = {m.place.module for m in made if m.layer.rank}
-    if to.folder and not factored:
-        raise FitError("PEFT loads no folder without factors of a layer", made[0].place.label, KOHYA)
     biased = {m.place.module for m in made if bias in m.tensors}
     if lost := next((m for m in sorted(biased - factored)), None):
         raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", lost, KOHYA)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from ..conversion.kept import Kept
 
 
+NO_LAYER: Final = "dummy-target-modules"
+"""What PEFT 0.11 and later write for an adapter of whole modules alone: it refuses an empty list.
+
+Source: DUMMY_TARGET_MODULES in peft/utils/constants.py.
+"""
+
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
 
@@ -56,7 +62,7 @@ def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
         "peft_type": "LORA", "task_type": before.get("task_type"), "inference_mode": True,
         "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
         "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-        "target_modules": sorted(ranks), "modules_to_save": sorted(whole - ranks.keys()) or None,
+        "target_modules": sorted(ranks) or NO_LAYER, "modules_to_save": sorted(whole - ranks.keys()) or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
         "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
