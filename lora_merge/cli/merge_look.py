@@ -146,8 +146,9 @@ def conclude(
 
 def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the rows about a proof, in plain words."""
-    yield "proven", text(f"{mark('done')} {recomputed(proof)}:", "green")
-    yield "", deviation(proof)
+    yield "proven", text(f"{mark('done')} {recomputed(proof)}{':' if proof['changed'] else ''}", "green")
+    if proof["changed"]:
+        yield "", deviation(proof)
     if proof["untouched"]["of"]:
         yield "", f"{mark('done')} {unchanged(proof['untouched'])}"
     for found in proof["retained"]:

@@ -172,7 +172,7 @@ def dry(plan: Plan) -> dict[str, Any]:
 
 def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
     """Say what was proven, in two or three lines; warnings go to stderr."""
-    say(f"verified {recomputed(proof)}: {deviation(proof)}")
+    say(f"verified {recomputed(proof)}" + (f": {deviation(proof)}" if proof["changed"] else ""))
     if proof["untouched"]["of"]:
         say(f"         {unchanged(proof['untouched'])}")
     if proof["saturated"]:
@@ -191,6 +191,8 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
 
 def recomputed(proof: Mapping[str, Any]) -> str:
     """Return how much of a merge was computed again."""
+    if not proof["changed"]:
+        return "all tensors were copied, from the base or an adapter; none had to be computed again"
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}"
 

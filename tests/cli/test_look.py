@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support import kohya, save, sd1
+from ..support import cli, kohya, rand, save, sd1
 from .terminal import played_here
 
 MERGE = ["base.safetensors", "style.safetensors:0.8,te=0", "-o", "o.safetensors", "--overwrite"]
@@ -62,6 +62,22 @@ def test_what_a_proof_found_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert played_here([*MERGE, "-q"], monkeypatch).code == 0
     found = played_here(["verify", "o.safetensors"], monkeypatch)
     assert any("✓ verified" in row for row in found.screen)
+
+
+def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An embedding table with more tokens replaces that of the base."""
+    save({"model.embed_tokens.weight": rand(6, 4), "lm_head.weight": rand(6, 4)}, tmp_path / "b.safetensors")
+    (tmp_path / "a").mkdir()
+    save({"base_model.model.lm_head.weight": rand(9, 4)}, tmp_path / "a/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "modules_to_save": ["lm_head"]}
+    (tmp_path / "a/adapter_config.json").write_text(json.dumps(config))
+    words = ["b.safetensors", "a", "-o", "o.safetensors", "--overwrite"]
+    told = cli(*words, cwd=tmp_path).stdout
+    assert "verified all tensors were copied" in told
+    found = played_here(words, monkeypatch, columns=160)
+    assert any("proven" in row and "all tensors were copied" in row for row in found.screen)
+    for shown in (told, found.text):
+        assert "0 of 0" not in shown and "ulp" not in shown
 
 
 def test_an_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
