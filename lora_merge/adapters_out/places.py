@@ -37,6 +37,11 @@ class Place(NamedTuple):
         return self.prefix + self.name
 
     @property
+    def vector(self) -> bool:
+        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
+        return len(self.view.shape) < 2 or self.parameter == "bias"
+
+    @property
     def kernel(self) -> bool:
         """Whether it is a convolution whose kernel has more than one number."""
         return any(n > 1 for n in self.view.shape[2:])

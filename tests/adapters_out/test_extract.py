@@ -415,3 +415,25 @@ def test_many_tiny_weights_are_decomposed_at_once_and_each_has_its_own_factors(
     assert {k: v.shape for k, v in together.items()} == {k: v.shape for k, v in alone.items()}
     for key, value in together.items():
         assert torch.allclose(value.double(), alone[key].double(), rtol=0.01, atol=1e-6), key
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 1, 1), (100, 90)])
+@pytest.mark.parametrize(
+    "options", [{"rank": "exact"}, {"algorithm": "lokr"}, {"algorithm": "full"}, {"rank": "size:1MiB"}]
+)
+def test_a_bias_of_several_axes_is_one_whole_difference(
+    tmp_path: Path, shape: tuple[int, ...], options: dict[str, str]
+) -> None:
+    """Its factors would have the names of those of its layer's weight."""
+    base = {"b.weight": rand(*shape), "b.bias": rand(*shape, seed=1)}
+    tuned = {"b.weight": base["b.weight"], "b.bias": rand(*shape, seed=2)}
+    both = {"b.weight": rand(*shape, seed=3), "b.bias": tuned["b.bias"]}
+    for name, tensors in (("base", base), ("tuned", tuned), ("both", both)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    for name in ("tuned", "both"):
+        adapter, merged = tmp_path / f"adapter-{name}.safetensors", tmp_path / f"merged-{name}.safetensors"
+        files = [tmp_path / f"{n}.safetensors" for n in ("base", name)]
+        lora_merge.extract(*files, adapter, format="kohya", **options)  # type: ignore[arg-type]
+        assert torch.equal(load_file(adapter)["lora_unet_b.diff_b"], tuned["b.bias"] - base["b.bias"])
+        lora_merge.merge(files[0], [adapter], merged)
+        assert torch.allclose(load_file(merged)["b.bias"], tuned["b.bias"], rtol=0, atol=1e-6)

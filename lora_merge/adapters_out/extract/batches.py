@@ -31,7 +31,7 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
         shape = pair.place.view.shape
         numbers = prod(shape)
         count = min(TOGETHER if tiny(pair) else room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
-        if len(shape) < 2 or count < 2 or pair.fresh:
+        if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
         batch = open_ones.setdefault(shape, [])
@@ -44,7 +44,7 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
 def tiny(pair: Pair) -> bool:
     """Return whether a parameter is a matrix so small that many are decomposed at once on a processor."""
     shape = pair.place.view.shape
-    return len(shape) > 1 and 0 < prod(shape) <= FEW and not pair.fresh
+    return not pair.place.vector and 0 < prod(shape) <= FEW and not pair.fresh
 
 
 def nbytes(batch: Batch) -> int:

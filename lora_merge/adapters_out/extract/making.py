@@ -230,7 +230,7 @@ class Extractor:
         where, shape = found.pair.place, found.pair.place.view.shape
         if found.pair.fresh:
             return value_made(where, found.value.reshape(shape), found.change, self.storage.dtype)
-        if len(shape) < 2:
+        if where.vector:
             return self._vector(found)
         if self.storage.algorithm == LOKR.name:
             return self._product(found)

@@ -263,7 +263,7 @@ def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, l
 def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in found.pairs.pairs:
-        matrix = len(pair.place.view.shape) > 1 and not pair.fresh
+        matrix = not (pair.place.vector or pair.fresh)
         changed = difference(pair, *sides, found.task.job.compute_dtype) if matrix else None
         if changed is not None:
             yield pair.name, Wanted(None, None, changed.change, 0)
@@ -280,7 +280,7 @@ def plan(task: Extraction) -> AdapterReport:
     for pair in found.pairs.pairs:
         out, cols = pair.place.view.matrix
         rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-        whole = len(pair.place.view.shape) < 2 or algorithm == WHOLE or pair.fresh
+        whole = pair.place.vector or algorithm == WHOLE or pair.fresh
         rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
         layers[pair.name] = {
             "algorithm": WHOLE if whole else way,
