@@ -437,3 +437,10 @@ def test_a_bias_of_several_axes_is_one_whole_difference(
         assert torch.equal(load_file(adapter)["lora_unet_b.diff_b"], tuned["b.bias"] - base["b.bias"])
         lora_merge.merge(files[0], [adapter], merged)
         assert torch.allclose(load_file(merged)["b.bias"], tuned["b.bias"], rtol=0, atol=1e-6)
+
+
+def test_noise_of_whole_numbers_is_not_known(tmp_path: Path) -> None:
+    save_file({"b.weight": rand(4, 4)}, tmp_path / "base.safetensors")
+    save_file({"b.weight": torch.arange(16).reshape(4, 4)}, tmp_path / "tuned.safetensors")
+    with pytest.raises(InputError, match="rounding errors of quantised weights and of whole numbers"):
+        lora_merge.extract(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned")), tmp_path / "o", rank="noise")

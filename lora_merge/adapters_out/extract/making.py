@@ -16,7 +16,7 @@ from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES
 from ...engine.placement import finite, odd, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
-from ...errors import FitError, InputError, UsageError
+from ...errors import FitError, InputError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
 from ..conversion.made import Made, value_made, vector_ending, whole_made
@@ -311,8 +311,8 @@ class Extractor:
             return rule
         noise = found.noise
         if noise is None:
-            raise UsageError("rounding errors of quantised weights are not known", f"--rank noise: {found.pair.name}",
-                             "give a number or energy:x")  # fmt: skip
+            raise InputError("the rounding errors of quantised weights and of whole numbers are not known",
+                             f"--rank noise: {found.pair.name}", "use --rank 32 or --rank energy:0.99")  # fmt: skip
         out, cols = view.matrix
         return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
