@@ -444,3 +444,13 @@ def test_noise_of_whole_numbers_is_not_known(tmp_path: Path) -> None:
     save_file({"b.weight": torch.arange(16).reshape(4, 4)}, tmp_path / "tuned.safetensors")
     with pytest.raises(InputError, match="rounding errors of quantised weights and of whole numbers"):
         lora_merge.extract(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned")), tmp_path / "o", rank="noise")
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_changes_whose_squares_fp64_cannot_hold_are_refused(tmp_path: Path, size: float, layers: int) -> None:
+    base = {f"b.{i}.weight": torch.zeros(4, 4, dtype=torch.float64) for i in range(layers)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({k: torch.full_like(v, size) for k, v in base.items()}, tmp_path / "tuned.safetensors")
+    with pytest.raises(InputError, match=r"too (large|small) to be computed"):
+        lora_merge.extract(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned")), tmp_path / "o.safetensors")

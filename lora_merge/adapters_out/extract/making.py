@@ -128,8 +128,20 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, there or pair.tuned)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
+    if "F64" in dtypes and bool(change.any()):
+        _expect_squares(change, pair.name)
     own = frozenset(tuned.dtypes(pair.tuned))
     return Difference(pair, change, new, own, dtypes <= NARROW) if pair.fresh or bool(change.any()) else None
+
+
+def _expect_squares(change: Tensor, name: str) -> None:
+    """Raise InputError where the squares of a change are too large or too small for fp64, as those of F64 can be."""
+    size = float(change.double().square().sum())
+    if not 0 < size < math.inf:
+        said = "small" if size == 0 else "large"
+        raise InputError(
+            f"the change of a layer is too {said} to be computed", name, "leave it out: --exclude re:REGEX"
+        )
 
 
 def _with_rows(old: Tensor, rows: int) -> Tensor:
@@ -159,7 +171,7 @@ def differences(
     if old is not None and new is not None:
         dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
         change = _subtracted(old, new, dtypes, computed)
-        if bool(torch.isfinite(change).all()):
+        if "F64" not in dtypes and bool(torch.isfinite(change).all()):
             held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
             found = zip(batch, change.unbind(), new.unbind(), moved, strict=True)
             return [Difference(p, delta, value, held, narrow) if any_ else None for p, delta, value, any_ in found]
