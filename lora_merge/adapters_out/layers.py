@@ -156,9 +156,9 @@ def _products(changes: Sequence[Change]) -> list[list[float]]:
     return [[product(a, b) for b in changes] for a in changes]
 
 
-def beyond_fp64(name: str) -> TooLarge:
-    """Return the error for a layer whose change is too large for fp64."""
-    return TooLarge("the change of a layer is too large to be computed", name, "leave this layer out")
+def beyond_fp64(name: str, how: str = "large") -> TooLarge:
+    """Return the error for a layer whose change is too large, or too small, for the squares of its numbers in fp64."""
+    return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
 
 
 @contextmanager

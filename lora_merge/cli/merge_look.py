@@ -14,7 +14,7 @@ from ..text import by_pattern, by_reason, counted, json_text, one_line, plural, 
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
 from .stages import paused, watching
-from .text import applied, deviation, effect, matched, recomputed, retained, saturated, silent, unchanged
+from .text import applied, effect, matched, recomputed, retained, saturated, silent, unchanged
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -146,9 +146,9 @@ def conclude(
 
 def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the rows about a proof, in plain words."""
-    yield "proven", text(f"{mark('done')} {recomputed(proof)}{':' if proof['changed'] else ''}", "green")
-    if proof["changed"]:
-        yield "", deviation(proof)
+    how_much, *how_far = recomputed(proof)
+    yield "proven", text(f"{mark('done')} {how_much}{':' if how_far else ''}", "green")
+    yield from (("", line) for line in how_far)
     if proof["untouched"]["of"]:
         yield "", f"{mark('done')} {unchanged(proof['untouched'])}"
     for found in proof["retained"]:

@@ -172,7 +172,7 @@ def dry(plan: Plan) -> dict[str, Any]:
 
 def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
     """Say what was proven, in two or three lines; warnings go to stderr."""
-    say(f"verified {recomputed(proof)}" + (f": {deviation(proof)}" if proof["changed"] else ""))
+    say(f"verified {': '.join(recomputed(proof))}")
     if proof["untouched"]["of"]:
         say(f"         {unchanged(proof['untouched'])}")
     if proof["saturated"]:
@@ -189,17 +189,15 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         echo(f"warning: {warning}", err=True)
 
 
-def recomputed(proof: Mapping[str, Any]) -> str:
-    """Return how much of a merge was computed again."""
+def recomputed(proof: Mapping[str, Any]) -> list[str]:
+    """Return how much of a merge was computed again, and how far the output is from the exact numbers."""
     if not proof["changed"]:
-        return "all tensors were copied, from the base or an adapter; none had to be computed again"
+        return ["all tensors were copied, from the base or an adapter; none had to be computed again"]
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
-    return f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}"
-
-
-def deviation(proof: Mapping[str, Any]) -> str:
-    """Return how far the output is from the exact numbers."""
-    return f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)"
+    return [
+        f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}",
+        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)",
+    ]
 
 
 def unchanged(same: Mapping[str, int]) -> str:

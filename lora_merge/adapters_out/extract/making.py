@@ -22,7 +22,7 @@ from ...models.weights import RowSlice, Weight, WeightView
 from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Cut, Layer, Storage, Wanted
+from ..layers import Cut, Layer, Storage, Wanted, beyond_fp64
 from ..peft.complete import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
@@ -128,20 +128,11 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         side, view = (tuned, pair.tuned) if bool(finite(old).all()) else (base, there or pair.tuned)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    if "F64" in dtypes and bool(change.any()):
-        _expect_squares(change, pair.name)
+    moved = bool(change.any())
+    if moved and "F64" in dtypes and not 0 < (squares := float(change.double().square().sum())) < math.inf:
+        raise beyond_fp64(pair.name, "large" if squares else "small")
     own = frozenset(tuned.dtypes(pair.tuned))
-    return Difference(pair, change, new, own, dtypes <= NARROW) if pair.fresh or bool(change.any()) else None
-
-
-def _expect_squares(change: Tensor, name: str) -> None:
-    """Raise InputError where the squares of a change are too large or too small for fp64, as those of F64 can be."""
-    size = float(change.double().square().sum())
-    if not 0 < size < math.inf:
-        said = "small" if size == 0 else "large"
-        raise InputError(
-            f"the change of a layer is too {said} to be computed", name, "leave it out: --exclude re:REGEX"
-        )
+    return Difference(pair, change, new, own, dtypes <= NARROW) if pair.fresh or moved else None
 
 
 def _with_rows(old: Tensor, rows: int) -> Tensor:
