@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
-from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from ..adapters.file import Module
 from ..adapters.peft.rules import PeftRules
-from ..adapters.suffixes import SHARED, SUFFIXES
+from ..adapters.suffixes import SHARED, SUFFIXES, split
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
 
@@ -32,7 +31,8 @@ UNGATHERED: Final = (
 )
 """The advice for tensors of shape [0]."""
 
-LONGEST_END: Final = 40  # characters of the end of a key that are compared with the known ones
+LONGEST_END: Final = 40  # characters of the end of a key that are looked up among the known ones
+STEM: Final = "module"
 MOST: Final = 2  # so many other modules must have the tensor that one module lacks
 
 
@@ -108,12 +108,22 @@ def lacks(module: Module) -> str:
     fewest = next((slots for slots in missing if slots), None)
     if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    beside = next(iter(ends.values()), "")
-    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside[-LONGEST_END:]) for slot in fewest)}"
+    beside = next(iter(ends.values()), "")[-LONGEST_END:]
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside) for slot in fewest)}"
 
 
-@lru_cache(256)
 def _in_spelling(slot: str, beside: str) -> str:
-    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight."""
-    ends = [row.ending.lstrip(".") for row in SUFFIXES if row.slot == slot]
-    return max(ends, key=lambda end: SequenceMatcher(None, end, beside).ratio(), default=slot)
+    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight.
+
+    SUFFIXES has the rows of one spelling side by side.
+    """
+    found = split(f"{STEM}.{beside}")
+    here = SUFFIXES.index(found[1]) if found else 0
+    parts = SUFFIXES[here].ending.split(".")
+
+    def distance(index: int) -> tuple[int, int]:
+        other = SUFFIXES[index].ending.split(".")
+        return sum(one != two for one, two in zip_longest(parts, other)), abs(index - here)
+
+    rows = [index for index, row in enumerate(SUFFIXES) if row.slot == slot]
+    return SUFFIXES[min(rows, key=distance)].ending.removeprefix(".") if rows else slot

@@ -15,6 +15,10 @@ PAIRS = {  # the ends of one module's keys, with their shapes
     "kohya": {"lora_up.weight": (8, 2), "lora_down.weight": (2, 6)},
     "PEFT": {"lora_B.weight": (8, 2), "lora_A.weight": (2, 6)},
     "old diffusers": {"lora.up.weight": (8, 2), "lora.down.weight": (2, 6)},
+    "bare PEFT": {"lora_B": (8, 2), "lora_A": (2, 6)},
+    "SimpleTuner": {"lora_linear_layer.up.weight": (8, 2), "lora_linear_layer.down.weight": (2, 6)},
+    "torchtune": {"lora_b.weight": (8, 2), "lora_a.weight": (2, 6)},
+    "mlx-lm": {"lora_b": (2, 8), "lora_a": (6, 2)},
     "LoHa": {"hada_w1_a": (8, 2), "hada_w1_b": (2, 6), "hada_w2_a": (8, 2), "hada_w2_b": (2, 6)},
 }
 
