@@ -54,7 +54,7 @@ class Converter:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
         if self.rules is None or not self.rules.together:
             return {}
-        matrices = (f for f in there if len(f.place.view.shape) > 1 and f.value is None)
+        matrices = (f for f in there if not f.place.vector and f.value is None)
         wanted = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
         dtype = self._dtype([s for f in there for s in f.shares])
         return shared_out(self.rules.linear, wanted, dtype.itemsize, 0.0)
@@ -65,7 +65,7 @@ class Converter:
         place, shares = filled.place, filled.shares
         if filled.value is not None:
             return self._value(filled)
-        if len(place.view.shape) < 2:
+        if place.vector:
             return self._vector(place, shares)
         if self.job.algorithm == KEEP and self.rules is None:
             if any(s.patch.algorithm == WHOLE and s.strength != 1 for s in shares):
@@ -263,7 +263,7 @@ class Converter:
     def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
         """Return the change of a bias or a norm."""
         size = place.view.matrix[0]
-        total = torch.zeros(size, 1, dtype=torch.float64)
+        total = torch.zeros(place.view.matrix, dtype=torch.float64)
         for s in shares:
             total += s.strength * _placed(whole_change(s.patch, self.evaluator), s, size)
         ending = vector_ending(place, self.to)

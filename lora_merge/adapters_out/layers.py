@@ -116,13 +116,12 @@ class Layer:
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
     """Return Δ of one layer by the job's method. `seeds`: one for each change."""
-    vector = len(target.shape) < 2
     row = COMBINATIONS[job.method]
-    factored = row.linear and not vector and all(c.left is not None for c in changes)
+    factored = row.linear and not target.vector and all(c.left is not None for c in changes)
     before = max((c.rank or 0) for c in changes)
     if not factored:
         owned = [c.dense().clone(memory_format=torch.contiguous_format) for c in changes]  # `combined` overwrites them
-        whole = combined(job.method, owned, [c.strength for c in changes], job.numbers, seeds, vector=vector)
+        whole = combined(job.method, owned, [c.strength for c in changes], job.numbers, seeds, vector=target.vector)
         return Wanted(None, None, whole, before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
@@ -228,7 +227,7 @@ class Storage:
     def layer(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None = None) -> Layer:
         """Return the stored tensors of a layer; FitError for a result that has no factors. `triples`: of Δ, as many as
         the rule needs, where they are known."""
-        if len(target.shape) < 2 or self.algorithm == WHOLE:
+        if target.vector or self.algorithm == WHOLE:
             return self._whole(target, wanted)
         if cut.rule.name == EXACT and cut.rank is None:
             if wanted.whole is None:

@@ -109,7 +109,7 @@ class Maker:
         """Return whether a weight's factors are put side by side, scaled, and rounded to 16 bits."""
         job, rule = self.job, self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
         plain = all(is_plain(u.patch) and not u.patch.reads_base for u in target.uses) and not target.values
-        return (self.dtype.itemsize <= 2 and len(target.shape) > 1 and plain and rule.name == EXACT
+        return (self.dtype.itemsize <= 2 and not target.vector and plain and rule.name == EXACT
                 and job.algorithm != WHOLE and job.method in (SUM, "mean") and job.command != "resize")  # fmt: skip
 
     def _combined(self, target: Target, at: Placement) -> tuple[Wanted | None, int]:
@@ -121,7 +121,7 @@ class Maker:
         own[at].forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
-        if len(target.shape) < 2 and self.job.method in UNDIRECTED:
+        if target.vector and self.job.method in UNDIRECTED:
             text = f"{self.job.method}: {ADDED}"
             self.notes[text] = None
         columns = sum(c.rank or 0 for c in changes)
@@ -150,7 +150,7 @@ class Maker:
 
     def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
         for target in self.sources.targets:
-            wanted = self._wanted(target) if len(target.shape) > 1 else None
+            wanted = self._wanted(target) if not target.vector else None
             if wanted is not None:
                 yield from ((part.label, _of_part(wanted, part, target)) for part in target.stored)
             told(prod(target.shape) * self.dtype.itemsize)

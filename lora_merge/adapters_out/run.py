@@ -172,7 +172,7 @@ def plan(job: AdapterJob) -> AdapterReport:
     for target in (part for whole in sources.targets for part in whole.stored):
         rank = planned_rank(job, target)
         out, cols = target.matrix
-        whole = len(target.shape) < 2 or job.algorithm == WHOLE
+        whole = target.vector or job.algorithm == WHOLE
         layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
         size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize

@@ -76,6 +76,11 @@ class Target:
         return self.matrix != flat(self.shape)
 
     @property
+    def vector(self) -> bool:
+        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
+        return len(self.shape) < 2 or self.parameter == "bias"
+
+    @property
     def label(self) -> str:
         """The name of the layer for reports."""
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Final
 
 from ...adapters.file import AdapterFile, Module
@@ -24,10 +23,9 @@ def body_of(name: str) -> str:
 
 
 def shape_of(module: Module) -> Shape | None:
-    """Return the shape of the weight that a module changes, where its tensors show it; a bias is a vector."""
+    """Return the shape of the parameter that a module changes, where its tensors show it."""
     shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
-    shape = next((shape for shape in shown if shape is not None), None)
-    return (prod(shape),) if shape is not None and module.parameter == "bias" else shape
+    return next((shape for shape in shown if shape is not None), None)
 
 
 def check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:

@@ -50,6 +50,8 @@ def completed(
             raise FitError(f"{to.name} gives every layer a bias or none; this one has none in the base", module, KOHYA)
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
     whole = {m.place.module for m in made if _stores_value(m)}
+    if both := next((m for m in sorted(whole & factored)), None):
+        raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
     stored = {(m.place.module, m.place.parameter) for m in made if _stores_value(m)}
     for key, place in own.items():
         if key[0] in whole and key not in stored:
