@@ -86,6 +86,20 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     assert "default-src 'none'" in tags
 
 
+def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:
+    """Half of the energy is half a bar, also where no row of the table has more."""
+    page = tmp_path / "page.html"
+    out = tmp_path / "made.safetensors"
+    code, text = run("resize", scene.ink, "--rank", "1", "-o", out, "--json", "--html", page)
+    assert code == 0
+    energies = [one["energy"] for one in json.loads(text)["numbers"]["blocks"].values()]
+    assert max(energies) < 0.99
+    dom = shown(page, tmp_path / "profile")
+    by_block = dom.partition("By block")[2].partition("</table>")[0]
+    widths = [float(found) / 100 for found in re.findall(r'class="bar"[^>]*width: ?([0-9.]+)%', by_block)]
+    assert widths[1::2] == pytest.approx(energies, rel=1e-3)  # the other bars are below the norms
+
+
 def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
     """They stand in the page as JSON without `<`; its script sets them as text."""
     bad = "</script><img src=x onerror=alert(1)>.to_q"

@@ -28,6 +28,10 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+SHARE: Final = {"unit": "%", "bar": True, "full": 1}
+"""A column of shares of a whole: a bar over the whole width is all of it."""
+
+
 class Metric(NamedTuple):
     """A number of each weight: its entry in the JSON, its title, its unit, and how those of several weights join."""
 
@@ -81,7 +85,8 @@ class Content:
         self.data["summary"] += [[name, str(value)] for name, value in rows if value not in (None, "", [], {}, ())]
 
     def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False) -> None:
-        """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers.
+        """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
+        the longest is that of `full`, else of the largest number.
 
         `first`: it stands before the pictures.
         """
@@ -151,7 +156,8 @@ class Content:
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
             told = [m for m in CHANGED if m.key in every]
-            columns = [{"title": m.title, "unit": m.unit, "bar": m.key in ("ratio", "retained")} for m in told]
+            shown = {"retained": SHARE, "ratio": {"unit": "%", "bar": True}}
+            columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in told]
             if len(rows) > 1:
                 self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in told)] for name, row in rows))
 

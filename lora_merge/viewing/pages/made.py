@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import size, stored
-from .content import CLICK, Column, Content, Found, Metric, root, strengths
+from .content import CLICK, SHARE, Column, Content, Found, Metric, root, strengths
 from .heat_map import short
 
 MADE: Final = (
@@ -66,7 +66,7 @@ def _adapters(page: Content, found: Found) -> None:
     sizes = [(one or {}).get("change") for one in every.get("adapters", [])] or [None] * len(rows)
     page.table(
         "Adapters",
-        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", "unit": "%", "bar": True}],
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
         (
             [name, strengths(c["strengths"]), c["matched"], c["total"], norm, shares.get(name)]
             for (name, c), norm in zip(rows, sizes, strict=True)
@@ -154,7 +154,7 @@ def _by_block(page: Content, numbers: Found) -> None:
         labels = short(found)
         page.bars(f"‖ΔW‖ by {of}", of, ((labels[name], one["norm"]) for name, one in found.items()))
         if len(found) > 1:
-            energy = {"title": "energy kept", "unit": "%", "bar": True}
+            energy = {"title": "energy kept", **SHARE}
             rows = [[labels[name], one["layers"], one["norm"], one["energy"]] for name, one in found.items()]
             page.table(f"By {of}", [of, "layers", {"title": "‖ΔW‖", "bar": True}, energy], rows)
 
