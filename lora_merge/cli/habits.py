@@ -17,7 +17,7 @@ ASKED: Final = MappingProxyType(
 )
 """Words by which people ask the program about itself → the option."""
 
-_BASE: Final = "the base is the first word: lora-merge BASE ADAPTER"
+_BASE: Final = "the base is the first word"
 ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
 _STRENGTH: Final = "a strength stands behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
@@ -94,6 +94,7 @@ _ROLES: Final = {_BASE: "base", ADAPTERS: "adapters", _STRENGTH: "strengths", _O
 
 def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) -> None:
     """Raise UsageError for an option that only other programs have. `parameters`: those of the command."""
+    parameters = [*parameters]
     known = {name: getattr(parameter, "is_flag", False) for parameter in parameters for name in parameter.opts
              if name.startswith("-")}  # not the names of its arguments, which files may have  # fmt: skip
     check_dashes(args, known)
@@ -102,10 +103,19 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
     if found:
         right = translated(args, known) if command == "merge" else ""
-        told = [FOREIGN[name] for name in found if known.keys() >= {*_FLAG.findall(FOREIGN[name])}]
+        advice = {name: FOREIGN[name] for name in found if known.keys() >= {*_FLAG.findall(FOREIGN[name])}}
+        told = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
         fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
         words = " nor ".join(names[name] for name in found)
         raise UsageError(f"there is no option {words} here", " ".join(given)[:200], fix)
+
+
+def _usage(command: str, parameters: Iterable[Any]) -> str:
+    """Return the advice where the files of a command stand."""
+    if command == "merge":
+        return f"{_BASE}; {ADAPTERS}"
+    files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
+    return f"files stand behind the command: lora-merge {' '.join((command, *files))}"
 
 
 def check_dashes(args: Sequence[str], known: Collection[str]) -> None:

@@ -92,6 +92,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
     ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength stands behind its file"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
+    ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract BASE TUNED"),
+    ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
     ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
     ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value behind it"),
     ("batch base.safetensors", 2, "a model, and not a jobs file", "lora-merge BASE ADAPTER"),

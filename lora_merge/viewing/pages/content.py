@@ -28,7 +28,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-SHARE: Final = {"unit": "%", "bar": True, "full": 1}
+SHARE: Final = {"unit": "%", "bar": True, "longest": 1}
 """A column of shares of a whole: a bar over the whole width is all of it."""
 
 
@@ -86,7 +86,7 @@ class Content:
 
     def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False) -> None:
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
-        the longest is that of `full`, else of the largest number.
+        the longest is that of `longest`, else of the largest number.
 
         `first`: it stands before the pictures.
         """

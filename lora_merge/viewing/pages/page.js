@@ -71,7 +71,7 @@ const ROWS = 25; // of a table that are shown at once
 
 function table(found) {
   const body = element("tbody");
-  const columns = found.columns.map((column, at) => ({ ...column, numeric: found.rows.some((row) => typeof row[at] === "number"), most: column.full ?? Math.max(0, ...found.rows.map((row) => typeof row[at] === "number" ? row[at] : 0)) }));
+  const columns = found.columns.map((column, at) => ({ ...column, numeric: found.rows.some((row) => typeof row[at] === "number"), most: column.longest ?? Math.max(0, ...found.rows.map((row) => typeof row[at] === "number" ? row[at] : 0)) }));
   let sorted = -1, down = false, all = found.rows.length <= ROWS + 5;
   const fill = () => {
     const rows = [...found.rows];
