@@ -86,7 +86,7 @@ class Content:
 
     def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False) -> None:
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
-        the longest is that of `longest`, else of the largest number.
+        `longest` is the number of the longest one, else the largest of the column.
 
         `first`: it stands before the pictures.
         """
