@@ -72,7 +72,7 @@ def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)
     base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
-    for one in (b for b in cut_into_blocks(target) if b.slices):
+    for one in (b for b in cut_into_blocks(target) if b.slices and base.numel()):
         rows = stage([base[one.first : one.last]], at)
         try:
             merged = new_weights([one], rows.clone(), tensors.stacks([one], at, lane))

@@ -460,8 +460,10 @@ def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Pa
     for cut in fewer:
         shapes = {f"x.{slot}": shape[: cut.get(slot)] for slot, shape in FACTORS[name].items()}
         adapter = save({key: torch.full(shape, 0.5) for key, shape in shapes.items()}, tmp_path / "a.safetensors")
-        with suppress(lora_merge.MergeError):
-            lora_merge.merge(base, adapter, tmp_path / "o.safetensors", overwrite=True)
+        for strength in (1.0, 0.0):  # with 0 what does not fit is left out, and read again all the same
+            given = lora_merge.Adapter(adapter, 1.0, (("model", strength),))
+            with suppress(lora_merge.MergeError):
+                lora_merge.merge(base, [given], tmp_path / "o.safetensors", overwrite=True, unmatched="skip")
 
 
 @pytest.mark.parametrize("extra", ["a.gate", "a.b.gate", "a.b.c.gate", "b.gate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import lora_merge
 from lora_merge.errors import MergeError
 
-from ..support import rand, save
+from ..support import in_process, rand, save
 
 PAIR = {"a.lora_down.weight": rand(2, 4), "a.lora_up.weight": rand(4, 2)}
 
@@ -27,6 +28,39 @@ def test_a_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
     save({"a.weight": rand(4, 4), "b.weight": torch.zeros(0, 4), "c": torch.zeros(0)}, tmp_path / "m.safetensors")
     found = lora_merge.inspect(tmp_path / "m.safetensors", weights=True)
     assert "‖W‖" in str(found)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,)])
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"oft_blocks": (2, 2, 2), "alpha": ()},
+        {"lora_up.weight": (4, 1), "lora_down.weight": (1, 4)},
+        {"diff": (4, 4)},
+        {"lokr_w1": (2, 2), "lokr_w2": (2, 2)},
+        {"weight": (4,), "on_input": ()},
+    ],
+    ids=str,
+)
+def test_a_change_of_a_weight_without_numbers_is_looked_at(
+    factors: dict[str, tuple[int, ...]], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Some formulas fit it by its number of axes or rows."""
+    base = save({"a.weight": torch.zeros(shape), "b.weight": rand(4, 4)}, tmp_path / "base.safetensors")
+    found = {f"a.{end}": torch.ones(of) for end, of in factors.items()}
+    adapter = save(
+        {**found, "b.lora_up.weight": rand(4, 1), "b.lora_down.weight": rand(1, 4)}, tmp_path / "a.safetensors"
+    )
+    for look in (
+        lambda: lora_merge.inspect(base, adapter, weights=True),
+        lambda: lora_merge.inspect(adapter, weights=True),
+        lambda: lora_merge.compare(adapter, adapter),
+        lambda: lora_merge.compare(adapter, adapter, base=base),
+    ):
+        with suppress(MergeError):
+            look()
+    page = tmp_path / "page.html"
+    assert in_process("inspect", base, adapter, "--weights", "--html", page)[0] in (0, 4)
 
 
 def test_a_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:

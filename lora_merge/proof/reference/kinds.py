@@ -32,8 +32,8 @@ def _fits_lora(s: Stored, shape: Shape) -> bool:
 
 
 def _fits_lokr(s: Stored, shape: Shape) -> bool:
-    left = s.get("w1") or s["w1_a"]
-    right = s.get("w2") or (s["w2_a"][::-1] if "t2" in s else s["w2_a"])
+    left = s["w1"] if "w1" in s else s["w1_a"]
+    right = s["w2"] if "w2" in s else s["w2_a"][::-1] if "t2" in s else s["w2_a"]
     return left[0] * right[0] == shape[0] and len(shape) > 1
 
 

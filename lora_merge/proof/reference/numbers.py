@@ -186,7 +186,9 @@ class Numbers:
             return None
         whole = {"lokr/w1", "lokr/w2"} <= group.roles.keys()
         scale = alpha / rank if alpha and rank and not whole else 1.0
-        early = group.kind == "glora" and group.roles["a1"].shape[0] == rank  # [r, in]: before LyCORIS 3, α / r twice
+        early = group.kind == "glora" and group.roles["a1"].shape[:1] == (
+            rank,
+        )  # [r, in]: before LyCORIS 3, α / r twice
         return scale * scale if early else scale
 
     def _alpha(self, group: Group) -> float | None:
@@ -199,9 +201,9 @@ class Numbers:
         """Return the rank of the factors; 0 where they have none."""
         sizes = shapes(group)
         if group.kind == "glora":
-            return min(sizes["a1"][:2])  # in which order depends on the layout
+            return min(sizes["a1"][:2], default=0)  # in which order depends on the layout
         if group.kind == "lokr":
-            shape = sizes.get("w2_b") or sizes.get("w1_b") or ()
+            shape = sizes.get("w2_b", sizes.get("w1_b", ()))
         elif group.kind == "lora_fused":
             shape = sizes["up"][1:]
         else:
