@@ -79,6 +79,11 @@ class Index:
         """Return the names of the tensors beside quantised weights that a codec reads."""
         return beside(self.packed)
 
+    @cached_property
+    def parameters(self) -> Mapping[str, StoredTensor]:
+        """Return the tensors of the model, without those beside quantised weights, such as their scales."""
+        return {name: info for name, info in self.tensors.items() if name not in self.beside}
+
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
         if entries := _of_first(header.fields for header in self.headers.values()):

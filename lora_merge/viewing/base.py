@@ -26,7 +26,7 @@ def base_facts(index: Index) -> dict[str, Any]:
     lookup = names(index)
     recipe = parsed(index.metadata.get(KEY, ""))
     other = foreign(index.tensors) if lookup.architecture == "unknown" else None
-    parameters = sum(prod(t.shape) for name, t in index.tensors.items() if name not in index.beside)
+    parameters = sum(prod(t.shape) for t in index.parameters.values())
     stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())
     return {
         **({"looks_like": other[0]} if other else {}),
@@ -45,7 +45,7 @@ def block_sizes(index: Index, lookup: Names) -> dict[str, int]:
     """Return block → number of parameters, in the order of `--strength-for`; tensors without a block are left out."""
     found = blocks(lookup)
     counts = dict.fromkeys(found.order, 0)
-    for key, info in index.tensors.items():
+    for key, info in index.parameters.items():
         if (block := found.of(key)) in counts:
             counts[block] += prod(info.shape)
     return {block: count for block, count in counts.items() if count}
@@ -108,7 +108,7 @@ def quantised(index: Index) -> str:
 
 def _components(index: Index, lookup: Names) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for key, info in index.tensors.items():
+    for key, info in index.parameters.items():
         counts[lookup.component(key)] += prod(info.shape)
     return dict(counts.most_common())
 

@@ -61,7 +61,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     total, equal, others, only_b = Difference(), 0, dict[str, str](), list[str]()
     dtypes: Counter[str] = Counter()
     seen: set[str] = set()
-    told = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.tensors.values()))
+    told = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
     for found in differences(a, b, lookup):
         told(b.tensors[found.name].nbytes)
         seen.update(found.keys)
@@ -82,7 +82,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
             tensors[name] |= one
     return {
         "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
-        "only_a": [key for key in a.tensors if key not in seen], "only_b": only_b,
+        "only_a": [key for key in a.parameters if key not in seen], "only_b": only_b,
         "dtypes": {both: n for both, n in dtypes.most_common() if both},
         "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
         "tensors": tensors,

@@ -68,7 +68,7 @@ def differences(a: Index, b: Index, lookup: Names) -> Iterator[Found]:
     with Reader([a, b]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
         pair = _Pair(a, b, lookup, reader, cache)
-        for info in b.tensors.values():
+        for info in b.parameters.values():
             yield pair.of(info)
             cache.forget()
 
@@ -156,12 +156,11 @@ class _Pair:
 
     def _sums(self, own: StoredTensor, info: StoredTensor) -> Difference:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
-        both = (own, info)
-        if not {own.dtype, info.dtype} & FLOATS:  # positions and counts: their sizes say nothing
+        both, packed = (own, info), own.name in self.a.packed or info.name in self.b.packed
+        if packed or not {own.dtype, info.dtype} <= FLOATS:
             found = _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
-            return Difference(found.of, found.changed)
-        if own.name in self.a.packed or info.name in self.b.packed or not {own.dtype, info.dtype} <= FLOATS:
-            return _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
+            sized = packed or {own.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
+            return found if sized else Difference(found.of, found.changed)
         wide = [ITEM_BYTES[t.dtype] for t in both]
         step, count, total = CHUNK // max(wide), prod(own.shape), Difference()
         for first in range(0, count, step):

@@ -198,11 +198,11 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
     model = groups(names(index))
     kinds: dict[str, dict[str, Size]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
     every, seen = Size(), dict[str, dict[str, Any]]()
-    shown = evenly([n for n, t in index.tensors.items() if len(t.shape) > 1]) if pictures else frozenset()
+    shown = evenly([n for n, t in index.parameters.items() if len(t.shape) > 1]) if pictures else frozenset()
     with Reader([index]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
-        told = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.tensors.values()))
-        numeric = (name for name, info in index.tensors.items() if info.dtype in FLOATS or name in index.packed)
+        told = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.parameters.values()))
+        numeric = (name for name, info in index.parameters.items() if info.dtype in FLOATS or name in index.packed)
         for name in numeric:  # others are positions and counts, whose sizes say nothing
             info = index.tensors[name]
             told(info.nbytes)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+import lora_merge
+from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 
 from .. import gguf_files as by_library
 from ..files.quantised_forms import FORMS
 from ..files.test_gguf import flux
-from ..files.test_quantised_bases import base
+from ..files.test_quantised_bases import adapter, base
 from ..support import rand, save
 
 TOLD = {
@@ -47,3 +49,38 @@ def test_types_of_gguf_are_told_too_and_plain_models_have_no_formats(tmp_path: P
     assert facts["formats"] == [{"format": "Q4_K", "weights": 4, "bits": 4.5, "block": [1, 256]}]
     assert facts["not_quantised"] == {"img_in.weight": 1, "final_layer.linear.weight": 1}
     assert "formats" not in inspect(save({"a.weight": rand(8, 8)}, tmp_path / "plain.safetensors"))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(name: str, tmp_path: Path) -> None:
+    """Scales and marks are neither weights nor tensors that only one of the two has."""
+    source, _ = base(FORMS[name], tmp_path / "base")
+    nothing = [(save(adapter(), tmp_path / "adapter.safetensors"), 0.0)]
+    plain = tmp_path / ("plain" if source.is_dir() else "plain.safetensors")
+    lora_merge.merge(source, nothing, plain, dtype="fp32")
+    for one, other in ((source, plain), (plain, source)):
+        found = lora_merge.compare(one, other)
+        assert (found["only_a"], found["only_b"], found["other_shapes"]) == ([], [], {})
+        assert found["compared"] == 4
+        assert found["total"]["relative"] == pytest.approx(0, abs=1e-6)
+    facts, wanted = (inspect(path, weights=True) for path in (source, plain))
+    assert facts["parameters"] == wanted["parameters"] == sum(facts["components"].values())
+    assert facts["blocks"] == wanted["blocks"]
+    assert facts["sizes"]["all"] == pytest.approx(wanted["sizes"]["all"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q4_0"])
+def test_changes_of_gguf_are_told_as_those_of_plain_numbers(kind: str, tmp_path: Path) -> None:
+    """Both files store integers."""
+    source = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind))
+    names = [key for key in open_checkpoint(source).tensors if key.endswith(".weight")][:2]
+    shapes = {key: open_checkpoint(source).tensors[key].shape for key in names}
+    lora = {f"{key.removesuffix('weight')}lora_{end}.weight": rand(*size, seed=n, scale=0.3)
+            for n, (key, (rows, cols)) in enumerate(shapes.items()) for end, size in (("up", (rows, 4)), ("down", (4, cols)))}  # fmt: skip
+    change = save(lora, tmp_path / "adapter.safetensors")
+    lora_merge.merge(source, [change], tmp_path / "merged.gguf")
+    for name in ("flux", "merged"):
+        lora_merge.merge(tmp_path / f"{name}.gguf", [(change, 0.0)], tmp_path / f"{name}.safetensors", dtype="fp32")
+    found, wanted = (lora_merge.compare(*(tmp_path / f"{n}{end}" for n in ("flux", "merged"))) for end in (".gguf", ".safetensors"))  # fmt: skip
+    assert wanted["total"]["difference"] > 0.1
+    assert found["total"] == pytest.approx(wanted["total"], rel=1e-5)
