@@ -21,6 +21,9 @@ ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 """The beginning of the reports of merges."""
 
+KINDS: Final = {"--report": (b"{", b"["), "--html": (b"<",), "--plot": (b"\x89PNG", b"<")}
+"""Option → the beginnings of files of its kind; other files are not written over."""
+
 
 def _escaped(e: UnicodeError) -> tuple[str, int]:
     """Return what an encoding lacks as JSON escapes it: JSON stays JSON, and text can be read."""
@@ -99,12 +102,17 @@ class ReportFile:
         self.path, self._flag, self._spares = expand(text), flag, False
         if is_folder(self.path) or not os.access(self.path if exists(self.path) else self.path.parent, os.W_OK):
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
+        if text == "-":
+            raise UsageError("a file is wanted", f"{flag} -", "give its name; --json prints the report")
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
-        """Raise UsageError if the report would be written over one of these."""
+        """Raise UsageError if the report would be written over one of these, or over a file of another kind."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise UsageError(f"the report would be written over {role}", f"{self._flag} {self.path}", ELSEWHERE)
+        there = self._start().lstrip() if self.path.is_file() else b""
+        if there and not there.startswith(KINDS[self._flag]):
+            raise UsageError("a file of another kind is there", f"{self._flag} {self.path}", ELSEWHERE)
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
@@ -125,9 +133,15 @@ class ReportFile:
                 self.replace(json_text({"error": error_dict(e)}))
 
     def _is_report(self) -> bool:
-        with self.path.open("rb") as f:
-            start = f.read(20)
+        start = self._start()
         return not start or start.startswith(REPORTS)
+
+    def _start(self) -> bytes:
+        try:
+            with self.path.open("rb") as f:
+                return f.read(20)
+        except OSError:  # it may be written and not be read
+            return b""
 
     def replace(self, line: str) -> None:
         """Make the line all of the report."""

@@ -315,11 +315,15 @@ def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float
 def test_what_cannot_be_made_is_said_before_the_work(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, base = tmp_path / "out.safetensors", scene.base.read_bytes()
+    out, base, other = tmp_path / "out.safetensors", scene.base.read_bytes(), tmp_path / "other.safetensors"
+    shutil.copy(scene.base, other)
+    shutil.copy(scene.base, tmp_path / "x.png")
     for words, what in (
         (["--html", scene.base], "would be written over an input"), (["--html", out], "would be written over an output"),
         (["--html", tmp_path / "none" / "x.html"], "cannot be written there"), (["--plot", "x.bmp"], "cannot be a .bmp"),
-        (["--html", tmp_path / "x.html", "--dry-run"], "nothing to show"),
+        (["--html", tmp_path / "x.html", "--dry-run"], "nothing to show"), (["--html", other], "a file of another kind"),
+        (["--report", other], "a file of another kind"), (["--plot", tmp_path / "x.png"], "a file of another kind"),
+        (["--html", "-"], "a file is wanted"), (["--report", "-"], "a file is wanted"),
     ):  # fmt: skip
         code, said = run("merge", scene.base, scene.ink, "-o", out, *words)
         assert code == 2, words
@@ -330,7 +334,14 @@ def test_what_cannot_be_made_is_said_before_the_work(
         pages.library()
     pages.library.cache_clear()
     assert not out.exists()
-    assert scene.base.read_bytes() == base
+    assert scene.base.read_bytes() == other.read_bytes() == base
+    for command in (
+        ["inspect", scene.ink],
+        ["compare", scene.ink, scene.ink],
+        ["resize", scene.ink, "--rank", "1", "-o", out],
+    ):
+        assert run(*command, "--html", other)[0] == 2
+    assert other.read_bytes() == base
     assert load(scene.base)
 
 
