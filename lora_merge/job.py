@@ -190,7 +190,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
 def numbers(job: Job) -> Numbers:
     """Return the numbers of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
-        raise UsageError("sum has no scale", "--scale", "give every adapter its strength")
+        raise UsageError("sum has no scale", "--scale", "write a strength behind each file: ADAPTER:0.8")
     return numbers_of(job.method, vars(job), [a.strength for a in job.adapters])
 
 

@@ -317,6 +317,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
 
 SAME_DTYPE: Final = {
     "half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64",
+    "single": "fp32", **dict.fromkeys(("original", "same", "auto"), "keep"),
     "e4m3": "fp8_e4m3fn", "e4m3fn": "fp8_e4m3fn", "e5m2": "fp8_e5m2",
 }  # fmt: skip
 """Name of a dtype in other programs → its name here."""
@@ -329,7 +330,8 @@ def dtype_name(value: object, option: Option) -> str:
     name = known.get(name, name)
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
-        near = near or get_close_matches(name, option.words, 1, 0.7)
+        digits = [word for word in option.words if re.findall("[0-9]+", word) == re.findall("[0-9]+", name)]
+        near = near or get_close_matches(name, digits, 1, 0.7)  # fp64 is no fp16
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
         raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
     return name

@@ -17,7 +17,7 @@ from ..progress import unwatched
 from ..text import Lines, json_text
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
-from .habits import ENDINGS
+from .habits.words import ENDINGS
 from .parameters import HTML
 from .stages import Jobs, paused, watching
 from .text import echo, leave_lost_folder, put

@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 
 from ..errors import UsageError
-from .habits import FOREIGN
+from .habits.options import FOREIGN, advice_fits
 from .look import DEBUG, EVERYWHERE, FLAG
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
@@ -141,10 +141,19 @@ def refused(error: Exception) -> UsageError:
 
 def _meant(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
-    known = [one for parameter in getattr(getattr(context, "command", None), "params", ()) for one in parameter.opts]
+    parameters = getattr(getattr(context, "command", None), "params", ())
+    known = [one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
         return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
-    near = get_close_matches(name, known, 1, 0.7) or [one for one in known if one.startswith(name)][:3]
-    other = get_close_matches(name, FOREIGN, 1, 0.7)
+    plain = name.replace("_", "-")
+    near = _alike(plain, known) or [one for one in known if one.startswith(plain)][:3]
+    other = [one for one in _alike(plain, FOREIGN) if advice_fits(FOREIGN[one], known)]
     return f"did you mean {' or '.join(near)}? " if near else f"{FOREIGN[other[0]]}; " if other else ""
+
+
+def _alike(name: str, known: Iterable[str]) -> list[str]:
+    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
+    negated = name.startswith("--no-")
+    words = {one[2:]: one for one in known if one.startswith("--") and one.startswith("--no-") == negated}
+    return [words[word] for word in get_close_matches(name[2:], words, 1, 0.7)]

@@ -22,7 +22,8 @@ from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
-from .habits import ASKED, check_command, check_once, check_options, completed, with_ending
+from .habits.options import check_options
+from .habits.words import ASKED, check_command, check_once, completed, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands

@@ -12,7 +12,7 @@ from ..options import OPTIONS
 from ..paths import is_file
 from ..progress import unwatched
 from ..text import json_text
-from .habits import completed, with_ending
+from .habits.words import completed, with_ending
 from .helping import examples
 from .look import styled
 from .making.look import tell

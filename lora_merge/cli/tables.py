@@ -13,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from ..text import Lines, json_text
-from .habits import completed
+from .habits.words import completed
 from .helping import examples
 from .look import show, styled, table
 from .text import put

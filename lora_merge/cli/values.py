@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import exists, split_strength
-from .habits import ADAPTERS, ADDRESS, completed, is_address, right_form, value_of
+from ..paths import exists, split_strength, typed
+from .habits.options import ADAPTERS
+from .habits.words import ADDRESS, completed, is_address, right_form, value_of
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -68,13 +69,15 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
         raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
-    values = {word: right_form(word) for word in words if right_form(word) and not exists(word)}
+    bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
+    values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
         return
     paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
     fix = "write a strength behind its file: ADAPTER:0.8"
     if strengths:
-        fix = f"write -s {','.join([*strengths, *found])}"
+        many = len(strengths) + len(found) == len(paths)
+        fix = f"write -s {','.join([*strengths, *found])}" if many else "give one strength for each adapter"
     elif len(paths) == len(found):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
     raise UsageError("a number where an adapter belongs", " ".join(values), fix)
@@ -87,8 +90,8 @@ def check_two(text: str) -> None:
         raise UsageError("two strengths behind one file", text[:200], fix)
 
 
-def check_adapter(text: str) -> None:
-    """Raise UsageError for an adapter with its strength as other programs write it."""
+def check_adapter(text: str, parts: str = "") -> None:
+    """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if exists(text) or len(text) > LONGEST:
         return
     beside = [
@@ -96,19 +99,28 @@ def check_adapter(text: str) -> None:
     ]
     for match in filter(None, (*beside, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
         found = match.groupdict()
-        value = value_of(found) if found.get("value") else "0.8"
-        path = found["path"] if "." in found["path"] else f"{found['path']}.safetensors"
-        raise UsageError("a strength is not written like this", text[:200], f"write {path}:{value}")
+        path, strength = split_strength(found["path"].rstrip(":"))
+        value = value_of(found) if found.get("value") else "0.8" if strength is None else f"{strength:g}"
+        path = path if "." in path else f"{path}.safetensors"
+        raise UsageError(
+            "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
+        )
 
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
-    if not (tag := re.fullmatch(_TAG, text)) or exists(text):
+    tags = [re.fullmatch(_TAG, part) for part in re.findall("<[^<>]*>", text)]
+    if not tags or not all(tags) or exists(text):
         return
-    path = tag["path"] if "." in tag["path"] else f"{tag['path']}.safetensors"
+    fix = f"write {typed(_of_tag(tag.groupdict()) for tag in tags if tag)}"
+    raise UsageError("a strength is not written like this", text[:200], fix)
+
+
+def _of_tag(tag: Mapping[str, str | None]) -> str:
+    path = str(tag["path"])
     strengths = f"1,unet={tag['unet']},te={tag['te']}" if tag["unet"] else tag["te"] or "1"
     weights = f",{tag['lbw']}" if tag["lbw"] else ""
-    raise UsageError("a strength is not written like this", text[:200], f"write {path}:{strengths}{weights}")
+    return f"{path if '.' in path else f'{path}.safetensors'}:{strengths}{weights}"
 
 
 def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
@@ -132,6 +144,8 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         return path, strength
     for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])
+        if strength is None:
+            check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
             own = tuple(_parts(text[comma + 1 :]))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)

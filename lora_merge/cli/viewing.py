@@ -12,7 +12,7 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
-from .habits import completed
+from .habits.words import completed
 from .helping import examples, offered
 from .parameters import HTML, PLOT, SILENT
 from .stages import watching

@@ -13,7 +13,8 @@ import pytest
 
 import lora_merge
 from lora_merge.cli import main as program
-from lora_merge.cli.habits import COMMANDS, FOREIGN
+from lora_merge.cli.habits.options import FOREIGN
+from lora_merge.cli.habits.words import COMMANDS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -77,7 +78,10 @@ def test_an_unknown_word_is_answered_with_the_commands(run: Run, word: str, righ
 
 
 OWN = {
-    name for command in program.typer.main.get_command(app).commands.values() for p in command.params for name in p.opts
+    name
+    for command in program.typer.main.get_command(app).commands.values()
+    for p in command.params
+    for name in (*p.opts, *p.secondary_opts)
 }  # type: ignore[attr-defined]
 
 
@@ -99,6 +103,11 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
      "base.safetensors lora.safetensors --strength-for te=0.5 --strength-for vae=0"),
     ("base lora --strength_model 0.8 --strength_clip 0", "base lora --strength-for unet=0.8 --strength-for te=0"),
     ("base.safetensors lora.safetensors --save_precision fp16 --no_metadata", "base.safetensors lora.safetensors --dtype fp16 --no-metadata"),
+    ("--base_model_name_or_path base --peft_model_path lora --output_dir o --safe_serialization", "base lora -o o.safetensors"),
+    ("--ckpt_name base --lora_name lora --strength_model 0.8 --strength_clip 0", "base lora --strength-for unet=0.8 --strength-for te=0"),
+    ("--sd_model base --save_to o --models lora loras/ink --ratios 0.8 0.5 --precision fp16 --concat --shuffle --v2",
+     "base lora:0.8 loras/ink:0.5 -o o.safetensors --dtype fp16"),
+    ("base lora --skip_verify", "base lora --no-verify"), ("base lora --no-te", "base lora --strength-for te=0"),
     ("base.safetensors lora.safetensors --only unet", "base.safetensors lora.safetensors --strength-for te=0"),
     ("base.safetensors --lora lora.safetensors --out o --verify -n", "base.safetensors lora.safetensors -o o.safetensors --verify --dry-run"),
 ])  # fmt: skip
@@ -126,6 +135,10 @@ def test_no_command_is_made_up(run: Run, words: str) -> None:
 @pytest.mark.parametrize(("words", "fix"), [
     ("base lora —dtype bf16", "write --dtype"), ("base lora –o x", "write -o"), ("base lora -output x", "write --output"),
     ("base + lora", "leave it out"), ("base lora.safetensors:0.8:0.5", "write lora.safetensors:0.8, or by part lora.safetensors:1,unet=0.8,te=0.5"),
+    ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
+    ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
+    ("base lora --rank 16", "the rank is that of the adapter; lora-merge resize"),
+    ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength behind each file: ADAPTER:0.8"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "use --rank N"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
 def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None:
@@ -142,7 +155,9 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
-    ("lora.safetensors:", "lora.safetensors:0.8"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora.safetensors:0.5"),
+    ("lora.safetensors:0,8,te=0", "write lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora.safetensors:0.8,te=0"),
+    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
     *((text, "write lora.safetensors:0.8") for text in (
         "lora.safetensors::0.8", "lora.safetensors;0.8", "lora,0.8", "lora.safetensors(0.8)", "(lora.safetensors:0.8)", "lora[80%]",
         "lora.safetensors|0,8", "lora.safetensors:0.8x", "lora: x0.8", "0.8*lora.safetensors", "80% × lora", "lora.safetensors*4/5", "<lyco:lora:0.8>",
@@ -310,6 +325,7 @@ def test_a_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
 @pytest.mark.parametrize(("words", "fix"), [
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
+    ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of keep"), ("--dtype auto", ""), ("--dtype single", ""),
     ("--dtype q8", "use q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:

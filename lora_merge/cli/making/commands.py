@@ -13,7 +13,7 @@ import typer
 from ...options import OPTIONS
 from ...paths import names_folder
 from ...progress import unwatched
-from ..habits import completed, with_ending
+from ..habits.words import completed, with_ending
 from ..helping import examples
 from ..parameters import Command, dialects, read, with_options
 from ..stages import watching

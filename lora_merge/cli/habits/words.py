@@ -1,0 +1,170 @@
+"""Words that people type from habit: spellings of numbers, paths and commands, each answered with the right form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from ...errors import UsageError
+from ...paths import WINDOWS, exists, typed
+
+ASKED: Final = MappingProxyType(
+    {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
+)
+"""Words by which people ask the program about itself → the option."""
+
+COMMANDS: Final = {
+    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
+    **dict.fromkeys(("diff", "difference", "cmp"), "compare"),
+    **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join", "merge_lora", "merge_and_unload"), "merge"),
+    **dict.fromkeys(("svd", "subtract", "extract_lora_from_models"), "extract"),
+    **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
+    "svd_merge_lora": "combine",
+    **dict.fromkeys(("blocks", "layers", "components"), "parts"),
+    **dict.fromkeys(("validate", "prove", "test"), "verify"),
+}
+"""Command of another program → the one that does this here."""
+
+_NUMBER: Final = re.compile(r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?")
+"""A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
+
+_WINDOWS: Final = re.compile(r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)")
+_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
+ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
+
+
+def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
+    """Raise UsageError for an option with a long dash, as texts and web pages have it, or with too few hyphens."""
+    for word in args:
+        name = re.sub("^[–—−]+(?=[A-Za-z])", "-", word).partition("=")[0]
+        right = name if name in known else f"-{name}"
+        if name[0:1] == "-" and right in known and right != word.partition("=")[0] and not exists(word):
+            raise UsageError("an option begins with hyphens", word, f"write {right}")
+        if re.match("-[A-Za-z]=.", word) and word[:2] in known and not exists(word):
+            raise UsageError(
+                "a short option has its value behind a space",
+                word,
+                f"write {word[:2]} {right_form(word[3:]) or word[3:]}",
+            )
+
+
+def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
+    """Raise UsageError for an option that is given twice with a value, as one of the two would not count."""
+    before = args[: args.index("--")] if "--" in args else args
+    for parameter in parameters:
+        if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
+            continue
+        given = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
+        if len(given) > 1:
+            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(given)} times", " ".join(args)[:200],
+                             "give it once")  # fmt: skip
+
+
+def check_command(word: str, commands: Collection[str]) -> None:
+    """Raise UsageError for a first word that is neither a command nor a file."""
+    if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
+        return
+    if completed(word) != word:
+        return
+    near = get_close_matches(word, commands, 1, 0.7) or [COMMANDS[w] for w in (word,) if w in COMMANDS]
+    stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
+    files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
+    fix = f"name a base, or one of the commands: {', '.join(commands)}"
+    if near or files:
+        fix = "did you mean " + " or ".join([*(f"lora-merge {one} …" for one in near), *files]) + "?"
+    raise UsageError("there is neither such a command nor such a file", word, fix)
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of another machine, and not the path of a file here."""
+    return ADDRESS.match(text) is not None and not exists(text)
+
+
+_SITES: Final = (
+    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
+    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"(s3://.+)", "aws s3 cp {} ."),
+    (
+        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
+        "hf download {} {}",
+    ),
+    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
+)
+"""Pattern of an address → the command that downloads it."""
+
+
+def _download(address: str) -> str:
+    """Return how to download a file from its address."""
+    for pattern, command in _SITES:
+        if found := re.fullmatch(pattern, address, re.IGNORECASE):
+            groups = [typed([group]) for group in found.groups()]
+            return command.format(
+                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
+            )
+    if address.lower().startswith("http"):
+        return f"curl -L -O -J {typed([address[:200]])}"
+    return "in a browser; from the Hub: hf download OWNER/NAME"
+
+
+ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+"""Endings that are tried where a name has none."""
+
+
+def completed(path: str) -> str:
+    """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
+    if is_address(path):
+        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
+    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
+        raise UsageError("neither a file nor a folder", path[:200], fix)
+    _check_drive(path)
+    there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
+    return there[0] if there else path
+
+
+def _check_drive(path: str) -> None:
+    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
+    if not WINDOWS and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+
+
+def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None:
+    """Return the output's name; where a `file` is written, with the ending that programs look for.
+
+    `like`: the base; where it is a GGUF file, its ending is the output's too. UsageError for "-", the output of other
+    programs: a file is written under a name.
+    """
+    from ...disk.destination import with_ending as ended
+
+    if output == "-":
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+    _check_drive(output or "")
+    ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
+    return output if output is None or not file else ended(output, ending)
+
+
+def right_form(text: str) -> str:
+    """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
+    match = _NUMBER.fullmatch(text)
+    return value_of(match.groupdict()) if match else ""
+
+
+def value_of(found: Mapping[str, str | None]) -> str:
+    """Return a number as it is written here: a point for a comma, a part of 1 for percents and fractions."""
+    try:
+        number = float(str(found["value"]).replace(",", "."))
+        if found.get("percent"):
+            number /= 100
+        if found.get("below"):
+            number /= float(str(found["below"]))
+    except (ValueError, ZeroDivisionError):
+        return "0.8"
+    return f"{number:g}"
