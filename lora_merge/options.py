@@ -301,7 +301,7 @@ def _value(option: Option, value: Any) -> Any:
             raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
     if option.kind == "word":
-        name = value.lower().replace("-", "_") if isinstance(value, str) else ""
+        name = spelled(option, value) if isinstance(value, str) else ""
         if name in option.words:
             return name
         near = get_close_matches(name, option.words, 1, 0.7)
@@ -323,15 +323,27 @@ SAME_DTYPE: Final = {
 """Name of a dtype in other programs → its name here."""
 
 
+def spelled(option: Option, value: str) -> str:
+    """Return a word of an option as it is spelled here: bf16 for BF16 and torch.bfloat16, dare_ties for DARE-TIES."""
+    name = value.lower()
+    if option.kind != "dtype":
+        return name.replace("-", "_")
+    known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
+    name = name.removeprefix("torch.")
+    return known.get(name, name)
+
+
+def alike(word: str, known: Iterable[str]) -> list[str]:
+    """Return the words with the digits of a misspelt one: fp61 may be meant as fp16, and fp64 may not."""
+    return [one for one in known if sorted(filter(str.isdigit, one)) == sorted(filter(str.isdigit, word))]
+
+
 def dtype_name(value: object, option: Option) -> str:
     """Return the name of a dtype on the command line, also for a torch dtype; UsageError if the option rejects it."""
-    known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
-    name = str(value).removeprefix("torch.").lower()
-    name = known.get(name, name)
+    name = spelled(option, str(value))
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
-        digits = [word for word in option.words if re.findall("[0-9]+", word) == re.findall("[0-9]+", name)]
-        near = near or get_close_matches(name, digits, 1, 0.7)  # fp64 is no fp16
+        near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
         raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
     return name

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UsageError
 from ..files.yaml_source import Place
 from ..job import MOST_ADAPTERS
+from ..options import alike
 from ..text import Lines
 from .schema import LONGEST_PATH, AdapterEntry, Defaults, Glob, JobEntry, JobsFile
 
@@ -106,7 +107,7 @@ def _model(place: Place) -> type[BaseModel]:
 def nearest(word: str, known: Iterable[str], *, every: bool = True) -> str:
     """Return "; did you mean X?", or what there is; empty where nothing helps."""
     names = [k for k in known if k != word]
-    found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, alike(word, names), n=1, cutoff=0.5)
     if found:
         return f"; did you mean {found[0]}?"
     return f"; there are {', '.join(names)}" if every and names else ""

@@ -21,7 +21,7 @@ from pydantic import (
 from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
@@ -99,9 +99,10 @@ def _size(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
-    if not isinstance(value, str) or not DEVICE.fullmatch(value):
+    name = value.lower().replace("gpu", "cuda") if isinstance(value, str) else ""
+    if not DEVICE.fullmatch(name):
         raise ValueError(f"{value!r} is not a device; use {DEVICES}")
-    return value
+    return name
 
 
 def _version(value: Any) -> Any:
@@ -174,9 +175,19 @@ _TYPES: Final[Mapping[Kind, Any]] = {
 }  # fmt: skip
 
 
+def _word(option: Option) -> Any:
+    """Return the type of an option with a few words, which may be in other letters."""
+
+    def in_our_letters(value: Any) -> Any:
+        ours = spelled(option, value) if isinstance(value, str) else value
+        return ours if ours in option.words else value
+
+    return Annotated[Literal[option.words], BeforeValidator(in_our_letters)]
+
+
 def _field(option: Option) -> tuple[Any, Any]:
     """Return an option as a field that may be left out."""
-    kind = Literal[option.words] if option.words else _TYPES[option.kind]
+    kind = _word(option) if option.words else _TYPES[option.kind]
     return kind | None, Field(default=None, description=option.help)
 
 

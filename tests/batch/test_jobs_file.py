@@ -148,7 +148,7 @@ jobs:
     output: "{style}-{s}"
   - {base: m, adapters: [{pth: a}], output: o2, dtype: bf61}
   - {base: 3, adapters: [], output: o3, overwrite: 1, max_memory: []}
-  - {base: m, base: m, adapters: ["{x}:1", "a:{y"], output: [], device: gpu, setting: {lora_alfa: 1}, when: 2024-13-01}
+  - {base: m, base: m, adapters: ["{x}:1", "a:{y"], output: [], device: tpu, setting: {lora_alfa: 1}, when: 2024-13-01}
 """)  # fmt: skip
     for line, *words in (
         (2, "defalts", "did you mean defaults?"),
@@ -164,7 +164,7 @@ jobs:
         (13, "'base' is given twice"),
         (13, "month must be in 1..12"),
         (13, "jobs[4].output", "text"),
-        (13, "jobs[4].device", "'gpu' is not a device"),
+        (13, "jobs[4].device", "'tpu' is not a device"),
         (13, "jobs[4].adapters[0].path", "{x}", "no matrix"),
         (13, "jobs[4].adapters[1].path", "single '{'"),
         (13, "jobs[4].when", "no field"),
@@ -341,10 +341,27 @@ def test_plain_data_and_jobs_are_taken_too(tmp_path: Path) -> None:
         load([{"bse": "b"}])
 
 
+@pytest.mark.parametrize(
+    ("field", "written", "meant"),
+    [("dtype", "BF16", "bf16"), ("dtype", "half", "fp16"), ("dtype", "torch.bfloat16", "bf16"), ("device", "GPU", "cuda"),
+     ("method", "DARE-TIES", "dare_ties"), ("unmatched", "Skip", "skip"), ("compute_dtype", "float32", "fp32")],
+)  # fmt: skip
+def test_words_are_understood_as_on_the_command_line(field: str, written: str, meant: str, tmp_path: Path) -> None:
+    (made,) = load([{"base": str(tmp_path / "b"), "adapters": ["a"], "output": str(tmp_path / "o"), field: written}])
+    assert getattr(made.job, field) == meant
+
+
+@pytest.mark.parametrize("written", ["fp64", "fp12"])
+def test_another_dtype_is_not_offered_for_one_that_outputs_cannot_have(written: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load([{"base": str(tmp_path / "b"), "adapters": ["a"], "output": str(tmp_path / "o"), "dtype": written}])
+    assert "did you mean" not in str(caught.value)
+
+
 def test_the_schema_and_the_options_say_the_same() -> None:
     schema = json.dumps(JobsFile.model_json_schema())
     assert '"matrix"' in schema
     fields = {name: str(f.annotation) for name, f in Options.model_fields.items()}
     for table, field in ((("keep", *DTYPES, *FORMATS), "dtype"), (tuple(COMPUTE_DTYPES), "compute_dtype")):
         literal = next(a for a in get_args(Options.model_fields[field].annotation) if get_args(a))
-        assert get_args(literal) == table, fields
+        assert get_args(get_args(literal)[0]) == table, fields
