@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Real
-from os import PathLike
+from os import PathLike, sep
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -45,6 +45,9 @@ PART: Final = re.compile(r"[A-Za-z_][\w.]*(?:-[0-9]{1,6})?", re.ASCII)
 
 MOST_ADAPTERS: Final = 1000
 """Limit of one merge; each adapter is matched with the whole base."""
+
+MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
+"""Files by which a folder is known as a model or an adapter."""
 
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
@@ -202,9 +205,14 @@ def validated(job: Job) -> Job:
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
     found = expand(path)
-    if is_file(base) and names_folder(path):
-        return found / _default_name(base, adapters)
-    return found
+    inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
+    return found / _default_name(base, adapters) if inside else found
+
+
+def _holds_others(folder: Path) -> bool:
+    """Return whether a folder is there and is no model, as a folder of models is."""
+    return is_folder(folder) and not any(is_file(folder / name) for name in MODEL_FILES) and not any(
+        folder.glob("*.safetensors"))  # fmt: skip
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:

@@ -23,7 +23,7 @@ from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits.options import check_options
-from .habits.words import ASKED, check_command, check_once, completed, with_ending
+from .habits.words import ASKED, check_command, check_once, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
@@ -31,7 +31,7 @@ from .merge_look import Asked, carried_out, with_pictures
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import watching
 from .text import echo, leave_lost_folder, put
-from .values import named_adapters, named_parts, with_strengths
+from .values import named_adapters, named_base, named_parts, with_strengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +151,7 @@ def merge(
     from .streams import Pictures, reporting
 
     pictures = Pictures(html, plot, dry_run=dry_run)
-    base = completed(base)
+    base = named_base(base)
     given = named_adapters(adapters, options.get("strength"))
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)

@@ -123,6 +123,14 @@ def _of_tag(tag: Mapping[str, str | None]) -> str:
     return f"{path if '.' in path else f'{path}.safetensors'}:{strengths}{weights}"
 
 
+def named_base(text: str) -> str:
+    """Return the base of a merge; UsageError for an adapter with its strength in its place."""
+    path, strength = split_strength(text)
+    if strength is not None and not exists(text) and exists(completed(path)):
+        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+    return completed(text)
+
+
 def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
     """Return all adapters of a command. `strengths`: the words of `--strength`."""
     check_numbers(words, strengths or ())

@@ -105,7 +105,13 @@ def _check_writable(folder: Path, target: Path) -> None:
 
 def with_ending(path: str, ending: str = ".safetensors") -> str:
     """Return the path of a new file of weights with an ending by which programs find it: the .5 of v1.5 is none."""
-    known = Path(path).suffix.lower() in {*WEIGHTS, ".sft"} or path.endswith(("/", os.sep)) or exists(path)
+    from difflib import get_close_matches
+
+    suffix = Path(path).suffix.lower()
+    known = suffix in {*WEIGHTS, ".sft"} or path.endswith(("/", os.sep)) or exists(path)
+    if not known and (path.endswith(".") or get_close_matches(suffix, (".safetensors",), 1, 0.85)):
+        right = Path(path.rstrip(".")).with_suffix(ending)
+        raise UsageError("the ending of the output is misspelt", path, f"write {right}")
     return path if known else f"{path}{ending}"
 
 

@@ -70,7 +70,7 @@ REFUSED = (
     "{base: b, adapters: [{path: a, strength: true}], output: o}", "{base: b, adapters: [{path: a, strength: 1_0}], output: o}".replace("1_0", "'1_0'"),
     "{base: b, adapters: [{path: a, strength: inf}], output: o}", "{base: b, adapters: [{path: a, strength_for: {te: x}}], output: o}",
     f"{{{JOB}, dtyp: fp16}}", f"{{{JOB}, dtype: fp61}}", f"{{{JOB}, overwrite: 1}}", f"{{{JOB}, max_memory: much}}", f"{{{JOB}, max_memory: 0}}",
-    f"{{{JOB}, device: gpu}}", f"{{{JOB}, command: mix}}", f"{{{JOB}, rank: 4}}", f"{{{JOB}, density: some}}", f"{{{JOB}, seed: x}}",
+    f"{{{JOB}, device: tpu}}", f"{{{JOB}, command: mix}}", f"{{{JOB}, rank: 4}}", f"{{{JOB}, density: some}}", f"{{{JOB}, seed: x}}",
     f"{{{JOB}, matrix: 5}}", f"{{{JOB}, matrix: {{x: []}}}}", f"{{{JOB}, matrix: {{x: [[1]]}}}}", f"{{{JOB}, matrix: {{x: {{globs: y}}}}}}",
     f"{{{JOB}, matrix: {{x: [1], exclude: [{{}}]}}}}", f"{{{JOB}, command: combine, dtypes: fp16}}", f"{{{JOB}, command: unmerge, method: ties}}",
     "{command: resize, adapters: [a, b], rank: 2, output: o}", "{command: extract, adapters: [a], rank: 4, output: o}",
@@ -84,6 +84,13 @@ REFUSED = (
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED])
 def test_the_schema_and_the_program_take_the_same_files(tmp_path: Path, text: str) -> None:
     assert taken(tmp_path, text) == fits(yaml.safe_load(text)) == (text in TAKEN)
+
+
+@pytest.mark.parametrize("option", ["dtype: BF16", "dtype: half", "device: gpu", "method: TIES"])
+def test_words_of_other_programs_are_taken_and_the_schema_names_ours(option: str, tmp_path: Path) -> None:
+    text = f"{{{JOB}, {option}}}"
+    assert taken(tmp_path, text)
+    assert not fits(yaml.safe_load(text))
 
 
 def test_the_jobs_files_that_we_show_fit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,8 @@ def test_no_command_is_made_up(run: Run, words: str) -> None:
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
     ("base lora --rank 16", "the rank is that of the adapter; lora-merge resize"),
     ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength behind each file: ADAPTER:0.8"),
+    ("base lora -o s3://x/y.safetensors", "write a file here with -o NAME"), ("base lora -o out.safetensor", "write out.safetensors"),
+    ("base lora -o x.safetensors.", "write x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge BASE"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "use --rank N"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
 def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None:
@@ -270,6 +273,21 @@ def test_a_missing_ending_is_tried(run: Run) -> None:
 
 def test_patterns_that_no_shell_expanded(run: Run) -> None:
     assert run("base.safetensors", "loras/*.safetensors", "-o", "a.safetensors")[0] == 0
+
+
+def test_a_folder_with_a_slash_at_the_end_gets_the_model_inside(run: Run) -> None:
+    """As cp has it: a folder of models that is there; another name with a slash is that of the output."""
+    Path("llm").mkdir()
+    shutil.copy("base.safetensors", "llm/model.safetensors")
+    Path("models").mkdir()
+    Path("models", "other.txt").touch()
+    assert run("llm", "lora", "-o", "models/", "-q")[0] == 0
+    assert Path("models", "llm+lora", "model.safetensors").exists()
+    assert run("llm", "lora", "-o", "new/", "-q")[0] == 0
+    assert Path("new", "model.safetensors").exists()
+    code, _, err = run("llm", "lora", "-o", "new/", "-q")
+    assert code == 2
+    assert "the output exists" in err
 
 
 @pytest.mark.parametrize("words", [["-s", "[0.8, 0.5]"], ["-s", "0.8,0.5"], ["-s", "0.8", "-s", "0.5"]])

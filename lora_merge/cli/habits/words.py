@@ -146,6 +146,8 @@ def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None
 
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+    if is_address(output or ""):
+        raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
     _check_drive(output or "")
     ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
     return output if output is None or not file else ended(output, ending)
