@@ -14,7 +14,7 @@ from ..text import by_pattern, by_reason, counted, json_text, one_line, plural, 
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
 from .stages import paused, watching
-from .text import applied, effect, matched, recomputed, retained, saturated, silent, unchanged
+from .text import applied, effect, matched, of_a_sample, recomputed, retained, saturated, silent, unchanged
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -45,17 +45,18 @@ def carried_out(plan_it: Callable[[], Plan], told: ReportFile | None, asked: Ask
         if told is not None:
             told.protect(plan.inputs, [plan.job.output])
             told.begin()
+        replaced = exists(plan.job.output)
         with paused(display):
             describe(plan, say, verbose=asked.verbose)
         done = None if asked.dry_run else plain.carry_out(plan, display)
     if done is None:
-        if exists(plan.job.output) and not asked.overwrite:
+        if replaced and not asked.overwrite:
             say("  note: the output exists: the merge will need --overwrite, or another -o")
         _conclude_dry(plan, say, told, asked)
         return None
     if told is not None:
         told.replace(done.to_json())
-    conclude(done, say, plan.base.notes, as_json=asked.as_json, verbose=asked.verbose)
+    conclude(done, say, plan.base.notes, as_json=asked.as_json, verbose=asked.verbose, replaced=replaced)
     return done, plan
 
 
@@ -111,9 +112,12 @@ def _notes(plan: Plan, *, verbose: bool) -> Iterator[Any]:
 
 
 def conclude(
-    done: Report, say: Callable[[str], object], said: Sequence[str], *, as_json: bool, verbose: bool = False
-) -> None:
-    """Say what was done; on a terminal a panel: what changed, where it lies, how it was proven, how to undo it."""
+    done: Report, say: Callable[[str], object], said: Sequence[str], *, as_json: bool, verbose: bool = False,
+    replaced: bool = False,
+) -> None:  # fmt: skip
+    """Say what was done; on a terminal a panel: what changed, where it lies, how it was proven, how to undo it.
+
+    `replaced`: whether another output of that name was there before."""
     if as_json or say is silent or not styled(sys.stdout):
         plain.conclude(done, say, said, as_json=as_json, verbose=verbose)
         return
@@ -135,11 +139,11 @@ def conclude(
     if done.saturated:
         rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))
     if done.verified is not None:
-        rows += proven({**done.verified, "numbers": done.numbers}, verbose=verbose)
+        rows += proven({**done.verified, "numbers": done.numbers, "counted": True}, verbose=verbose)
     else:
         rows.append(("proven", f"not at all (--no-verify); later: lora-merge verify {quoted(done.output)}"))
         rows += [("", f"the change: {effect(done.numbers)}")] if done.numbers else []
-    rows.append(("undo", undo(done)))
+    rows.append(("undo", undo(done) + "; the output that was replaced is gone" * replaced))
     warned = bool(done.verified and done.verified["warnings"])
     show(panel(f"{mark('done')} merged", rows, "yellow" if warned else "green"))
 
@@ -156,7 +160,7 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
             sign = mark("done" if abs(share - 1) < 0.1 else "note")
             yield "", f"{sign} {retained(share)} of the change that {found['adapter']} makes is in the output"
     if any(found["retained"] is not None for found in proof["retained"]):
-        yield "", f"the change: {effect(proof['numbers'])}"
+        yield "", f"the change: {effect(proof['numbers'])}{of_a_sample(proof)}"
     if proof["saturated"]:
         yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"
     if (matching := proof["matching"])["alone"] or verbose:
@@ -198,7 +202,8 @@ def nearest(path: str) -> str:
 
 def quoted(path: str) -> str:
     """Return a path as a shell takes it."""
-    return typed([nearest(path)])
+    near = nearest(path)
+    return typed([f"./{near}" if near.startswith("-") else near])
 
 
 def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:

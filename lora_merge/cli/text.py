@@ -132,7 +132,7 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
     if done.saturated:
         say(saturated(done.saturated))
     if done.verified is not None:
-        show_proof({**done.verified, "numbers": done.numbers}, say, verbose=verbose)
+        show_proof({**done.verified, "numbers": done.numbers, "counted": True}, say, verbose=verbose)
     elif done.numbers:
         say(f"change   {effect(done.numbers)}")
 
@@ -180,7 +180,7 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
         say("retained " + ", ".join(f"{retained(share)} of the change that {name} makes" for name, share in shares))
-        say(f"change   {effect(proof['numbers'])}")
+        say(f"change   {effect(proof['numbers'])}{of_a_sample(proof)}")
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
     if (account := proof["account"])["unused"]:
@@ -216,6 +216,12 @@ def effect(numbers: Mapping[str, Any]) -> str:
     if numbers["below"]:
         said += f"; less than 90% of it is in {plural(numbers['below'], 'weight')}, least in {numbers['worst']}"
     return said
+
+
+def of_a_sample(proof: Mapping[str, Any]) -> str:
+    """Return that numbers are those of the rows that a proof has read, unless a merge has counted all (`counted`)."""
+    counted = proof["full"] or proof.get("counted", False)
+    return "" if counted else f", in the {plural(proof['rows'], 'row')} that were read"
 
 
 def retained(share: float) -> str:

@@ -39,12 +39,12 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
     r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
     r"(?P<path>.+?):",
 )
-_TWO: Final = re.compile(r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)")
+_TWO: Final = r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
 """Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
-_BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
-_BEFORE_PARTS: Final = re.compile("[,:](?=[^,:=/]+=)")
-_NUMBERED: Final = re.compile("([0-9]{1,4}):")
+_BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
+_BEFORE_PARTS: Final = "[,:](?=[^,:=/]+=)"
+_NUMBERED: Final = "([0-9]{1,4}):"
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:
@@ -85,7 +85,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
 
 def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
-    if (two := _TWO.fullmatch(text)) and not exists(f"{two['path']}:{two['unet']}"):
+    if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths behind one file", text[:200], fix)
 
@@ -150,7 +150,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if not exists(path := completed(path)):
             check_adapter(text)
         return path, strength
-    for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
+    for comma in (match.start() for match in re.finditer(_BEFORE_PARTS, text)):
         path, strength = split_strength(text[:comma])
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
@@ -183,7 +183,7 @@ def named_parts(
 
     given, common = [*adapters], list[tuple[str, Any]]()
     for text in strength_for:
-        numbered = _NUMBERED.match(text)
+        numbered = re.match(_NUMBERED, text)
         if numbered is None:
             common += _parts(text)
             continue
@@ -223,7 +223,7 @@ def _strength(text: str) -> float:
 
 def _parts(text: str) -> list[tuple[str, Any]]:
     """Return [("te", 0.5), ("unet", 0.8)] for "te=0.5,unet=0.8"; a list of block weights stays text."""
-    found = [text] if text.startswith(REGEX) else _BETWEEN_PARTS.split(text)
+    found = [text] if text.startswith(REGEX) else re.split(_BETWEEN_PARTS, text)
     return [_part(one) for one in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from ..files.side_files import (
     side_files,
     stored_name,
 )
-from ..job import Job
+from ..job import Adapter, Job
 from ..limits import Steps
 from ..matching.conflicts import with_meetings
 from ..matching.context import AdapterContext
@@ -158,18 +159,23 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     if every_setting and (unused := sorted(dict(job.setting).keys() - used)):
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
-    met = with_meetings(job, matched)
-    return tuple(replace(m, notes=(*m.notes, *_unusual(job, n), *strengths[n].notes({**m.uses, **m.replaced})))
-                 for n, m in enumerate(met))  # fmt: skip
+    files = [os.path.realpath(ref.path) for ref in job.adapters]
+    made = []
+    for n, met in enumerate(with_meetings(job, matched)):
+        usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
+        listed_weights = strengths[n].notes({**met.uses, **met.replaced})
+        made.append(replace(met, notes=(*met.notes, *usual, *listed_weights)))
+    return tuple(made)
 
 
-def _unusual(job: Job, number: int) -> Iterator[str]:
-    """Yield notes on a probable mistake of the user: an adapter named twice, an unusual strength."""
-    ref = job.adapters[number]
-    if any(other.path == ref.path for other in job.adapters[:number]):
+def _unusual(match: Match, ref: Adapter, *, again: bool) -> Iterator[str]:
+    """Yield notes on a probable mistake of the user: an adapter that is named again, an unusual strength."""
+    if again:
         yield "the same adapter is named before: its change is added again"
-    if abs(ref.strength) > USUAL:
-        yield f"strength {ref.strength:g} is unusual; most adapters are made for 0 to 2"
+    largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=ref.strength)
+    if abs(largest) > USUAL:
+        where = "" if largest == ref.strength else " of some weights"
+        yield f"strength {largest:g}{where} is unusual; most adapters are made for 0 to 2"
 
 
 def check_stored(matched: Matched) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lora_merge.cli import merge_look
+
 from ..support import cli, kohya, rand, save, sd1
 from .terminal import played_here
 
@@ -42,6 +44,13 @@ def test_a_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_un
     assert all(len(row) <= columns for row in rows)
     assert "\x1b[32m" in found.text, "green"
     assert "\\u001b" not in found.text
+
+
+def test_undoing_does_not_bring_back_what_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("replaced is gone" in row for row in played_here(MERGE, monkeypatch).screen)
+    found = played_here([*MERGE, "--overwrite"], monkeypatch, columns=160)
+    assert "the output that was replaced is gone" in " ".join(" ".join(found.screen).replace("│", "").split())
+    assert merge_look.quoted("-o.safetensors") == "./-o.safetensors"
 
 
 def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,13 @@ def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: P
     first, second = (" ".join(m.notes) for m in plan.adapters)
     assert "strength 80 is unusual" in first and "again" not in first
     assert "added again" in second and "unusual" not in second
+    (files / "link.safetensors").symlink_to(files / "one.safetensors")
+    parts = (("model", 10.0),)
+    linked = [lora_merge.Adapter(files / "one.safetensors", 0.5, parts), files / "link.safetensors"]
+    plan = lora_merge.plan(files / "base.safetensors", linked, files / "x.safetensors")
+    first, second = (" ".join(m.notes) for m in plan.adapters)
+    assert "strength 5 of some weights is unusual" in first
+    assert "added again" in second
 
 
 def test_a_map_may_hold_presets_of_the_users_own(files: Path) -> None:

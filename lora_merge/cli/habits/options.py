@@ -128,7 +128,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_FLAG: Final = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
+_FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
 
 _ROLES: Final = {_BASE: "base", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
 """Advice on an option with values → what its values are."""
@@ -154,7 +154,7 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
 
 def advice_fits(advice: str, known: Iterable[str]) -> bool:
     """Return whether a command has the options that an advice names."""
-    return {*known} >= {*_FLAG.findall(advice)}
+    return {*known} >= {*re.findall(_FLAG, advice)}
 
 
 def _usage(command: str, parameters: Iterable[Any]) -> str:

@@ -29,11 +29,11 @@ COMMANDS: Final = {
 }
 """Command of another program → the one that does this here."""
 
-_NUMBER: Final = re.compile(r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?")
+_NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
 
-_WINDOWS: Final = re.compile(r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)")
-_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
+_WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
+_HUB: Final = r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}"
 ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
 
@@ -121,7 +121,7 @@ def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
     if is_address(path):
         raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
-    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+    if re.fullmatch(_HUB, path) and not exists(path) and not exists(path.partition("/")[0]):
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
     _check_drive(path)
@@ -131,7 +131,7 @@ def completed(path: str) -> str:
 
 def _check_drive(path: str) -> None:
     """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
-    if not WINDOWS and (drive := _WINDOWS.fullmatch(path)) and not exists(path):
+    if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
         here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
         raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
 
@@ -155,7 +155,7 @@ def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None
 
 def right_form(text: str) -> str:
     """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
-    match = _NUMBER.fullmatch(text)
+    match = re.fullmatch(_NUMBER, text)
     return value_of(match.groupdict()) if match else ""
 
 
