@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final
 
 import torch
@@ -17,7 +18,7 @@ from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
-from ..errors import misfit
+from ..errors import FitError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
@@ -130,7 +131,10 @@ class Evaluator:
         return up.mul_(patch.numbers.get("scale", 1.0)), down
 
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
-        """Return the change of a weight that an adapter replaces: X − W."""
+        """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
+        if prod(info.shape) != prod(self.sources.weights[target.key].shape):
+            raise FitError("an adapter gives a weight another shape, which a file of an adapter cannot say", target.key,
+                           "merge it into the base instead")  # fmt: skip
         value = stage([self.cache.fetch(info).reshape(target.matrix)], self.at)[0]
         return Change(number, strength, whole=value - self.values(target.key).reshape(target.matrix))
 

@@ -140,7 +140,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     matched = match(inputs, every_setting=every_setting)
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):
-        raise FitError("an adapter enlarges a weight, which a file of an adapter cannot say", grown[0],
+        raise FitError("an adapter gives a weight another shape, which a file of an adapter cannot say", grown[0],
                        "merge it into the base instead")  # fmt: skip
     own = weights(base, found)
     names = Naming(found, base)

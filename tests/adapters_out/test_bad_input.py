@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.cli.making.look import lines
 from lora_merge.errors import InputError, MergeError, UsageError
-from tests.support import Tensors, rand
+from tests.support import Tensors, rand, save
 
 from .test_convert import flux, of_flux
 
@@ -138,3 +138,16 @@ def test_a_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) 
     out = tmp_path / "o.safetensors"
     RUNS[run](tmp_path / "a.safetensors", out, tmp_path / "base.safetensors")
     assert lora_merge.verify(out)["ok"]
+
+
+@pytest.mark.parametrize("method", ["sum", "ties"])
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_weight_of_another_shape_is_refused(method: str, rows: int, tmp_path: Path) -> None:
+    """The adapter replaces it as a whole, as one does that was trained with more tokens."""
+    base = save({"a.weight": rand(4, 4), "b.weight": rand(4, 4), "b.bias": rand(4)}, tmp_path / "base.safetensors")
+    pair = {"a.lora_A.weight": rand(2, 4), "a.lora_B.weight": rand(4, 2)}
+    one = save({**pair, "b.weight": rand(rows, 4)}, tmp_path / "one.safetensors")
+    two = save(pair, tmp_path / "two.safetensors")
+    with pytest.raises(lora_merge.MergeError, match="another shape") as caught:
+        lora_merge.combine([one, two], tmp_path / "o.safetensors", base=base, method=method, rank=1, unmatched="skip")
+    assert caught.value.exit_code == 4
