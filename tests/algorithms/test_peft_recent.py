@@ -18,6 +18,7 @@ from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
+from lora_merge.matching.patch import ZEROS
 from lora_merge.proof.replay import prove
 from tests.peft_oracle import merged, save, train
 
@@ -119,6 +120,23 @@ def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
     with pytest.raises(MergeError, match="1 of 2"):
         lora_merge.merge_state_dict({"a.weight": torch.ones(4, 8)}, tmp_path)
+
+
+def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_told_and_counted(tmp_path: Path) -> None:
+    """PEFT stores C, D and E as buffers of zeros there; nothing is to be changed, and nothing is left unsaid."""
+    state = {f"{name}.weight": torch.ones(4, 8) for name in "ab"} | {"b.bias": torch.ones(4)}
+    save_file(state, tmp_path / "base.safetensors")
+    tensors = {f"{name}.glora_{k}": torch.ones(s) for name in "ab" for k, s in (("A.X", 1), ("B.X", 1))}
+    tensors |= {f"b.glora_{k}.X": torch.ones(s) for k, s in (("C", (8, 1)), ("D", 1), ("E", 1))}
+    tensors |= {f"a.glora_{k}.zeros": torch.zeros(1) for k in "CDE"}
+    (tmp_path / "lora").mkdir()
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
+    plan = lora_merge.plan(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "o.safetensors")
+    (one,) = plan.adapters
+    assert sorted(one.placed) == ["a", "a.bias", "b", "b.bias"]
+    assert dict(one.components) == {"model": 4}
+    assert [name for name, why in one.unused.items() if why == ZEROS] == [f"a.glora_{k}.zeros" for k in "CDE"]
 
 
 def test_wavelets_are_those_of_peft_and_whole() -> None:

@@ -85,6 +85,18 @@ def test_the_transformer_is_quantised_and_the_rest_is_copied(dtype: str, last: i
     assert (found - want).norm() < (0.12 if dtype == "nf4" else 0.012) * want.norm()
 
 
+def test_a_folder_without_a_configuration_cannot_be_quantised(tmp_path: Path) -> None:
+    """A loader of transformers learns from config.json how the weights are stored."""
+    (tmp_path / "base").mkdir()
+    save({"a.weight": rand(64, 64)}, tmp_path / "base" / "model.safetensors")
+    pair = {"a.lora_up.weight": rand(64, 2), "a.lora_down.weight": rand(2, 64)}
+    lora = save(pair, tmp_path / "lora.safetensors")
+    with pytest.raises(UsageError, match=r"a folder without config\.json") as caught:
+        lora_merge.merge(tmp_path / "base", lora, tmp_path / "out", dtype="int8")
+    assert "give the file in it" in caught.value.fix
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_diffusers_does_not_read_is_refused_with_what_it_reads(tmp_path: Path) -> None:
     pipeline(tmp_path / "base")
     lora = adapter(tmp_path / "lora.safetensors")

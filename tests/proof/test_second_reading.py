@@ -27,7 +27,9 @@ from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
-from lora_merge.proof.reference.places import Places
+from lora_merge.proof.reference.claims import _spans as spans
+from lora_merge.proof.reference.places import Place, Places
+from lora_merge.proof.reference.places import Rows as StoredRows
 from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import Reading, compare
@@ -472,6 +474,37 @@ def test_a_module_with_a_tensor_of_unknown_meaning_is_not_claimed(extra: str) ->
     tensors = {"a.lora_up.weight": (8, 2), "a.lora_down.weight": (2, 8), extra: (4,)}
     stems = [g.stem for g in groups(index(tensors).tensors.values()) if g.stem == "a"]
     assert stems == ([] if extra.startswith("a.") else ["a"])
+
+
+@pytest.mark.parametrize("form", ["base_model.model.model.{}", "lora_unet_{}"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_that_may_be_tied_are_known_by_the_plan_alone(form: str, *, tied: bool) -> None:
+    """Which of two layers with one weight an adapter changes is not in its names; the other layers are known."""
+    layers = {"embed_tokens": (32, 8), "layers.0.mlp.up_proj": (16, 8)}
+    base = index({f"model.{name}.weight": shape for name, shape in layers.items()})
+    base = replace(base, config={"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied})
+    tensors: dict[str, Shape] = {}
+    for name, shape in layers.items():
+        flat_name = f"model_{flat(name)}" if form.startswith("lora_") else name
+        tensors |= lora(shape, form.format(flat_name), KOHYA if form.startswith("lora_") else PEFT, alpha=True)
+    found = read(base, tensors)
+    assert (found.modules, found.proven) == (2, 1 if tied else 2)
+    assert [name.endswith("embed_tokens") for name in found.alone] == [True] * tied
+
+
+def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
+    rows = [
+        StoredRows("a", 0, 4, 8),
+        StoredRows("a", 4, 6, 8),
+        StoredRows("a", 6, 9, 8),
+        StoredRows("b", 0, 2, 8),
+        StoredRows("b", 3, 5, 8),
+        StoredRows("a", 9, 10, 8),
+    ]
+    found = spans(Place(tuple(rows), (16, 8)), turned=False)
+    assert [(s.key, s.start, s.stop, s.cols, s.first) for s in found] == [
+        ("a", 0, 9, 8, 0), ("b", 0, 2, 8, 9), ("b", 3, 5, 8, 11), ("a", 9, 10, 8, 13),
+    ]  # fmt: skip
 
 
 def test_it_shares_no_code_with_what_makes_the_plan() -> None:

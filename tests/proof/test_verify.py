@@ -315,8 +315,10 @@ def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, sc
     numbers = report.numbers
     assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
     said: list[str] = []
-    show_proof({**report.verified, "numbers": numbers}, said.append)
+    show_proof({**report.verified, "numbers": numbers, "counted": True}, said.append)
     assert said[2].endswith("less than 90% of it is in 1 weight, least in block.weight")
+    show_proof({**report.verified, "numbers": numbers}, said.append)
+    assert said[-1].endswith(f"in the {report.verified['rows']} rows that were read")
     rounded = lora_merge.merge(*paths[:2], tmp_path / "drawn.safetensors", dtype=dtype, rounding="stochastic")
     assert rounded.verified is not None
     assert not any("--rounding" in text for text in rounded.verified["warnings"])
