@@ -232,9 +232,9 @@ def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
 
 def test_a_value_is_a_change_only_where_another_adapter_changes_the_weight(tmp_path: Path) -> None:
     """A mean of one change would be the same as the value, but rounded; with another one it is half of it."""
-    base = {"a.weight": rand(8, 8), "b.weight": rand(8, 8, seed=1), "c.weight": rand(8, 8)}
+    base = {"a.weight": rand(8, 8) * 1e20, "b.weight": rand(8, 8, seed=1), "c.weight": rand(8, 8)}
     other = {"c.lora_up.weight": rand(8, 2, seed=6), "c.lora_down.weight": rand(2, 8, seed=7)}
-    values = {"a.weight": rand(8, 8, seed=2) * 1e4, "b.weight": rand(8, 8, seed=3), **other}
+    values = {"a.weight": rand(8, 8, seed=2), "b.weight": rand(8, 8, seed=3), **other}
     pair = {"b.lora_up.weight": rand(8, 2, seed=4), "b.lora_down.weight": rand(2, 8, seed=5)}
     files = [save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate((values, pair))]
     got = lora_merge.merge_state_dict(base, files, method="mean")
