@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter
+from ..planning.metadata import TITLE
 from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
 from ..proof.find_inputs import find_all
@@ -25,7 +26,7 @@ from .convert import run as run_conversion
 from .extract.run import run as run_extraction
 from .extract.task import OWN as OF_EXTRACT
 from .extract.task import make_extraction
-from .job import OWN, make_adapter_job
+from .job import OWN, AdapterJob, make_adapter_job
 from .report import AdapterReport
 from .written import CONTENTS
 
@@ -87,7 +88,14 @@ def task_of(
     except (UsageError, FitError) as e:
         raise damaged(made, f"{e.what} ({e.where})") from e
     found = task(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
-    return partial(command.run, found)
+    return partial(command.run, _titled(found, open_checkpoint(made).metadata.get(TITLE)))
+
+
+def _titled(task: Any, title: str | None) -> Any:
+    """Return a task whose output has the title of the file that is made again, and not one by its own name."""
+    job = task if isinstance(task, AdapterJob) else task.job
+    job = replace(job, inputs=replace(job.inputs, title=title))
+    return job if isinstance(task, AdapterJob) else replace(task, job=job)
 
 
 def replay(

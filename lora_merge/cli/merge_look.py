@@ -207,8 +207,8 @@ def quoted(path: str) -> str:
 
 
 def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
-    """Return a report with the recipe that the output holds, and with the spectrum and the histogram of each weight's
-    change, if the inputs are still there."""
+    """Return a report with the recipe that the output holds and the paths of its inputs, and with the spectrum and the
+    histogram of each weight's change, if the inputs are still there."""
     from ..viewing.base import recipe_of
     from ..viewing.pictures import merge_pictures
 
@@ -216,4 +216,5 @@ def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
     shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
     for name, one in found["numbers"].get("tensors", {}).items():
         one |= shown.get(name, {})
-    return {**found, "recipe": recipe_of(plan.job.output)}
+    inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
+    return {**found, "recipe": recipe_of(plan.job.output), "inputs": inputs}

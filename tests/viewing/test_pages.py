@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from html import unescape
@@ -84,6 +85,25 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     tags = re.sub("<script.*?</script>", "", dom, flags=re.S)
     assert not re.search(r'(?:src|href)="?(?:https?:)?//', tags)  # nothing is fetched
     assert "default-src 'none'" in tags
+
+
+@pytest.mark.parametrize("words", ["merge {base} {ink}:0.5 {oil}", "combine {ink} {oil}:0.5", "resize {ink} --rank 1", "convert {ink} --to kohya --base {base}",
+                                   "average {ink} {ink}", "extract {base} {merged} --rank 2 --format kohya"])  # fmt: skip
+def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path: Path) -> None:
+    """The inputs lie in another folder; what is repeated has the same bytes."""
+    merged, page, out = tmp_path / "first" / "merged.safetensors", tmp_path / "page.html", tmp_path / "out.safetensors"
+    merged.parent.mkdir()
+    assert run("merge", scene.base, scene.ink, "-o", merged)[0] == 0
+    given = words.format(base=scene.base, ink=scene.ink, oil=scene.oil, merged=merged).split()
+    assert run(*given, "-o", out, "--html", page)[0] == 0
+    commands = [one["text"] for one in content(page.read_text(encoding="utf-8"))["commands"]]
+    typed = [shlex.split(text) for text in commands if text.startswith("lora-merge")]
+    assert [one[1] for one in typed] == ["replay", "verify", *["unmerge"] * words.startswith("merge")]
+    for one in typed:
+        code, said = run(*one[1:])
+        assert code == 0, (one, said)
+    assert (tmp_path / "out-again.safetensors").read_bytes() == out.read_bytes()
+    assert json.loads(commands[-1]), "the recipe"
 
 
 def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Final
 
 from ...files.checkpoint import Index
+from ...planning.metadata import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
 from .hashes import Stored, legacy_hash, model_hash
@@ -114,8 +115,8 @@ class Known:
         """Yield the entries of ModelSpec that are written anew."""
         there = any(name.startswith("modelspec.") for name in kept)
         if self.job.command in ONE:
-            if "modelspec.title" in kept:
-                yield "modelspec.title", self.job.output.stem
+            if TITLE in kept:
+                yield TITLE, self.job.inputs.title or self.job.output.stem
             return
         if self.known.architecture and "modelspec.architecture" not in kept:
             yield "modelspec.architecture", f"{self.known.architecture}/lora"
@@ -123,7 +124,7 @@ class Known:
             there = True
         if there:
             yield "modelspec.sai_model_spec", kept.get("modelspec.sai_model_spec", SPEC)
-            yield "modelspec.title", self.job.output.stem
+            yield TITLE, self.job.inputs.title or self.job.output.stem
         if self.job.command in ("combine", "average"):
             yield "modelspec.merged_from", ", ".join(a.path.name for a in self.job.adapters)
 

@@ -222,17 +222,19 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
         done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
         if told is not None:
             told.replace(done.to_json())
-    pictures.write(lambda: _with_pictures(done) if printed["html"] is not None else asdict(done))
+    pictures.write(lambda: _with_pictures(done, task) if printed["html"] is not None else asdict(done))
     if printed["json"]:
         put(done.to_json())
         return
     tell(done, DONE[command], quiet=printed["quiet"], verbose=printed["verbose"])
 
 
-def _with_pictures(done: AdapterReport) -> dict[str, Any]:
-    """Return a report with the spectrum and the histogram of each layer that was written."""
+def _with_pictures(done: AdapterReport, task: Task) -> dict[str, Any]:
+    """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
+    from ...viewing.base import recipe_of
     from ...viewing.pictures import made_pictures
 
     shown = made_pictures(Path(done.output))
     layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
-    return {**asdict(done), "layers": layers}
+    inputs = [*(a.path for a in task.job.adapters), *([task.job.base] if task.job.base else [])]
+    return {**asdict(done), "layers": layers, "recipe": recipe_of(Path(done.output)), "inputs": [*map(str, inputs)]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,10 +50,9 @@ def of_merge(found: Found) -> dict[str, Any]:
         ),
     )
     page.data["stages"] = _stages(found)
-    page.command("Repeat the merge, with the same bytes as the outcome:", "lora-merge", "replay", found["output"])
-    page.command("Prove every byte of it:", "lora-merge", "verify", found["output"], "--full")
-    page.command("Undo it (the base is unchanged):", *_removal(found["output"]))
-    page.command("Where the base lies, and how to go on without it:", "lora-merge", "unmerge", found["output"])
+    _commands(page, found, "--full")
+    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", found["output"],
+                 "-o", _beside(found["output"], "without"), *_searched(found))  # fmt: skip
     page.recipe(found.get("recipe"))
     return page.data
 
@@ -135,10 +134,31 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
         ([name, layer.get("algorithm"), *(layer.get(m.key) for m in MADE)] for name, layer in before.items()),
     )
-    page.command("Repeat it:", "lora-merge", "replay", found["output"])
-    page.command("Prove it again:", "lora-merge", "verify", found["output"])
-    page.command("Undo it (the inputs are unchanged):", *_removal(found["output"]))
+    _commands(page, found)
+    page.recipe(found.get("recipe"))
     return page.data
+
+
+def _commands(page: Content, found: Found, *options: str) -> None:
+    """Add the commands that repeat, prove and undo what a page is about. `options`: of `verify`."""
+    output, searched = found["output"], [*_searched(found)]
+    page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
+                 "-o", _beside(output, "again"), *searched)  # fmt: skip
+    page.command("Prove it again:", "lora-merge", "verify", output, *options, *searched)
+    page.command("Undo it (the inputs are unchanged):", *_removal(output))
+
+
+def _searched(found: Found) -> Iterator[str]:
+    """Yield the options that say in which folders the inputs lie, beside that of the output."""
+    folders = (Path(path).absolute().parent for path in found.get("inputs", ()))
+    for folder in dict.fromkeys(f for f in folders if f != Path(found["output"]).absolute().parent):
+        yield from ("--search", str(folder))
+
+
+def _beside(output: str, word: str) -> str:
+    """Return the path of another output in the same folder."""
+    path = Path(output)
+    return str(path.with_name(f"{path.stem}-{word}{path.suffix}"))
 
 
 def _proof_of_adapter(proof: Found) -> str:
