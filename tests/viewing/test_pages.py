@@ -106,6 +106,57 @@ def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path:
     assert json.loads(commands[-1]), "the recipe"
 
 
+def test_what_was_cut_and_what_warns_stands_on_the_page_as_in_the_report(scene: Scene, tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
+    words = [f"{scene.ink}:1000000", "--dtype", "fp8_e4m3fn", "--on-overflow", "saturate", "--json", "--html", page]
+    code, text = run("merge", scene.base, *words, "-o", out)
+    assert code == 0
+    cut = sum(json.loads(text)["saturated"].values())
+    assert any(f"{cut} numbers" in line for line in content(page.read_text(encoding="utf-8"))["warnings"])
+    (tmp_path / "jobs.yaml").write_text(
+        f"version: 1\njobs: [{{base: '{scene.base}', adapters: [{{path: '{scene.ink}', strength: 0.000001}}], output: o.safetensors}}]\n"
+    )
+    code, text = run("batch", tmp_path / "jobs.yaml", "--json", "--html", page)
+    assert code == 0
+    (warned,) = json.loads(text)["report"]["verified"]["warnings"]
+    assert any(line.endswith(warned) for line in content(page.read_text(encoding="utf-8"))["warnings"])
+
+
+def test_the_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_path: Path) -> None:
+    """The proof beside it looks at a sample of rows."""
+    page = tmp_path / "page.html"
+    words = ["merge", scene.base, f"{scene.ink}:0.01", "--json", "--html", page, "-o", tmp_path / "out.safetensors"]
+    code, text = run(*words)
+    assert code == 0
+    (one,) = json.loads(text)["numbers"]["all"]["adapters"]
+    (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "Adapters"]
+    assert table["rows"][0][-2:] == [one["change"], one["retained"]]
+
+
+def test_a_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page)[0] == 0
+    made = content(page.read_text(encoding="utf-8"))
+    overview = made["tables"][0]
+    assert [row[3] for row in overview["rows"]] == [str(scene.ink), str(scene.oil)]
+    assert all(row[4] == row[5] > 0 for row in overview["rows"])
+    names = [f"{scene.base.name} + {one.name}" for one in (scene.ink, scene.oil)]
+    assert [one["title"].partition(":")[0] for one in made["heat_maps"]] == names
+    dom = shown(page, tmp_path / "profile")
+    assert dom.count("heatmaplayer") >= 2
+    assert all(f"{name}: summary" in unescape(dom) for name in names)
+
+
+def test_a_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    other = save(
+        {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
+        tmp_path / "other.safetensors",
+    )
+    assert run("inspect", scene.base, other, "--html", page)[0] == 4
+    assert content(page.read_text(encoding="utf-8"))["commands"] == []
+
+
 def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:
     """Half of the energy is half a bar, also where no row of the table has more."""
     page = tmp_path / "page.html"

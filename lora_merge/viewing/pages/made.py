@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import size, stored
+from ...text import plural, size, stored
 from .content import CLICK, SHARE, Column, Content, Found, Metric, root, strengths
 from .heat_map import short
 
@@ -33,7 +34,7 @@ def of_merge(found: Found) -> dict[str, Any]:
         ("peak memory", size(found["peak_memory"])),
         ("proof", _proof(proof)),
     )
-    page.data["warnings"] = list(proof.get("warnings", ()))
+    page.data["warnings"] = [*_cut(found), *proof.get("warnings", ())]
     page.data["notes"] = [
         *found["notes"],
         *(f"{name}: {note}" for name, c in found["coverage"].items() for note in c["notes"]),
@@ -57,18 +58,24 @@ def of_merge(found: Found) -> dict[str, Any]:
     return page.data
 
 
+def _cut(found: Found) -> Iterator[str]:
+    """Yield the warning about numbers that were cut to the range of their dtype, if some were."""
+    if cut := found.get("saturated"):
+        yield f"{plural(sum(cut.values()), 'number')} in {plural(len(cut), 'tensor')} were too large and were cut"
+
+
 def _adapters(page: Content, found: Found) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
     rows = [*found["coverage"].items()]
-    shares = {row["adapter"]: row["retained"] for row in (found["verified"] or {}).get("retained", ())}
-    every = (found["numbers"] or {}).get("all", {})
-    sizes = [(one or {}).get("change") for one in every.get("adapters", [])] or [None] * len(rows)
+    sampled = {row["adapter"]: row for row in (found["verified"] or {}).get("retained", ())}
+    measured = (found["numbers"] or {}).get("all", {}).get("adapters", [])
+    known = [{**sampled.get(name, {}), **(one or {})} for (name, _), one in zip_longest(rows, measured)]
     page.table(
         "Adapters",
         ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
         (
-            [name, strengths(c["strengths"]), c["matched"], c["total"], norm, shares.get(name)]
-            for (name, c), norm in zip(rows, sizes, strict=True)
+            [name, strengths(c["strengths"]), c["matched"], c["total"], one.get("change"), one.get("retained")]
+            for (name, c), one in zip(rows, known, strict=True)
         ),
         first=True,
     )
@@ -186,9 +193,18 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     for job in found:
         counts[job["status"]] = counts.get(job["status"], 0) + 1
     page.summary(*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s"))
-    page.data["warnings"] = [f"{job['output']}: {job['error']['what']}" for job in found if job.get("error")]
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in found for text in _warned(job)]
     page.table("Jobs", JOBS, (_job(job) for job in sorted(found, key=lambda job: int(job["number"]))))
     return page.data
+
+
+def _warned(job: Found) -> Iterator[str]:
+    """Yield why a job failed, and what its report warns of."""
+    if error := job.get("error"):
+        yield error["what"]
+    if report := job.get("report"):
+        yield from _cut(report)
+        yield from (report.get("verified") or {}).get("warnings", ())
 
 
 JOBS: Final[Sequence[Column]] = (

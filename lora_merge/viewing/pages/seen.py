@@ -172,7 +172,8 @@ def _matched(page: Content, found: Found, match: Found) -> None:
         page.data["warnings"].extend(numbers["warnings"])
         page.change(numbers, "kept in the base's dtype", "What the merge would change, by block and layer")
     page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
-    page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
+    if match["fits"]:
+        page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
 
 
 def of_comparison(found: Found) -> dict[str, Any]:
@@ -245,14 +246,44 @@ def _blocks_that_differ(page: Content, blocks: Found) -> None:
 
 
 def of_files(found: Sequence[Found]) -> dict[str, Any]:
-    """Return the content of a page about several files."""
+    """Return the content of a page about several files: a table of all, then what the page of each would have."""
     page = Content("Files", f"{len(found)} files")
     page.table(
         "Files",
-        ["file", "kind", "made for", "tensors", {"title": "size", "unit": "B"}],
-        ([f["path"], f["kind"], f.get("architecture") or f.get("made_for"), f["tensors"], f["bytes"]] for f in found),
+        [
+            "file",
+            "kind",
+            "made for",
+            "adapter on it",
+            "modules matched",
+            "of",
+            "tensors",
+            {"title": "size", "unit": "B"},
+        ],
+        (_of_several(f) for f in found),
+        first=True,
     )
+    for name, one in zip(map(_of_pair, found), map(of_file, found), strict=True):
+        page.table(f"{name}: summary", ["fact", "value"], one["summary"])
+        for kind in ("tables", "heat_maps", "bars"):
+            page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in one[kind]]
+        for kind in ("warnings", "notes"):
+            page.data[kind] += [f"{name}: {text}" for text in one[kind]]
+        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in one["commands"]]
     return page.data
+
+
+def _of_pair(found: Found) -> str:
+    """Return the name of a file, or of a base and the adapter that was looked at with it."""
+    adapter = (found.get("match") or {}).get("adapter")
+    return Path(found["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
+
+
+def _of_several(found: Found) -> list[Any]:
+    match = found.get("match") or {}
+    made_for = found.get("architecture") or found.get("made_for")
+    return [found["path"], found["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
+            found["tensors"], found["bytes"]]  # fmt: skip
 
 
 def _short(names: Mapping[str, Any]) -> list[str]:
