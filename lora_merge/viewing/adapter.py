@@ -38,8 +38,8 @@ TRAINERS: Final = (
     ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
 )  # fmt: skip
 
-WORK: Final = {"te": "reads the prompt", "vae": "turns latents into pictures", "any": ""}
-"""Beginning of the name of a network → what it does; denoisers make the picture."""
+WORK: Final = {"te": "reads the prompt", "=": "reads the prompt", "vae": "turns latents into pictures", "any": ""}
+"""Beginning of the name of a network → what it does; denoisers make the picture. "=clip_l": ComfyUI's own names."""
 
 LAYERS: Final = (
     # kind                its names, between dots or underscores
@@ -66,6 +66,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
     alphas = Counter(a for some in alpha.values() for a in some)
     for table in (index.config, *(entry(index, e) for e in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
+    alpha = {**_configured(file, ranks), **alpha}
     dora = sum("magnitude" in m.shared for m in file.modules)
     kinds = Counter(algorithm_of(m) for m in file.modules)
     numbers = Counter(ranks.values())
@@ -148,7 +149,7 @@ def _patterns(
     by_name = {m.where: m for m in modules}
     return {
         pattern: {
-            "algorithm": algorithm_of(by_name[names[0]]), "modules": len(names),
+            "algorithm": ", ".join(Counter(algorithm_of(by_name[n]) for n in names)), "modules": len(names),
             "ranks": sorted({ranks[n] for n in names if n in ranks}),
             "alphas": sorted({a for n in names for a in alphas.get(n, ())}),
         }
@@ -193,6 +194,19 @@ def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
             yield float(value)
         if key.rpartition(".")[2] == "alpha_pattern" and isinstance(value, Mapping):
             yield from (float(v) for v in value.values() if is_finite(v))
+
+
+def _configured(file: AdapterFile, ranks: Mapping[str, int]) -> dict[str, tuple[float, ...]]:
+    """Return module → the α that PEFT's configuration gives it; {} without one, and where a merge would refuse it."""
+    default = file.index.config.get("lora_alpha")
+    if default is None or not is_finite(default):
+        return {}
+    try:
+        fields = rules(file.index.config, str(file.path), file.index.metadata).fields
+        named = [m for m in file.modules if m.where in ranks]
+        return {m.where: (float(fields.pattern("alpha_pattern", m.name, default)),) for m in named}
+    except MergeError:
+        return {}
 
 
 def dialect(modules: Sequence[Module]) -> list[str]:

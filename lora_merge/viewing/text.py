@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, groupby
 from typing import Any, Final
 
-from ..text import by_reason, json_text, size
+from ..text import by_reason, json_text, plural, size
 from .formats import of_format, of_plain
 from .hashes import spoken
 from .training import FIELDS, of_dataset
@@ -112,7 +112,7 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     for part, counts in match["strengths"].items():
         yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
     for part, found in match["effective"].items():
-        yield line("  effective", f"{part}: {_between(found)} (strength × alpha / rank)")
+        yield line("  effective", f"{part}: {_between(found)} (strength × scale: alpha / rank, or / √rank)")
     if match["patterns"]:
         yield line("  patterns", f"of names: {len(match['patterns'])}")
     yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
@@ -123,6 +123,8 @@ def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     yield line("  changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
     if numbers := match.get("numbers"):
         yield from number_lines(numbers)
+    else:
+        yield line("  kept", "--weights tells how much of the change the base's dtype can hold")
 
 
 def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -251,11 +253,19 @@ def _between(of: Mapping[str, float]) -> str:
     return f"{of['min']:g}" + (f" to {of['max']:g}" if of["max"] != of["min"] else "")
 
 
+def _measured(found: Mapping[str, Any]) -> str:
+    """Return the size of a change, and in how many modules it is known without a base."""
+    said = f"{found['norm']:.4g} in {plural(found['measured'], 'module')}"
+    return said + (
+        f"; {found['unmeasured']} more need their base: inspect BASE ADAPTER --weights" * bool(found["unmeasured"])
+    )
+
+
 def _weights(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the numbers of an adapter."""
     if not found:
         return
-    yield line("‖ΔW‖", f"{found['norm']:.4g} in all; of {found['measured']} modules, {found['unmeasured']} need a base")
+    yield line("‖ΔW‖", _measured(found))
     if found["stable_rank"]:
         yield line("stable rank", "min {min:.3g}, median {median:.3g}, max {max:.3g}".format(**found["stable_rank"]))
     for share, rank in found["rank_for_energy"].items():

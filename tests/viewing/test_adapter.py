@@ -153,3 +153,44 @@ def test_blocks_that_count_on_are_told_as_one() -> None:
     blocks = dict.fromkeys(["BASE", *(f"IN{n:02d}" for n in range(3)), "M00", "IN05", "OUT00", "OUT01"], 1)
     (told,) = (line for line in lines({"kind": "checkpoint", "blocks": blocks}) if line.startswith("blocks"))
     assert told.split()[1:7] == ["8:", "BASE", "IN00–IN02", "M00", "IN05", "OUT00–OUT01"]
+
+
+def test_alphas_of_a_peft_folder_are_told_by_module(tmp_path: Path) -> None:
+    """Its configuration has them, not its tensors."""
+    modules = [f"base_model.model.model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qk"]
+    pairs = {f"{m}.lora_{x}.weight": rand(*shape) for m in modules for x, shape in (("A", (2, 8)), ("B", (8, 2)))}
+    save(pairs, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "alpha_pattern": {"k_proj": 3}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    facts = inspect(tmp_path)
+    assert facts["alpha_range"] == {"min": 3, "median": 5.5, "max": 8}
+    assert sorted(facts["alphas"]) == [3, 8]
+    assert {name[-6:]: row["alphas"] for name, row in facts["patterns"].items()} == {"q_proj": [8], "k_proj": [3]}
+    assert all(row["alphas"] == facts["alpha_range"] for row in facts["blocks"].values())
+
+
+def test_a_pattern_of_several_algorithms_names_all(tmp_path: Path) -> None:
+    file = save(
+        {"l.0.q.lora_up.weight": rand(8, 2), "l.0.q.lora_down.weight": rand(2, 8), "l.1.q.lokr_w1": rand(2, 2), "l.1.q.lokr_w2": rand(4, 4)},
+        tmp_path / "a.safetensors",
+    )  # fmt: skip
+    (row,) = inspect(file)["patterns"].values()
+    assert (row["algorithm"], row["modules"]) == ("lora, lokr", 2)
+
+
+@pytest.mark.parametrize("encoder", ["clip_l", "t5xxl", "qwen25_7b", "gemma3_12b"])
+def test_text_encoders_of_comfyui_read_the_prompt(encoder: str, tmp_path: Path) -> None:
+    stem = f"text_encoders.{encoder}.transformer.model.layers.0.self_attn.q_proj"
+    file = save(
+        {f"{stem}.lora_up.weight": rand(8, 2), f"{stem}.lora_down.weight": rand(2, 8)}, tmp_path / "a.safetensors"
+    )
+    (part,) = inspect(file)["parts"].values()
+    assert part["does"] == "reads the prompt"
+
+
+def test_modules_that_need_their_base_are_no_part_of_the_norm(tmp_path: Path) -> None:
+    plain = {"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8)}
+    dora = {"b.lora_up.weight": rand(8, 2), "b.lora_down.weight": rand(2, 8), "b.dora_scale": torch.ones(8, 1)}
+    file = save({**plain, **dora}, tmp_path / "a.safetensors")
+    (told,) = [line for line in lines(inspect(file, weights=True)) if line.startswith("‖ΔW‖")]
+    assert "in 1 module; 1 more need their base" in told

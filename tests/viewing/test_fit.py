@@ -82,7 +82,9 @@ def test_the_effective_strength_has_alpha_in_it(scene: Scene) -> None:
     match = inspect(scene.base, Adapter(scene.ink, 0.5, (("te", 0.5),)))["match"]
     assert match["effective"]["unet"] == {"min": 0.25, "median": 0.25, "max": 0.25}
     assert match["effective"]["te"]["max"] == 0.125
-    assert any("effective   unet: 0.25 (strength × alpha / rank)" in line for line in match_lines(match))
+    assert any(
+        "effective   unet: 0.25 (strength × scale: alpha / rank, or / √rank)" in line for line in match_lines(match)
+    )
 
 
 def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:
     assert told["merged"].startswith("base.safetensors + ink.safetensors:0.5")
     assert "unet" in told["parts"]
     told, match = dict(fits["summary"]), facts[1]["match"]
-    assert told["strength × alpha / rank"] == "te (0.5), unet (0.5)"
+    assert told["strength × scale"] == "te (0.5), unet (0.5)"
     assert told["expected size"] == size(match["output_bytes"])
     assert told["kept in the base's dtype"] == f"{match['numbers']['all']['retained']:.1%} of the change"
     tables = {table["title"]: table["rows"] for one in (fits, adapter) for table in one["tables"]}

@@ -154,7 +154,7 @@ def _matched(page: Content, found: Found, match: Found) -> None:
     page.summary(
         ("adapter", match["adapter"]),
         ("strength", strengths(match.get("strengths", {})) or match["strength"]),
-        ("strength × alpha / rank", _counts({part: _range(f) for part, f in match.get("effective", {}).items()})),
+        ("strength × scale", _counts({part: _range(f) for part, f in match.get("effective", {}).items()})),
         ("matched", f"{match['matched'] or 0} of {match['total']} modules"),
         ("matched by part", _counts(match.get("components"))),
         ("would change", f"{match['changed_tensors']} tensors" if "changed_tensors" in match else ""),
