@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "dense": {"sparse_rate": 0.3, "projection_prng_key": 5},
     "diagonal": {"sparse_rate": 0.0, "regularization_alpha": 0.1},
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The last bits of a basis, and with close eigenvalues more, depend on the number of threads: PEFT's too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def deep(config: Any) -> Any:
