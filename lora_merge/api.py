@@ -248,7 +248,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         on_overflow: See `merge`.
         rounding: See `merge`.
         seed: See `merge`.
-        keep_precision: Not used here: tensors in memory are not quantised.
+        keep_precision: See `merge`.
         method: See `merge`.
         density: See `merge`.
         gamma: See `merge`.

@@ -189,7 +189,7 @@ def named_parts(
             continue
         place = int(numbered[1]) - 1
         if not 0 <= place < len(given):
-            fix = f"give a number from 1 to {len(given)}"
+            fix = f"give a number from 1 to {len(given)}" if len(given) > 1 else "give 1: there is one adapter"
             raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
         old = given[place]
         path, strength = old if isinstance(old, tuple) else (old, 1.0)

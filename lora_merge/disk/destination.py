@@ -12,7 +12,7 @@ from typing import Final
 
 from ..errors import UsageError
 from ..paths import WINDOWS, exists, forbidden
-from ..text import listed
+from ..text import listed, plural
 from .volumes import same
 from .writer import elsewhere, failure
 
@@ -39,7 +39,7 @@ def check_output(
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
         raise UsageError(
-            f"the output folder holds {len(lost)} files that the merged model does not have",
+            f"the output folder holds {plural(len(lost), 'file')} that the merged model does not have",
             f"{target}: {listed(lost)}",
             "choose another -o, or move them away; --overwrite replaces only what it writes anew",
         )

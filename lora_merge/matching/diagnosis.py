@@ -21,7 +21,7 @@ from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..models.prefixes import PREFIXES
 from ..options import Unmatched
-from ..text import by_pattern, counted
+from ..text import by_pattern, counted, plural
 from .patch import Match
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -243,7 +243,7 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         if isinstance(worst, ShapeMismatch) and not why and result.unmatched:  # the names say what small shapes do not
             why, fix = _parted(explain(names, list(result.unmatched), shapes))
             if NO_NAMES in why:
-                no_place = f"{len(result.unmatched)} modules of the adapter have no place there"
+                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter fit nothing there"
                 why = f"the base is {_one(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
         others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT

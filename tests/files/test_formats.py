@@ -194,7 +194,7 @@ def test_a_folder_replaces_its_older_self_only(tmp_path: Path) -> None:
     assert left(tmp_path) == ["model", "model/config.json", "model/unet", "model/unet/w"]
     assert (target / "unet" / "w").read_bytes() == b"2"
     (target / "mine.txt").write_bytes(b"precious")
-    with pytest.raises(UsageError, match="1 files that the merged model does not have"):
+    with pytest.raises(UsageError, match="1 file that the merged model does not have"):
         check_output(target, folder=True, overwrite=True, contents=["unet/w", "config.json"])
 
 
@@ -203,7 +203,7 @@ def test_what_comes_into_a_folder_meanwhile_is_not_lost(tmp_path: Path) -> None:
     target.mkdir()
     (target / "w").write_bytes(b"old")
     with (
-        pytest.raises(UsageError, match="1 files that the merged model does not have"),
+        pytest.raises(UsageError, match="1 file that the merged model does not have"),
         replacing(target, folder=True, overwrite=True, contents=["w"]) as part,
     ):
         (part / "w").write_bytes(b"new")
