@@ -243,7 +243,7 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         if isinstance(worst, ShapeMismatch) and not why and result.unmatched:  # the names say what small shapes do not
             why, fix = _parted(explain(names, list(result.unmatched), shapes))
             if NO_NAMES in why:
-                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter fit nothing there"
+                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
                 why = f"the base is {_one(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
         others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
