@@ -172,6 +172,8 @@ def _unusual(match: Match, ref: Adapter, *, again: bool) -> Iterator[str]:
     """Yield notes on a probable mistake of the user: an adapter that is named again, an unusual strength."""
     if again:
         yield "the same adapter is named before: its change is added again"
+    if not ref.strength:
+        yield "strength 0: it changes nothing"
     largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=ref.strength)
     if abs(largest) > USUAL:
         where = "" if largest == ref.strength else " of some weights"

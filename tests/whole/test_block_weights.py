@@ -168,6 +168,10 @@ def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: P
     plan = lora_merge.plan(files / "base.safetensors", linked, files / "x.safetensors")
     first, second = (" ".join(m.notes) for m in plan.adapters)
     assert "strength 5 of some weights is unusual" in first
+    (none,) = lora_merge.plan(
+        files / "base.safetensors", [(files / "one.safetensors", 0)], files / "x.safetensors"
+    ).adapters
+    assert "strength 0: it changes nothing" in none.notes
     assert "added again" in second
 
 
