@@ -99,9 +99,10 @@ class Sources:
     inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
 
 
-def open_sources(job: AdapterJob) -> Sources:
-    """Return the weights that the job's adapters change, from headers; errors as for `merge`."""
-    opened = CheckpointCache()
+def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:
+    """Return the weights that the job's adapters change, from headers; errors as for `merge`. `opened`: checkpoints
+    that are open already."""
+    opened = opened or CheckpointCache()
     found = on_base(open_inputs(job.inputs, opened, merged=False)) if job.base else _without_base(job, opened)
     return chosen_of(job, found)
 

@@ -19,6 +19,7 @@ from ...errors import VerificationFailed
 from ...files.checkpoint import Index
 from ...job import Adapter
 from ...models.weights import WeightView, whole
+from ...planning.cache import CheckpointCache
 from ...progress import Counting
 from ..changes import Evaluator
 from ..conversion.kept import Kept
@@ -37,22 +38,23 @@ REPORT: Final = "report it with the two checkpoints"
 
 
 class Claim(NamedTuple):
-    """The file that a run has written, and the layers that it says are in it."""
+    """The file that a run has written, the layers that it says are in it, and the checkpoints that it has open."""
 
     part: Path
     made: Sequence[Kept]
+    cache: CheckpointCache
 
 
 def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, begin: Counting) -> dict[str, Any]:
     """Return what was proven of the file; VerificationFailed where it is not what the run says."""
-    (base, tuned), (part, made) = sides, claim
+    (base, tuned), (part, made, cache) = sides, claim
     given = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),), base=task.base, method="sum"),
                     include=(), exclude=())  # fmt: skip
     own = {id(p.place): p for p in pairs.pairs}
     fresh = [one for one in made if own[id(one.place)].fresh]
     if fresh:  # the base has no place for a module that it lacks
         given = replace(given, inputs=replace(given.inputs, unmatched="skip"))
-    again = open_sources(given)
+    again = open_sources(given, cache)
     targets = {t.key: t for t in again.targets}
     made = [one for one in made if not own[id(one.place)].fresh]
     chosen = made[:: max(1, -(-sum(prod(m.place.view.matrix) for m in made) // BUDGET))]

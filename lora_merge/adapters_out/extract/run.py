@@ -60,9 +60,8 @@ class Opened:
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
 
 
-def opened(task: Extraction) -> Opened:
+def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     """Return both checkpoints, from headers; errors as for `merge`, and where they are not of one model."""
-    cache = CheckpointCache()
     base, names = cache.base(task.base, task.job.inputs.map)
     tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
     to = task.to or _usual(names, task.job.output)
@@ -84,9 +83,9 @@ def opened(task: Extraction) -> Opened:
                   names.known.file.stem if names.known else "")  # fmt: skip
 
 
-def usual(task: Extraction) -> Dialect:
+def usual(task: Extraction, cache: CheckpointCache) -> Dialect:
     """Return the dialect of `--format auto`, from the headers of the base."""
-    return _usual(CheckpointCache().base(task.base, task.job.inputs.map)[1], task.job.output)
+    return _usual(cache.base(task.base, task.job.inputs.map)[1], task.job.output)
 
 
 def _usual(names: Names, output: Path) -> Dialect:
@@ -111,10 +110,15 @@ def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dty
 
 
 @undisturbed()
-def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
-    """Run an extraction: the output appears under its name when it is complete and verified, or not at all."""
+def run(
+    task: Extraction, progress: Progress = unwatched, cache: CheckpointCache | None = None
+) -> AdapterReport:  # fmt: skip
+    """Run an extraction: the output appears under its name when it is complete and verified, or not at all.
+
+    `cache`: holds the checkpoints that are open already."""
+    cache = cache or CheckpointCache()
     this = Run(task.job, progress)
-    found = opened(task)
+    found = opened(task, cache)
     task, job = found.task, task.job
     with ExitStack() as stack:
         reader = this.reading(stack, (found.base, found.tuned))
@@ -128,7 +132,7 @@ def run(task: Extraction, progress: Progress = unwatched) -> AdapterReport:
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         return outcome.finish(
-            reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made), this.counted), this
+            reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted), this
         )
 
 
@@ -270,9 +274,9 @@ def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], obj
         told(pair.nbytes)
 
 
-def plan(task: Extraction) -> AdapterReport:
+def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
-    found = opened(task)
+    found = opened(task, cache or CheckpointCache())
     layers: dict[str, dict[str, Any]] = {}
     size = 0
     algorithm = task.job.algorithm

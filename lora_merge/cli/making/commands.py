@@ -149,8 +149,9 @@ def extract(
         from ...adapters_out.extract.run import plan, run, usual
         from ...adapters_out.extract.task import make_extraction
         from ...batch.commands import Task
+        from ...planning.cache import CheckpointCache
 
-        found = _read({"rank": rank, **options}, 1)
+        found, cache = _read({"rank": rank, **options}, 1), CheckpointCache()
 
         def made_at(path: str | None, to: Dialect | None = None) -> Extraction:
             file = to is not None and not to.folder
@@ -160,8 +161,8 @@ def extract(
 
         made = made_at(output)
         if output is not None:
-            made = made_at(output, made.to or usual(made))
-        return Task(made.job, partial(plan, made), partial(run, made))
+            made = made_at(output, made.to or usual(made, cache))
+        return Task(made.job, partial(plan, made, cache), partial(run, made, cache=cache))
 
     show("extract", task, printed)
 
