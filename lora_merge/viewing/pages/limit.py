@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...text import json_text
+from ...text import CONTROLS, json_text
 
 MOST: Final = 5_000_000
 """The bytes of a page that browsers of phones open at once."""
@@ -48,8 +48,9 @@ def fitted(content: Mapping[str, Any], room: int) -> str:
 
 
 def _cut(value: Any) -> Any:
-    """Return the same with long texts cut."""
+    """Return the same with long texts cut, and with what would turn the direction of other texts escaped."""
     if isinstance(value, str):
+        value = value.translate(CONTROLS)
         return value if len(value) <= LONG else f"{value[:LONG]}… ({len(value) - LONG} more characters)"
     if isinstance(value, Mapping):
         return {_cut(name): _cut(one) for name, one in value.items()}
