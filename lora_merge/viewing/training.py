@@ -233,7 +233,7 @@ def preview(index: Index) -> dict[str, Any]:
     """Return where a picture of the adapter is, in the metadata or in a file beside it, its type and its bytes; empty
     without one."""
     text = index.metadata.get(THUMBNAIL, "")
-    if text.startswith("data:"):
+    if text.startswith("data:image/"):
         kind, _, data = text[5:].partition(",")
         count = 3 * len(data) // 4 - data[-2:].count("=") if kind.endswith(";base64") else len(data)
         return {"in": THUMBNAIL, "type": kind.partition(";")[0][:40], "bytes": count}

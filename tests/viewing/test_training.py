@@ -132,6 +132,8 @@ def test_a_preview_picture_is_told_by_its_place_its_type_and_its_bytes(tmp_path:
         "preview"
     ]
     assert stored == {"in": "modelspec.thumbnail", "type": "image/webp", "bytes": 5}
+    save(tensors, path, {"modelspec.thumbnail": f"data:text/html;base64,{data}"})
+    assert "preview" not in inspect(path)["trained"], "no picture"
     save(tensors, path)
     for n, name in enumerate(("a.jpg", "a.png", "a.preview.webp"), start=1):
         (tmp_path / name).write_bytes(b"0" * n)
