@@ -16,7 +16,7 @@ from ..algorithms import ALGORITHMS, Shape
 from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
-from ..matching.incomplete import gaps
+from ..matching.incomplete import Gap, gaps
 from ..models.module_blocks import block_name, in_order, network_of
 from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
@@ -68,7 +68,8 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     alpha = {**_configured(file, ranks), **alpha}
     dora = sum("magnitude" in m.shared for m in file.modules)
-    kinds = Counter(algorithm_of(m) for m in file.modules)
+    lacking = _gaps(file)
+    kinds = Counter("incomplete" if m.where in lacking else algorithm_of(m) for m in file.modules)
     numbers = Counter(ranks.values())
     return {
         "kind": "adapter", "algorithms": dict(kinds.most_common()), **({"dora": dora} if dora else {}),
@@ -80,7 +81,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "patterns": _patterns(file.modules, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
         "trained": training(index),
         "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
-        "parts": parts(file.modules), "incomplete": [*_incomplete(file)], "ignored": dict(file.ignored),
+        "parts": parts(file.modules), "incomplete": [*_incomplete(file, lacking)], "ignored": dict(file.ignored),
     }  # fmt: skip
 
 
@@ -130,16 +131,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": median(values), "max": max(values)} if values else {}
 
 
-def _incomplete(file: AdapterFile) -> Iterator[str]:
-    """Yield the modules that lack a tensor: by the table of algorithms, or by comparison with the others."""
-    for m in file.modules:
-        if not m.complete:
-            yield m.where
+def _gaps(file: AdapterFile) -> Mapping[str, Gap]:
+    """Return the modules that lack a tensor which the others have."""
     try:
-        found = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
+        return gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
     except MergeError:  # a merge will say what is wrong with the configuration
-        return
-    yield from (f"{name} has no {gap.key}" for name, gap in found.items())
+        return {}
+
+
+def _incomplete(file: AdapterFile, lacking: Mapping[str, Gap]) -> Iterator[str]:
+    """Yield the modules that lack a tensor: by the table of algorithms, or by comparison with the others."""
+    yield from (m.where for m in file.modules if not m.complete)
+    yield from (f"{name} has no {gap.key}" for name, gap in lacking.items())
 
 
 def _patterns(

@@ -110,6 +110,7 @@ def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     gone = next(key for key in tensors if key.endswith("lora_up.weight"))
     facts = inspect(save({k: v for k, v in tensors.items() if k != gone}, tmp_path / "a.safetensors"))
     assert facts["incomplete"] == [f"{gone.partition('.')[0]} has no lora_up.weight"]
+    assert facts["algorithms"] == {"lora": facts["modules"] - 1, "incomplete": 1}
     assert any("1 module is incomplete" in line for line in lines(facts))
 
 
