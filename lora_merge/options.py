@@ -296,7 +296,7 @@ def _value(option: Option, value: Any) -> Any:
     if option.kind == "device":
         if type(value).__name__ not in ("str", "device"):  # of torch, which is not imported for this check
             raise unlike(value, option.flag, DEVICES)
-        name = str(value).lower().replace("gpu", "cuda")
+        name = spelled(option, str(value))
         if not DEVICE.fullmatch(name):
             raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
@@ -324,10 +324,10 @@ SAME_DTYPE: Final = {
 
 
 def spelled(option: Option, value: str) -> str:
-    """Return a word of an option as it is spelled here: bf16 for BF16 and torch.bfloat16, dare_ties for DARE-TIES."""
+    """Return a word of an option as it is spelled here: bf16 for torch.bfloat16, cuda for GPU."""
     name = value.lower()
     if option.kind != "dtype":
-        return name.replace("-", "_")
+        return name.replace("gpu", "cuda") if option.kind == "device" else name.replace("-", "_")
     known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
     name = name.removeprefix("torch.")
     return known.get(name, name)

@@ -67,7 +67,8 @@ def task_of(
     made: Path, output: str | Path, folders: Sequence[Path], **options: Any
 ) -> Callable[[Progress], AdapterReport]:
     """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found."""
-    told = parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}
+    metadata = open_checkpoint(made).metadata
+    told = parsed(metadata.get(KEY, "")) or {}
     command = COMMANDS[told["command"]]
     try:
         adapters = [
@@ -88,7 +89,7 @@ def task_of(
     except (UsageError, FitError) as e:
         raise damaged(made, f"{e.what} ({e.where})") from e
     found = task(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
-    return partial(command.run, _titled(found, open_checkpoint(made).metadata.get(TITLE)))
+    return partial(command.run, _titled(found, metadata.get(TITLE)))
 
 
 def _titled(task: Any, title: str | None) -> Any:

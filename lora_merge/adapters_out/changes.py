@@ -18,11 +18,11 @@ from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
-from ..errors import FitError, misfit
+from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
-from .sources import Sources, Target
+from .sources import Sources, Target, reshaped
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
@@ -133,8 +133,7 @@ class Evaluator:
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
         """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
         if prod(info.shape) != prod(self.sources.weights[target.key].shape):
-            raise FitError("an adapter gives a weight another shape, which a file of an adapter cannot say", target.key,
-                           "merge it into the base instead")  # fmt: skip
+            raise reshaped(target.key)
         value = stage([self.cache.fetch(info).reshape(target.matrix)], self.at)[0]
         return Change(number, strength, whole=value - self.values(target.key).reshape(target.matrix))
 

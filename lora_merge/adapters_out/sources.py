@@ -132,6 +132,12 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     return replace(sources, targets=kept, notes=(*sources.notes, *note))
 
 
+def reshaped(key: str) -> FitError:
+    """Return the error for a weight of the base to which an adapter gives another shape."""
+    what = "an adapter gives a weight another shape, which a file of an adapter cannot say"
+    return FitError(what, key, "merge it into the base instead")
+
+
 def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) -> Sources:
     """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base.
 
@@ -141,8 +147,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     matched = match(inputs, every_setting=every_setting)
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):
-        raise FitError("an adapter gives a weight another shape, which a file of an adapter cannot say", grown[0],
-                       "merge it into the base instead")  # fmt: skip
+        raise reshaped(grown[0])
     own = weights(base, found)
     names = Naming(found, base)
     keys = [k for k in own if any(k in one.uses or k in one.replaced for one in found)]

@@ -99,7 +99,7 @@ def _size(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
-    name = value.lower().replace("gpu", "cuda") if isinstance(value, str) else ""
+    name = spelled(OPTIONS["device"], value) if isinstance(value, str) else ""
     if not DEVICE.fullmatch(name):
         raise ValueError(f"{value!r} is not a device; use {DEVICES}")
     return name

@@ -30,11 +30,8 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
     wanted = slot[place.parameter]
     plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
     ending = to.endings.get(wanted, to.endings.get(plain))
-    if (
-        ending is None and wanted == "diff_b" and place.view.matrix[1] == 1
-    ):  # PEFT's lora_B is a layer: its bias is [out]
-        return to.endings.get("up_bias")
-    return ending
+    in_factors = wanted == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
+    return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 
 def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
