@@ -183,8 +183,8 @@ class Converter:
             alpha = wanted.left.shape[1] * scale
         elif not isinstance(self.job.alpha, str):
             alpha = float(self.job.alpha)
-        if alpha is not None and not self.to.alpha and self.rules is None:
-            alpha = None
+        if not self.to.alpha:
+            alpha = None  # it is the rank
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
         storage = Storage(algorithm, self._dtype(shares), 0.0, self.at)
         if algorithm == FACTORS and wanted.left is None and self.rules is None:

@@ -130,6 +130,21 @@ def test_other_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: 
     check(merged(base, adapter), merged(base, output), 1e-6)
 
 
+@pytest.mark.parametrize("rank", [None, "energy:1"])
+@pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not row.alpha])
+def test_an_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
+    folder: Path, tmp_path: Path, to: str, rank: str | None
+) -> None:
+    base, adapter, output = folder / "flux.safetensors", folder / "flux-lora.safetensors", tmp_path / "out"
+    output = output if DIALECTS[to].folder else output.with_suffix(".safetensors")
+    if DIALECTS[to].table:  # the attention of Flux alone
+        attention = {k: v for k, v in load_file(adapter).items() if "_attn_" in k}
+        adapter = tmp_path / "attention.safetensors"
+        save_file(attention, adapter)
+    lora_merge.convert(adapter, output, to=to, base=base, alpha=7.0, rank=rank)
+    check(merged(base, adapter), merged(base, output), 1e-6)
+
+
 def test_a_strength_goes_into_the_file(folder: Path, tmp_path: Path) -> None:
     base, adapter, output = folder / "flux.safetensors", folder / "flux-lora.safetensors", tmp_path / "out.safetensors"
     lora_merge.convert((adapter, -0.25), output, to="diffusers", base=base)
