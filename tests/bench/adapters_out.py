@@ -43,9 +43,8 @@ def suite(b: Bench) -> None:
     _tell(b, "combine 3 × rank 32, exact", exact, copied.seconds, f"≤ {1.5 * copied.seconds + 2:.1f} s")
     _tell(b, "  concatenated in memory", _measured(three, [sys.executable, "-m", "tests.bench.concatenated", *three, out]),
           copied.seconds, "")  # fmt: skip
-    _tell(
-        b, "combine 3 × rank 32, --rank 32", _ours(b, "combine", *three, "--rank", "32"), None, "≤ 12 s, ≤ 1 GiB", peer
-    )
+    cut = _ours(b, "combine", *three, "--rank", "32")
+    _tell(b, "combine 3 × rank 32, --rank 32", cut, None, "≤ 12 s, ≤ 1 GiB", peer=peer)
     _tell(b, "resize 128 → fro:0.9", _ours(b, "resize", wide, "--rank", "fro:0.9"), None, "≤ 25 s", peer=peer)
     copied = _measured([wide], [*_copy(wide, out)])
     made = _ours(b, "convert", wide, "--to", "comfy")
