@@ -22,7 +22,8 @@ from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
-from .sources import Sources, Target, reshaped
+from .joining.targets import Target
+from .sources import Sources, reshaped
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 

@@ -26,11 +26,11 @@ from .conversion.made import Made, value_made, vector_ending, whole_made
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
+from .joining.targets import Target
 from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
-from .sources import Target
 from .truncation.storing import LARGE, SMALL, alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"

@@ -19,8 +19,8 @@ from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .joining.targets import Runs, Target
 from .rank_rules import EXACT, Rule, choose, share_out
-from .sources import Target
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.effect import Effect, effect_of_matrix, effect_of_product
 from .truncation.factored import of_factors
@@ -62,15 +62,20 @@ class Wanted:
         assert self.left is not None and self.right is not None, "factors come in pairs"
         return self.left, self.right
 
-    def part(self, first: int, rows: int) -> Wanted:
+    def part(self, runs: Runs) -> Wanted:
         """Return rows of Δ; of its factors, those that are not zero there."""
-        cut = slice(first, first + rows)
+
+        def cut(matrix: Tensor) -> Tensor:
+            pieces = [matrix[start:stop] for start, stop in runs]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
         if self.whole is not None:
-            return Wanted(None, None, self.whole[cut], self.before)
+            return Wanted(None, None, cut(self.whole), self.before)
         left, right = self.factors
-        used = left[cut].any(0)
-        return Wanted(left[cut][:, used], right[used], None, self.before) if bool(used.any()) else replace(
-            self, left=left[cut][:, :1], right=right[:1])  # fmt: skip
+        left = cut(left)
+        used = left.any(0)
+        return Wanted(left[:, used], right[used], None, self.before) if bool(used.any()) else replace(
+            self, left=left[:, :1], right=right[:1])  # fmt: skip
 
     def dense(self) -> Tensor:
         """Return Δ [out, cols]."""

@@ -20,10 +20,11 @@ from ..progress import Counting
 from .changes import SINGLE, Evaluator, is_plain
 from .conversion.kept import without_bytes
 from .job import FACTORS, WHOLE, AdapterJob
+from .joining.targets import Target
 from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
-from .sources import Sources, Target
+from .sources import Sources
 from .truncation.factored import STORED_IN_16
 from .truncation.storing import LARGE, SMALL
 from .written import Spelling
@@ -158,7 +159,7 @@ class Maker:
 
 def _of_part(wanted: Wanted, part: Target, target: Target) -> Wanted:
     """Return the rows of a weight's change that a layer stores."""
-    return wanted if part is target else wanted.part(part.first, part.shape[0])
+    return wanted if part is target else wanted.part(part.runs)
 
 
 def _has_kernel(target: Target) -> bool:

@@ -12,7 +12,7 @@ from ..matching.patch import Patch
 from ..models.names import Names
 from ..models.weights import RowSlice, WeightView
 from .dialects import Dialect
-from .sources import Target
+from .joining.targets import Target
 
 
 class Place(NamedTuple):

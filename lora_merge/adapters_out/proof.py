@@ -31,8 +31,9 @@ from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.one_core import one_core
 from .job import AdapterJob
+from .joining.targets import Target
 from .side_by_side import PerThread, side_by_side
-from .sources import Sources, Target
+from .sources import Sources
 
 BUDGET: Final = 2**25
 """Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
@@ -157,12 +158,15 @@ def _squares(
     scale = job.numbers.scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
     width = together(target.uses)[0].cols  # stacked experts have rows of their own
     step = rows if width != cols or any(map(costs_all, target.uses)) else max(1, BLOCK // max(cols, 1))
+    order = np.concatenate([np.arange(*run) for run in target.runs or ((0, rows),)])
     squares = off = 0.0
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         right, made = np.zeros((part.stop - first, cols)), Made(shaped, key)
         for one in together(target.uses):
-            stored = np.arange((target.first + first) * cols // one.cols, (target.first + part.stop) * cols // one.cols)
+            stored = (
+                order[part] if one.cols == cols else np.arange(first * cols // one.cols, part.stop * cols // one.cols)
+            )
             right += again.whole(one, stored, made).reshape(right.shape)
         right *= scale
         squares += float(np.vdot(right, right))

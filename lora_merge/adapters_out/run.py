@@ -32,13 +32,14 @@ from ..version import __version__
 from .changes import Evaluator
 from .conversion.kept import entry, waiting
 from .job import FACTORS, WHOLE, AdapterJob
+from .joining.targets import Target
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks, weights_of
 from .metadata.entries import Known
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport, numbers_by_block
-from .sources import Sources, Target, open_sources
+from .sources import Sources, open_sources
 from .written import Content, Entry, Proof, Spelling, recipe, unique, write
 
 HIGH: Final = 256

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Module
 from ..adapters.peft.rules import rules
-from ..algorithms import ALGORITHMS, Shape, flat
+from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import FitError, ShapeMismatch, UsageError
@@ -19,71 +17,20 @@ from ..job import Adapter
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
 from ..matching.incomplete import gaps, incomplete
-from ..matching.patch import Match, PatchPart
+from ..matching.patch import PatchPart
 from ..models.chosen import Chosen
 from ..models.module_blocks import network_of
-from ..models.weights import RowSlice, Weight, whole
+from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
 from ..text import listed, plural
 from .job import AdapterJob
-from .joining.names import GIVE_BASE, body_of, check_joined, shape_of, styles_of
+from .joining.names import GIVE_BASE, body_of, check_joined, shape_of
+from .joining.naming import Naming
+from .joining.targets import Target
 
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
-
-
-class Part(NamedTuple):
-    """Rows of a weight that are a module of their own in the adapters, such as q of a fused qkv."""
-
-    name: str
-    parameter: str
-    start: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class Target:
-    """One weight of the model with everything that changes it. `name` and `parameter` are its name in the output."""
-
-    name: str
-    parameter: str
-    shape: Shape
-    uses: tuple[PatchPart, ...]
-    values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
-    key: str = ""  # in the base
-    parts: tuple[Part, ...] = ()  # as which the change is stored; (): as one
-    first: int = 0  # the row of the base's weight with which it begins
-
-    @property
-    def stored(self) -> tuple[Target, ...]:
-        """The layers of the output that the change of the weight becomes."""
-        return tuple(
-            replace(self, name=p.name, parameter=p.parameter, shape=(p.rows, *self.shape[1:]), parts=(), first=p.start,
-                    uses=tuple(use for use in self.uses if use.piece.start == p.start))
-            for p in self.parts
-        ) or (self,)  # fmt: skip
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
-        cols = self.uses[0].piece.cols if self.uses else 0
-        return (prod(self.shape) // cols, cols) if cols else flat(self.shape)
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the weight is that of several experts."""
-        return self.matrix != flat(self.shape)
-
-    @property
-    def vector(self) -> bool:
-        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
-        return len(self.shape) < 2 or self.parameter == "bias"
-
-    @property
-    def label(self) -> str:
-        """The name of the layer for reports."""
-        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
 
 
 @dataclass(frozen=True)
@@ -149,95 +96,16 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     if grown := sorted({key for one in found for key in one.grown}):
         raise reshaped(grown[0])
     own = weights(base, found)
-    names = Naming(found, base)
-    keys = [k for k in own if any(k in one.uses or k in one.replaced for one in found)]
+    naming = Naming(found, base, inputs.names)
     targets = []
-    for key in keys:
+    for key in (k for k in own if any(k in one.uses or k in one.replaced for one in found)):
         uses = tuple(use for one in found for use in one.uses.get(key, ()))
         values = tuple((n, one.replaced[key], 1.0) for n, one in enumerate(found) if key in one.replaced)
-        module, _, parameter = key.rpartition(".")
-        targets.append(
-            Target(
-                names.of(module),
-                parameter,
-                own[key].shape,
-                uses,
-                values,
-                key,
-                names.parts(own[key].shape, uses, values),
-            )
-        )
+        module, parameter, parts = naming.layers(key, own[key].shape, uses, values)
+        targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts))
     notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
     indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
     return Sources(inputs.adapters, tuple(targets), own, indexes, notes, inputs.names.architecture, inputs)
-
-
-class Naming:
-    """Names for modules in the words of the first adapter: its own, or made as its own are made."""
-
-    def __init__(self, found: Sequence[Match], base: Index) -> None:
-        self.own: dict[str, str] = {}
-        self.pairs: dict[tuple[str, str, bool], int] = {}
-        for one in reversed(found):
-            for key, uses in one.uses.items():
-                for use in uses:
-                    if use.patch.view.row_slices == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
-                        self.own[key.rpartition(".")[0]] = use.patch.module.name
-        first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set()
-        for module, name in self.own.items():
-            if name in first:
-                pair = common_end(module, name)
-                self.pairs[pair] = self.pairs.get(pair, 0) + 1
-        self.own = {module: name for module, name in self.own.items() if name in first}
-        self.styles = frozenset(style for name in first for style in styles_of(name))
-
-    def parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
-        """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
-        there, and where they have no such parts, or not in the words of the first adapter."""
-        found: dict[int, Part] = {}
-        for use in uses:
-            module, piece = use.patch.module, use.piece
-            part = Part(module.name, module.parameter, piece.start, piece.stop - piece.start)
-            plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
-            other = found.setdefault(piece.start, part)
-            if (
-                not plain
-                or other.rows != part.rows
-                or (part.rows,) == (shape or (1,))[:1]
-                or not styles_of(part.name) & self.styles
-            ):
-                return ()
-        ordered = [found[start] for start in sorted(found)]
-        apart = all(a.start + a.rows <= b.start for a, b in pairwise(ordered))
-        return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
-
-    def of(self, module: str) -> str:
-        """Return the output's name of a module of the base."""
-        if module in self.own:
-            return self.own[module]
-        fitting = [p for p in self.pairs if module.startswith(p[0])]
-        if not fitting:
-            return module
-        start, prefix, flat = max(fitting, key=lambda p: (len(p[0]), self.pairs[p]))
-        body = module[len(start) :]
-        return prefix + (body.replace(".", "_") if flat else body)
-
-
-def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
-    """Return whether a row slice is a whole stored tensor."""
-    return info is not None and piece.start == 0 and piece.size == prod(info.shape)
-
-
-def common_end(module: str, name: str) -> tuple[str, str, bool]:
-    """Return (what only the base's name begins with, what only the adapter's does, whether dots became underscores)."""
-    flat = "." in module and "." not in name.rpartition("lora_")[2]
-    shown = module.replace(".", "_") if flat else module
-    n = 0
-    while n < min(len(shown), len(name)) and shown[-1 - n] == name[-1 - n]:
-        n += 1
-    while n and module[len(module) - n - 1 : len(module) - n] not in ("", "."):  # begin with a whole level
-        n -= 1
-    return module[: len(module) - n], name[: len(name) - n], flat
 
 
 def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:

@@ -142,7 +142,7 @@ class Changes:
             if not changes:
                 return []
             wanted = combined(job, target, changes, [""] * len(self.terms))
-            wanted = wanted if part is target else wanted.part(part.first, part.shape[0])
+            wanted = wanted if part is target else wanted.part(part.runs)
             with decomposing(part.name):
                 return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
 

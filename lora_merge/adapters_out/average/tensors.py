@@ -33,11 +33,12 @@ from ...proof.reference.floats import decode, step
 from ..changes import Change, Evaluator
 from ..conversion.kept import entry, held
 from ..job import AdapterJob
+from ..joining.targets import Target
 from ..layers import Layer, Wanted, combine
 from ..proof import BUDGET, REDO
 from ..report import AdapterReport
 from ..run import Facts, Outcome, Run, coverage, heap_of, model_of, output_dtype
-from ..sources import Sources, Target, open_sources
+from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
 from ..written import Entry
 

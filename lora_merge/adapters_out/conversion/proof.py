@@ -19,9 +19,10 @@ from ...job import Adapter
 from ...progress import Counting
 from ..changes import Change, Evaluator, is_plain
 from ..job import AdapterJob
+from ..joining.targets import Target
 from ..layers import beyond_fp64
 from ..side_by_side import PerThread, side_by_side
-from ..sources import Sources, Target
+from ..sources import Sources
 from ..truncation.storing import squares_of
 from .assumed import WithoutBase, cache_of, same_base
 from .kept import copies_of

@@ -22,11 +22,11 @@ from ...models.weights import RowSlice, Weight, WeightView
 from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
+from ..joining.targets import Target
 from ..layers import Cut, Layer, Storage, Wanted, beyond_fp64
 from ..peft.complete import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
-from ..sources import Target
 from ..truncation.dense import of_stack
 from ..truncation.effect import effect_of_matrix
 from ..truncation.tiny import factors_of

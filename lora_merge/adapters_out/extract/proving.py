@@ -23,9 +23,10 @@ from ...planning.cache import CheckpointCache
 from ...progress import Counting
 from ..changes import Evaluator
 from ..conversion.kept import Kept
+from ..joining.targets import Target
 from ..proof import BLOCK, FLOOR, TOLERANCE
 from ..side_by_side import PerThread, side_by_side
-from ..sources import Target, open_sources
+from ..sources import open_sources
 from .making import Side
 from .pair import Pair
 from .pairs import Pairs

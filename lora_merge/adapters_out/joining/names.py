@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from ...adapters.file import AdapterFile, Module
 from ...algorithms import ALGORITHMS, Shape
 from ...errors import FitError, InputError, UsageError
+from ...models.assumed import Change, NotTold, assumed, candidates
 from ...models.guess import architectures, seen
 from ...models.names import of_the_denoiser
 from ...models.prefixes import prefixed
@@ -42,6 +44,8 @@ def check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]],
             f"two adapters are for different models: {' or '.join(sorted(its))}, and {' or '.join(sorted(other[1]))}",
             f"{first.path} and {other[0].path}", "combine adapters of one model",
         )  # fmt: skip
+    if any({n for n, _ in members} != {*range(len(files))} for members in joined.values()):
+        expect_one_layout([(f.path.name, _changes(f)) for f in files])
     styles = [frozenset(_styles(f)) for f in files]
     for number in range(1, len(files)):
         if styles[number] & styles[0]:
@@ -54,6 +58,38 @@ def check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]],
         if number and not styles_of(module.name) & styles[0]:
             raise UsageError("a module that the first adapter lacks has a name in another dialect",
                              f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
+
+
+def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
+    """Raise UsageError where adapters have names of one model in the words of two layouts, such as its authors' and
+    diffusers': a weight would have two names. `adapters`: the name of each, and its changes."""
+    if _is_told([change for _, changes in adapters for change in changes]):
+        return
+    (first, its), *others = adapters
+    if not _is_told(its):
+        return
+    for name, changes in others:
+        if _is_told(changes) and not _is_told([*its, *changes]):
+            raise UsageError("two adapters name the weights of the model in different words", f"{first} and {name}",
+                             GIVE_BASE)  # fmt: skip
+
+
+def _is_told(changes: Sequence[Change]) -> bool:
+    """Return whether one layout of a known model has all names."""
+    changes = [*{(c.module, c.parameter): c for c in changes}.values()]
+    try:
+        known = candidates(changes)
+    except NotTold:
+        return False
+    for architecture in known:
+        with suppress(NotTold):
+            return bool(assumed(changes, architecture))
+    return False
+
+
+def _changes(file: AdapterFile) -> list[Change]:
+    """Return the changes of weights whose shapes an adapter shows."""
+    return [Change(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
 
 
 def _styles(file: AdapterFile) -> Iterator[str]:

@@ -1,0 +1,131 @@
+"""The names of an output's layers: those of the first adapter, or in the dialect of the first adapter. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+from ...algorithms import Shape
+from ...disk.files import StoredTensor
+from ...errors import AmbiguousName
+from ...files.checkpoint import Index
+from ...matching.patch import Match, PatchPart
+from ...models.names import Names
+from ...models.weights import RowSlice
+from ..dialects import DIALECTS
+from ..places import places
+from .names import styles_of
+from .targets import Part
+
+
+class Naming:
+    """Names for modules in the words of the first adapter: its own, those of its dialect, or made as its own are."""
+
+    def __init__(self, found: Sequence[Match], base: Index, names: Names) -> None:
+        self.base, self.names = base, names
+        self.own: dict[str, str] = {}
+        self.pairs: dict[tuple[str, str, bool], int] = {}
+        for one in reversed(found):
+            for key, uses in one.uses.items():
+                for use in uses:
+                    if use.patch.view.row_slices == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
+                        self.own[key.rpartition(".")[0]] = use.patch.module.name
+        self.first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set[str]()
+        for module, name in self.own.items():
+            if name in self.first:
+                pair = common_end(module, name)
+                self.pairs[pair] = self.pairs.get(pair, 0) + 1
+        self.own = {module: name for module, name in self.own.items() if name in self.first}
+        self.styles = frozenset(style for name in self.first for style in styles_of(name))
+
+    def layers(
+        self, key: str, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]
+    ) -> tuple[str, str, tuple[Part, ...]]:
+        """Return module and parameter of a weight in the output, and the modules that its rows are there."""
+        module, _, parameter = key.rpartition(".")
+        if module in self.own:
+            return self.own[module], parameter, ()
+        alike, there = self._parts(shape, uses, values), self._words.get(key, ())
+        if alike and (not there or any(part.name in self.first for part in alike)):
+            return module, parameter, alike
+        if len(there) == 1 and not there[0].runs:
+            return there[0].name, there[0].parameter, ()
+        apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
+        parts = tuple(part for part in there if apart and any(part.meets(use.piece) for use in uses))
+        return self._made(module, parameter, key), parameter, parts
+
+    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
+        """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
+        there, and where they have no such parts, or not in the words of the first adapter."""
+        found: dict[int, Part] = {}
+        for use in uses:
+            module, piece = use.patch.module, use.piece
+            part = Part(module.name, module.parameter, ((piece.start, piece.stop),))
+            plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
+            other = found.setdefault(piece.start, part)
+            if (
+                not plain
+                or other.rows != part.rows
+                or (part.rows,) == (shape or (1,))[:1]
+                or not styles_of(part.name) & self.styles
+            ):
+                return ()
+        ordered = [found[start] for start in sorted(found)]
+        apart = all(a.runs[-1][1] <= b.runs[0][0] for a, b in pairwise(ordered))
+        return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
+
+    @cached_property
+    def _words(self) -> Mapping[str, Sequence[Part]]:
+        """The modules of each weight in the dialect that has most names of the first adapter; no runs stand for all
+        rows."""
+        found: dict[str, list[Part]] = {}
+        known = 0
+        for row in DIALECTS.values():
+            to = row.of(self.names.known)
+            there = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
+            if (count := len(self.first & {name for name, _ in there})) <= known:
+                continue
+            known, found, across = count, {}, set[str]()
+            for name, place in there:
+                pieces = place.view.row_slices
+                keys = {piece.key for piece in pieces}
+                whole = len(pieces) == 1 and whole_of(pieces[0], self.base.tensors.get(pieces[0].key))
+                if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
+                    across |= keys
+                runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
+                found.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
+            found = {key: parts for key, parts in found.items() if key not in across}
+        return found
+
+    def _made(self, module: str, parameter: str, key: str) -> str:
+        """Return a name that is made as the first adapter's are, if it leads to the weight, else the base's own."""
+        fitting = [p for p in self.pairs if module.startswith(p[0])]
+        if not fitting:
+            return module
+        start, prefix, flat = max(fitting, key=lambda p: (len(p[0]), self.pairs[p]))
+        body = module[len(start) :]
+        name = prefix + (body.replace(".", "_") if flat else body)
+        try:
+            view = self.names.find(name, parameter)
+        except AmbiguousName:
+            return module
+        return name if view is not None and {piece.key for piece in view.row_slices} == {key} else module
+
+
+def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
+    """Return whether a row slice is a whole stored tensor."""
+    return info is not None and piece.start == 0 and piece.size == prod(info.shape)
+
+
+def common_end(module: str, name: str) -> tuple[str, str, bool]:
+    """Return (what only the base's name begins with, what only the adapter's does, whether dots became underscores)."""
+    flat = "." in module and "." not in name.rpartition("lora_")[2]
+    shown = module.replace(".", "_") if flat else module
+    n = 0
+    while n < min(len(shown), len(name)) and shown[-1 - n] == name[-1 - n]:
+        n += 1
+    while n and module[len(module) - n - 1 : len(module) - n] not in ("", "."):  # begin with a whole level
+        n -= 1
+    return module[: len(module) - n], name[: len(name) - n], flat
