@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS
+from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
 from ..disk.spool import Ranges
 from ..dtypes import DTYPES
@@ -34,6 +35,9 @@ from .rank_rules import EXACT, RankRules, Rule
 from .truncation.storing import LARGE, SMALL, alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
+
+MATRICES: Final = (FULL.name, SET.name)
+"""Algorithms whose change of any rows is a whole matrix again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Converter:
         if place.vector:
             return self._vector(place, shares)
         if self.job.algorithm == KEEP and self.rules is None:
-            if any(s.patch.algorithm == WHOLE and s.strength != 1 for s in shares):
+            if any(s.patch.algorithm in MATRICES for s in shares) and not self._is_copied(place, shares):
                 return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
             if copied := self._copy(place, shares) or self._renamed(place, shares):
                 return copied
@@ -191,6 +195,8 @@ class Converter:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
         rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
         layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
+        if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
+            return self._new_value(place, shares, wanted.dense().reshape(place.view.shape))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
                            "give --rank, or convert to kohya or comfy")  # fmt: skip
@@ -200,6 +206,13 @@ class Converter:
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
         return Made(place, tensors, replace(layer, copies=self._copies(shares, layer)))
+
+    def _is_copied(self, place: Place, shares: Sequence[Share]) -> bool:
+        """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
+        (share, *others) = shares
+        module, algorithm = share.patch.module, share.patch.algorithm
+        known = all(self.to.copied(module, algorithm, place.parameter, slot) for slot in module.slots)
+        return known and not others and share.strength == 1 and share.is_all(place)
 
     def _copies(self, shares: Sequence[Share], layer: Layer) -> dict[str, Ranges]:
         """Return the factors of a layer whose bytes the input stores."""
@@ -269,10 +282,19 @@ class Converter:
         ending = vector_ending(place, self.to)
         change = total.reshape(place.view.shape)
         if ending is None and self.to.whole and not place.bare:
-            return value_made(place, self.value(place).double() + change, change, self._dtype(shares))
+            return self._new_value(place, shares, change)
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
         return whole_made(place, ending, change, self._dtype(shares))
+
+    def _new_value(self, place: Place, shares: Sequence[Share], change: Tensor) -> Made:
+        """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
+        dtype = self._dtype(shares)
+        if self.job.inputs.dtype == KEEP:
+            stored = self.evaluator.sources.weights[place.view.row_slices[0].key].stored.dtype
+            own = TORCH_DTYPES.get(stored, dtype)
+            dtype = torch.promote_types(dtype, own) if own.is_floating_point and own.itemsize > 1 else dtype
+        return value_made(place, self.value(place).double() + change, change, dtype)
 
     def value(self, place: Place) -> Tensor:
         """Return a parameter of the base."""

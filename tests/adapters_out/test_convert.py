@@ -130,6 +130,20 @@ def test_other_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: 
     check(merged(base, adapter), merged(base, output), 1e-6)
 
 
+def test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them(folder: Path, tmp_path: Path) -> None:
+    """Fused and apart, as differences and as PEFT's new values, which have the digits of the base."""
+    base, before = folder / "flux.safetensors", tmp_path / "full.safetensors"
+    lora_merge.convert(folder / "flux-loha.safetensors", before, to="kohya", base=base, algorithm="full", dtype="fp16")
+    wanted = merged(base, before)
+    for n, to in enumerate(("onetrainer", "comfy", "lycoris", "peft", "kohya", "peft", "comfy")):
+        output = tmp_path / (f"{n}" if to == "peft" else f"{n}.safetensors")
+        lora_merge.convert(before, output, to=to, base=base)
+        check(wanted, merged(base, output), 1e-6)
+        before = output
+    with pytest.raises(FitError, match="no place for whole matrices"):
+        lora_merge.convert(before, tmp_path / "d.safetensors", to="diffusers", base=base)
+
+
 @pytest.mark.parametrize("rank", [None, "energy:1"])
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not row.alpha])
 def test_an_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
