@@ -51,7 +51,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 
 Kind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
-    "entries", "rule", "rules", "texts", "list",
+    "entries", "rule", "rules", "texts", "list", "name",
 ]  # fmt: skip
 """The kind of value that an option takes."""
 

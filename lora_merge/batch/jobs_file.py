@@ -286,7 +286,7 @@ class _Loader:
         idle = {*NAMES} - {*of_method, "seed"} - own.keys()  # defaults for jobs of another method
         found = {name: value for name, value in (shared | own).items() if name in takes and name not in idle}
         for name, option in ((n, {**OPTIONS, **ADAPTER_OPTIONS}[n]) for n in found):
-            if option.kind in ("number", "rule") and isinstance(found[name], str):
+            if option.kind in ("number", "rule", "name") and isinstance(found[name], str):
                 with self._noting((*place, name)):
                     found[name] = render(found[name], values)
                 if option.kind == "number":

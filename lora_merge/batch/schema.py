@@ -171,7 +171,7 @@ AdapterField: TypeAlias = Annotated[
 _TYPES: Final[Mapping[Kind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
     "text": str, "whole": int, "number": Number, "entries": dict[str, str],
-    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float],
+    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float], "name": str,
 }  # fmt: skip
 
 

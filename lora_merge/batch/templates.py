@@ -27,6 +27,9 @@ def distinct(values: Mapping[str, str]) -> str:
 
 PLAIN: Final = "write {name.stem} for a path, and strengths in the matrix: adapters: ['{name}:{strength}']"
 
+RANK_RULE: Final = re.compile(r"[a-z]{2,}:[0-9][^/\\:]*")
+"""A rule for ranks, such as energy:0.9, which is energy-0.9 in names of files, as in those that commands give."""
+
 PARTS: Final = ("stem", "name", "parent")
 """The parts of a path that `{name.PART}` may name."""
 
@@ -56,6 +59,7 @@ def render(template: str, values: Mapping[str, str]) -> str:
 
 def render_output(template: str, values: Mapping[str, str]) -> str:
     """Return what `render` does, for a path that is written to; NoSuchName if a value leads it elsewhere."""
+    values = {name: value.replace(":", "-") if RANK_RULE.fullmatch(value) else value for name, value in values.items()}
     path = render(template, values)
     literal = render(template, dict.fromkeys(values, "x"))
     if "\0" in literal:

@@ -310,6 +310,11 @@ def test_values_make_no_name_that_windows_refuses(value: str) -> None:
     assert render_output("a:b/{v}", {"v": "c"}) == "a:b/c"
 
 
+@pytest.mark.parametrize("rule", ["energy:0.9", "size:50MiB", "above:1e-3"])
+def test_rules_for_ranks_have_the_names_that_commands_give_them(rule: str) -> None:
+    assert render_output("out/{v}.safetensors", {"v": rule}) == f"out/{rule.replace(':', '-')}.safetensors"
+
+
 def test_literal_paths_lead_anywhere() -> None:
     assert render_output("../{v}/o", {"v": "x/y"}) == "../x/y/o"
     assert render_output("/{v}", {"v": "x"}) == "/x"
