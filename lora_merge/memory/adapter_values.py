@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..adapters_out.changes import Evaluator
+from ..adapters_out.dialects import KEEP
 from ..adapters_out.job import make_adapter_job
 from ..adapters_out.layers import combine as combined
 from ..adapters_out.layers import decomposing, spectrum
@@ -94,7 +94,7 @@ class Changes:
         return len(self.spectrum(name, base=base))
 
     def save(
-        self, path: str | Path, *, format: str = "keep", rank: str | int = EXACT,
+        self, path: str | Path, *, format: str = KEEP, rank: str | int = EXACT,
         base: str | Path | None = None, **options: Unpack[AdapterReading],
     ) -> AdapterReport:  # fmt: skip
         """Write the changes as one adapter: as `combine` does, or in another dialect as `convert` does.
@@ -114,14 +114,9 @@ class Changes:
         from ..adapters_out.api import combine, convert
 
         given = [(adapter.path, strength) for adapter, strength in self.terms]
-        if format == "keep":
-            return combine(given, path, base=base, rank=rank, **options)
-        if len(given) == 1:
-            return convert(given[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            whole = Path(folder) / "sum.safetensors"
-            combine(given, whole, base=base, rank=rank, dtype="fp32", verify=False)
-            return convert(whole, path, to=format, base=base, **options)
+        if format == KEEP or len(given) > 1:
+            return combine(given, path, base=base, rank=rank, format=format, **options)
+        return convert(given[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
 
     @cached_property
     def _opened(self) -> dict[str | None, Sources]:

@@ -55,6 +55,9 @@ def test_a_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Pa
     made = lora_merge.merge_state_dict(base, [tmp_path / "c.safetensors"], compute_dtype="fp64")
     for name, value in known.items():
         assert torch.allclose(made[name], value, rtol=0, atol=1e-4), name
+    (tmp_path / "again").mkdir()  # the name is the title in the metadata
+    lora_merge.combine(pairs, tmp_path / "again" / "c.safetensors", format=to, base=folder / "base.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "again" / "c.safetensors").read_bytes()
     a.save(tmp_path / "one.safetensors", rank=2)
     assert lora_merge.load_adapter(tmp_path / "one.safetensors").rank(NAME) == 2
 
