@@ -61,7 +61,7 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "convert": (*SHARED, "to", *MADE),
     "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "others",
                 "format", "factor"),
-    "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel", "space", "format"),
+    "average": (*SHARED, "rank", "alpha", "weights", "ema", "ema_to", "sigma_rel", "space", "format"),
 })  # fmt: skip
 """Command of a jobs file → the options that it takes."""
 

@@ -82,6 +82,13 @@ class AdapterReading(Writing, total=False):
     exclude: Sequence[str]
 
 
+class AverageOptions(AdapterReading, total=False):
+    """Further options of `average`."""
+
+    alpha: str | float
+    format: str
+
+
 class AdapterOptions(AdapterReading, total=False):
     """Further options of `combine`: what the result is like."""
 

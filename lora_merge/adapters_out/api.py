@@ -8,7 +8,7 @@ from pathlib import Path
 from typing_extensions import Unpack
 
 from ..job import Adapters, OneAdapter
-from ..keywords import AdapterOptions, AdapterReading, ResizeOptions
+from ..keywords import AdapterOptions, AdapterReading, AverageOptions, ResizeOptions
 from ..methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
@@ -189,7 +189,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
     sigma_rel: float | None = None, space: str = "delta", rank: str | int = SAME, progress: bool | Progress = False,
-    **options: Unpack[AdapterReading],
+    **options: Unpack[AverageOptions],
 ) -> AdapterReport:  # fmt: skip
     """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
 
@@ -204,6 +204,8 @@ def average(  # noqa: PLR0913  # each is an option of the command
         space: "delta" averages changes; "factors" the tensors of the files, as a training's own EMA does, which needs
             equal names and shapes.
         rank: A number or a rule, as for `combine`.
+        alpha: "rank" (α = rank), "keep", or a number.
+        format: A dialect of `convert`; "keep": that of the first snapshot.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
         options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
             base, without a base of names of modules.

@@ -33,12 +33,12 @@ from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
 from .converting import Converter
 from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
-from .job import CHOICE, FACTORS, STORED_AS, AdapterJob, make_adapter_job
+from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .layers import expect_finite
 from .peft.complete import as_table, completed
 from .peft.folder import config, expect_one, task_type
 from .places import Filled, Place, filled, places
-from .rank_rules import NO_NOISE, NOISE, RankRules
+from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
 from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, planned
 from .side_by_side import PerThread, side_by_side
@@ -155,16 +155,28 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
 def plan(task: Conversion) -> AdapterReport:
     """Return what `run` would do, from headers alone."""
     task, sources, there, _ = opened(task)
-    layers = {}
-    for one in there:
-        ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
-        kinds = [s.patch.algorithm for s in one.shares] or ["replacement"]
-        layers[one.place.label] = {"algorithm": kinds[0], "rank": sum(ranks)}
     job = task.job
+    layers = {one.place.label: _planned(one, task) for one in there}
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
     dtype = spoken(next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()))
     facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name, _weights(there))
     return planned(job, facts, layers, size)
+
+
+def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
+    """Return what headers tell of a module: its algorithm, and its rank, or the most that it can be."""
+    ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
+    kinds = [s.patch.algorithm for s in one.shares] or ["replacement"]
+    if one.place.vector or one.value is not None or (task.rules is None and task.job.algorithm == KEEP):
+        return {"algorithm": kinds[0], "rank": sum(ranks)}
+    if task.job.algorithm == WHOLE:
+        return {"algorithm": WHOLE, "rank": 0}
+    rule = task.rules.of_layer(one.place.label, kernel=one.place.kernel) if task.rules else Rule(EXACT)
+    most = min(one.place.view.matrix)
+    if len(ranks) == len(one.shares) and rule.name in (EXACT, COUNT):  # else the numbers decide
+        most = min(most, sum(ranks))
+        return {"algorithm": FACTORS, "rank": min(most, rule.ceiling or most)}
+    return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
 
 
 def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[Place]]:

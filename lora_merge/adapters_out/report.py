@@ -11,6 +11,7 @@ from typing import Any
 
 from ..models.module_blocks import block_name, in_order, network_of
 from ..text import Shown, plural, size
+from .job import WHOLE
 from .truncation.effect import together
 
 
@@ -91,7 +92,8 @@ class AdapterReport(Shown):
         if ranks and ranks[0] < ranks[-1]:
             text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})"
         if self.planned:
-            return text
+            decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in self.layers.values())
+            return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
         worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
         least = float(self.layers[worst]["energy"]) if worst else 1.0
         return f"{text}, keeps {_percent(self.energy)} of ‖ΔW‖², worst layer {worst} {_percent(least)}"

@@ -63,7 +63,7 @@ def _check_name(target: Path, *, folder: bool) -> None:
                          'choose another -o: without < > : " | ? *, a point at the end, and names such as CON and NUL'
                          )  # fmt: skip
     if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
-        raise UsageError("the base is a folder, so the output is a folder, but its name is that of a file", str(target),
+        raise UsageError("the output is a folder, but its name is that of a file", str(target),
                          f"name a folder: -o {target.stem}")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
         raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),

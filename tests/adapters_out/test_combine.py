@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,6 +229,20 @@ def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Pat
     done = called("combine", *pair, "-o", out, "--dry-run", "--json")
     assert {layer["rank"] for layer in json.loads(done.stdout)["layers"].values()} == {12}
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("command", "options", "told"), [
+    ("resize", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("resize", {"rank": 2}, "rank 2"),
+    ("convert", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("convert", {"rank": 2}, "rank 2"),
+    ("convert", {"algorithm": "full"}, "whole matrices"), ("convert", {"dtype": "bf16"}, "rank 4"),
+])  # fmt: skip
+def test_a_plan_tells_ranks_that_headers_tell(
+    command: str, options: dict[str, Any], told: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    done = called(command, pair[0], "-o", tmp_path / "c.safetensors", "--dry-run", *given)
+    assert done.exit_code == 0 and told in done.stdout, done.stdout
+    assert not (tmp_path / "c.safetensors").exists()
 
 
 def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:

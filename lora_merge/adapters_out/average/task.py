@@ -98,7 +98,7 @@ def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[st
     other = job.format != "keep"
     computed = job.compute_dtype is not None
     for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format"),
-                        (computed, "compute_dtype")):  # fmt: skip
+                        (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
                              f"leave it out, or average changes: --space {CHANGES}")  # fmt: skip

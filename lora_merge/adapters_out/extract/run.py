@@ -285,10 +285,10 @@ def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterRepor
         out, cols = pair.place.view.matrix
         rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
         whole = pair.place.vector or algorithm == WHOLE or pair.fresh
-        rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
+        most = min(out, cols, rule.ceiling or min(out, cols))  # what the disk has to hold, where numbers decide
         layers[pair.name] = {
             "algorithm": WHOLE if whole else way,
-            "rank": rank or 0,
+            "rank": most if rule.name == COUNT and not whole else 0,
         }
-        size += (out * cols if whole else (out + cols) * (rank or 0)) * found.dtype.itemsize
+        size += (out * cols if whole else (out + cols) * most) * found.dtype.itemsize
     return planned(task.job, _facts(found, len(layers), found.pairs.notes), layers, size)

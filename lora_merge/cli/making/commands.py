@@ -108,7 +108,7 @@ def convert(
     show("convert", task, printed)
 
 
-@_takes("base", "ema", "ema_to", "sigma_rel", "space", "format", *ADAPTERS[1:])
+@_takes("base", "ema", "ema_to", "sigma_rel", "space", "alpha", "format", *ADAPTERS[1:])
 def average(
     snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT...", help="Files, the oldest first.")],
     weights: Annotated[str | None, typer.Option(metavar="W,W…", help="One number for each. Default: equal.")] = None,
