@@ -28,7 +28,7 @@ from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
 from .joining.targets import Target
-from .layers import Cut, Layer, Storage, Wanted, shared_out
+from .layers import Cut, Layer, Storage, Wanted, form, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
@@ -190,7 +190,7 @@ class Converter:
         if not self.to.alpha:
             alpha = None  # it is the rank
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
-        storage = Storage(algorithm, self._dtype(shares), 0.0, self.at)
+        storage = Storage(form(algorithm, self.to), self._dtype(shares), 0.0, self.at)
         if algorithm == FACTORS and wanted.left is None and self.rules is None:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
         rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)

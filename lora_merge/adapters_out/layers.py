@@ -18,6 +18,7 @@ from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change
+from .dialects import Dialect
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
 from .rank_rules import EXACT, Rule, choose, share_out
@@ -220,6 +221,12 @@ def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype
         raise TooLarge("a number is too large for the dtype of the output", where, fix)
 
 
+def form(algorithm: str, to: Dialect) -> str:
+    """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
+    key."""
+    return FACTORS if algorithm == AUTO and "diff" not in to.endings else algorithm
+
+
 @dataclass(frozen=True)
 class Storage:
     """The form in which the layers of one run are stored."""
@@ -234,6 +241,14 @@ class Storage:
         the rule needs, where they are known."""
         if target.vector or self.algorithm == WHOLE:
             return self._whole(target, wanted)
+        layer = self._factored(target, wanted, cut, triples)
+        out, cols = wanted.matrix
+        if self.algorithm == AUTO and layer.algorithm == FACTORS and layer.rank * (out + cols) >= out * cols:
+            return self._whole(target, wanted)  # smaller, and nothing is cut
+        return layer
+
+    def _factored(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None) -> Layer:
+        """Return the layer as factors; as a whole matrix where it has none and `auto` lets it be one."""
         if cut.rule.name == EXACT and cut.rank is None:
             if wanted.whole is None:
                 return self._exact(target, wanted, cut)

@@ -231,6 +231,21 @@ def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Pat
     assert not out.exists()
 
 
+@pytest.mark.parametrize("rule", ["exact", "energy:1"])
+def test_auto_stores_whatever_is_smaller(rule: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """12 directions of a matrix of 20 × 24 are larger than the matrix, 12 of a convolution of 12 × 36 too; 4 are not."""
+    out = tmp_path / "c.safetensors"
+    for given, kind in (([*pair], "full"), ([pair[0]], "lora")):
+        report = lora_merge.combine(given, out, algorithm="auto", rank=rule, dtype="fp32", overwrite=True)
+        assert {layer["algorithm"] for layer in report.layers.values()} == {kind}
+        sums = [delta(path) for path in given]
+        stored = load_file(out)
+        for name in sums[0]:
+            right = sum(one[name] for one in sums)
+            found = stored[f"{name}.diff"].flatten(1).numpy() if kind == "full" else delta(out)[name]
+            np.testing.assert_allclose(found, right, atol=1e-4)
+
+
 @pytest.mark.parametrize(("command", "options", "told"), [
     ("resize", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("resize", {"rank": 2}, "rank 2"),
     ("convert", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("convert", {"rank": 2}, "rank 2"),

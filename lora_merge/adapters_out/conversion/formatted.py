@@ -16,8 +16,9 @@ from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
 from ..convert import make_conversion
 from ..convert import run as run_conversion
-from ..dialects import KEEP
+from ..dialects import KEEP, dialect
 from ..job import AdapterJob
+from ..layers import form
 from ..report import AdapterReport
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own
@@ -35,7 +36,11 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
     with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
         whole = Path(folder) / "whole.safetensors"
-        first = run_in_own(replace(job, format=KEEP, inputs=replace(job.inputs, output=whole)), progress)
+        to = dialect(job.format)
+        algorithm = form(job.algorithm, to) if to else job.algorithm
+        first = run_in_own(
+            replace(job, format=KEEP, algorithm=algorithm, inputs=replace(job.inputs, output=whole)), progress
+        )
         given = {
             name: getattr(job.inputs, name)
             for name in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")

@@ -286,11 +286,7 @@ class Extractor:
             held = Wanted(ones, found.change[rows], None, 0)
             return self.storage.layer(target, held, Cut(Rule(EXACT), None, self.alpha))
         rule = self.rule(found)
-        layer = self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
-        out, cols = target.matrix
-        if self.storage.algorithm == AUTO and layer.rank * (out + cols) >= out * cols and "diff" in self.endings:
-            return replace(self.storage, algorithm=WHOLE).layer(target, wanted, Cut(rule))
-        return layer
+        return self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
 
     def _few_rows(self, found: Difference) -> Tensor | None:
         """Return the rows of a table of embeddings that changed, where there are at most twice as many as its rule

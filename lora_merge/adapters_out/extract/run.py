@@ -30,7 +30,7 @@ from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
+from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, form, shared_out
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one, task_type
 from ..places import Place
@@ -177,7 +177,7 @@ def _made(
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
     task = found.task
     at = places(task.job.inputs.device, "F32")[0]
-    extractor = Extractor(task, Storage(task.job.algorithm, found.dtype, 0.0, at), found.to.endings)
+    extractor = Extractor(task, Storage(form(task.job.algorithm, found.to), found.dtype, 0.0, at), found.to.endings)
     made, heads, skipped, equal = [], [], [], 0
     head, said = _head_apart(found, sides)
     notes = _changed_nameless(found, sides) + said
