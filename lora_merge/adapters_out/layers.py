@@ -25,7 +25,7 @@ from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, squares_of_matrix, values_of
 from .truncation.effect import Effect, effect_of_matrix, effect_of_product
 from .truncation.factored import of_factors
-from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, squares_of, stored
+from .truncation.storing import Grams, alike, apart, apart_from, apart_in_rounding, in_range, inner, squares_of, stored
 from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
@@ -269,7 +269,7 @@ class Storage:
         """Return the whole matrix, rounded once."""
         value = wanted.dense()
         rounded = value.to(self.dtype)
-        off = float((rounded.double() - value.double()).square().sum())
+        off = apart_in_rounding(value, rounded)
         tensors = {"diff": rounded.reshape(target.shape).contiguous()}
         return Layer(tensors, WHOLE, 0, wanted.before, None, wanted.squares, off)
 

@@ -12,6 +12,8 @@ from ..dialects import Dialect
 from ..job import WHOLE
 from ..layers import Layer
 from ..places import Place
+from ..truncation.dense import squares_of_matrix
+from ..truncation.storing import apart_in_rounding
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,16 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
 def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
     """Return a parameter's whole change, rounded once."""
     rounded = change.to(dtype)
-    lost = float((rounded.double() - change.double()).square().sum())
-    tensors = {ending: rounded.contiguous()}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
+    tensors, lost = {ending: rounded.contiguous()}, apart_in_rounding(change, rounded)
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, _squares(change), lost))
 
 
 def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) -> Made:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     rounded = value.to(dtype)
-    lost = float((rounded.double() - value.double()).square().sum())
-    tensors = {f".{place.parameter}": rounded.contiguous()}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
+    tensors, lost = {f".{place.parameter}": rounded.contiguous()}, apart_in_rounding(value, rounded)
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, _squares(change), lost))
+
+
+def _squares(change: Tensor) -> float:
+    return squares_of_matrix(change.reshape(len(change), -1)) if change.ndim else float(change.double().square())

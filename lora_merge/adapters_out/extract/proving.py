@@ -21,7 +21,7 @@ from ...job import Adapter
 from ...models.weights import WeightView, whole
 from ...planning.cache import CheckpointCache
 from ...progress import Counting
-from ..changes import Evaluator
+from ..changes import Change, Evaluator
 from ..conversion.kept import Kept
 from ..joining.targets import Target
 from ..proof import BLOCK, FLOOR, TOLERANCE
@@ -130,6 +130,12 @@ def _held(pair: Pair, targets: Mapping[str, Target], after: Evaluator) -> Held:
     return lambda rows: found[rows]
 
 
+def added(changes: Sequence[Change]) -> Tensor:
+    """Return the sum of changes at their strengths as a matrix, without a copy of a change that is alone."""
+    first, *others = (c.dense() if c.strength == 1 else c.strength * c.dense() for c in changes)
+    return sum(others, first) if others else first
+
+
 def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Tensor:
     """Return what the file adds to all rows of a view."""
     found = []
@@ -137,7 +143,7 @@ def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) ->
         target = targets.get(piece.key)
         change = torch.zeros(1, dtype=torch.float64)
         if target is not None:
-            change = sum((c.strength * c.dense() for c in after.changes(target)), torch.zeros((), dtype=torch.float64))
+            change = added(after.changes(target))
         rows = change.reshape(-1, piece.cols)[piece.start : piece.stop] if target is not None else change.expand(
             piece.stop - piece.start, piece.cols)  # fmt: skip
         found.append(rows.mT if piece.transposed else rows)

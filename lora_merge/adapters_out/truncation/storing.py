@@ -118,6 +118,14 @@ def apart_from(whole: Tensor, up: Tensor, down: Tensor, squares: float) -> float
         whole.double(), up, down, squares)  # fmt: skip
 
 
+def apart_in_rounding(exact: Tensor, rounded: Tensor) -> float:
+    """Return ‖Δ − Δ̂‖² of a matrix that is rounded, in fp64, some rows at a time: copies of whole ones would be the
+    most that a run holds."""
+    rows = max(1, PIECE // max(exact[:1].numel(), 1))
+    pairs = zip(exact.split(rows), rounded.split(rows), strict=True) if exact.ndim else [(exact, rounded)]
+    return sum(float((stored.double() - right.double()).square().sum()) for right, stored in pairs)
+
+
 def squares_of(left: Tensor, right: Tensor, grams: Grams | None = None) -> float:
     """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits.
     `grams`: those of L and R, where they are known."""
