@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
+from lora_merge.adapters_out.extract import proving
 from lora_merge.adapters_out.extract.kronecker import factored
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.cache import CheckpointCache
@@ -454,3 +456,20 @@ def test_changes_whose_squares_fp64_cannot_hold_are_refused(tmp_path: Path, size
     save_file({k: torch.full_like(v, size) for k, v in base.items()}, tmp_path / "tuned.safetensors")
     with pytest.raises(InputError, match=r"too (large|small) to be computed"):
         lora_merge.extract(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned")), tmp_path / "o.safetensors")
+
+
+def test_the_proof_reads_whole_matrices_as_the_file_stores_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No formula widens them, which would take several times the memory of a weight; a wrong number is seen."""
+    given = (folder / "base.safetensors", folder / "all.safetensors", tmp_path / "o.safetensors")
+    monkeypatch.setattr(proving, "added", None)
+    report = lora_merge.extract(*given, algorithm="full")
+    assert report.verified is not None and report.verified["ok"]
+    tensors = load_file(given[2])
+    name = next(name for name, value in tensors.items() if name.endswith(".diff") and value.ndim == 2)
+    tensors[name][0, 0] += 1
+    with safe_open(given[2], "pt") as f:
+        save_file(tensors, given[2], f.metadata())
+    code, told = in_process("verify", given[2], "--search", folder)
+    assert code == 6, told

@@ -18,11 +18,12 @@ from ...engine.tensors import TensorCache, view_bytes
 from ...errors import VerificationFailed
 from ...files.checkpoint import Index
 from ...job import Adapter
-from ...models.weights import WeightView, whole
+from ...models.weights import RowSlice, WeightView, whole
 from ...planning.cache import CheckpointCache
 from ...progress import Counting
 from ..changes import Change, Evaluator
 from ..conversion.kept import Kept
+from ..job import WHOLE
 from ..joining.targets import Target
 from ..proof import BLOCK, FLOOR, TOLERANCE
 from ..side_by_side import PerThread, side_by_side
@@ -121,13 +122,28 @@ def _held(pair: Pair, targets: Mapping[str, Target], after: Evaluator) -> Held:
     """Return what the file adds to the rows of a parameter."""
     view = whole(pair.head, pair.place.view.shape) if pair.head else pair.place.view
     if len(view.row_slices) == 1 and view.row_slices[0].key in targets and not view.row_slices[0].transposed:
-        target, changes = targets[view.row_slices[0].key], after.changes(targets[view.row_slices[0].key])
-        (one, *others), piece = changes, view.row_slices[0]
+        target, piece = targets[view.row_slices[0].key], view.row_slices[0]
+        if (stored := _stored(target, piece, after)) is not None:
+            return lambda rows: stored[rows].double()
+        one, *others = after.changes(target)
         if not others and one.left is not None and one.right is not None and target.matrix == (piece.rows, piece.cols):
             left, right = one.strength * one.left, one.right
             return lambda rows: left[rows] @ right
     found = _whole(view, targets, after)
     return lambda rows: found[rows]
+
+
+def _stored(target: Target, piece: RowSlice, after: Evaluator) -> Tensor | None:
+    """Return the matrix that the file stores as the change of a whole weight; None where it stores none. Its rows are
+    widened when they are compared: all at once they take several times the memory of the weight."""
+    if target.values or len(target.uses) != 1:
+        return None
+    (use,) = target.uses
+    patch = use.patch
+    own = patch.view.row_slices == (piece,) and target.matrix == (piece.rows, piece.cols)
+    if patch.algorithm != WHOLE or patch.numbers or patch.magnitude is not None or use.strength != 1 or not own:
+        return None
+    return after.cache.fetch(patch.module.slots["diff"]).reshape(target.matrix)
 
 
 def added(changes: Sequence[Change]) -> Tensor:

@@ -121,9 +121,13 @@ def apart_from(whole: Tensor, up: Tensor, down: Tensor, squares: float) -> float
 def apart_in_rounding(exact: Tensor, rounded: Tensor) -> float:
     """Return ‖Δ − Δ̂‖² of a matrix that is rounded, in fp64, some rows at a time: copies of whole ones would be the
     most that a run holds."""
-    rows = max(1, PIECE // max(exact[:1].numel(), 1))
-    pairs = zip(exact.split(rows), rounded.split(rows), strict=True) if exact.ndim else [(exact, rounded)]
-    return sum(float((stored.double() - right.double()).square().sum()) for right, stored in pairs)
+    if not exact.numel():
+        return 0.0
+    exact, rounded = (t.reshape(t.shape[0] if t.ndim else 1, -1) for t in (exact, rounded))
+    rows, off = max(1, PIECE // exact.shape[1]), 0.0
+    for at in range(0, len(exact), rows):
+        off += float((rounded[at : at + rows].double() - exact[at : at + rows].double()).square().sum())
+    return off
 
 
 def squares_of(left: Tensor, right: Tensor, grams: Grams | None = None) -> float:
