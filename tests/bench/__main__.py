@@ -250,7 +250,9 @@ def main() -> None:
         "--device", default="cpu", help="where ours computes: cpu, cuda, cuda:0,cuda:1, …; gpu takes cuda for cpu"
     )
     p.add_argument(
-        "--small", action="store_true", help="adapters_out: a part of SD1, in two minutes; quantised: 0.3 GB"
+        "--small",
+        action="store_true",
+        help="adapters_out: a part of SD1, in two minutes; quantised: 0.3 GB in place of 5",
     )
     p.add_argument("--data", type=Path, default=Path("bench-data"), help="where inputs are made and outputs written")
     p.add_argument("--keep", action="store_true", help="keep all inputs for the next time")

@@ -21,8 +21,11 @@ from .measure import Run, prepare, run
 if TYPE_CHECKING:
     from .__main__ import Bench
 
-FLUX: Final = {True: ("double_blocks.0.img",), False: ("double_blocks.0.", "double_blocks.1.")}
-"""Whether it is small → the parts of Flux that the model consists of: 0.3 and 1.4 GB in bf16."""
+FLUX: Final = ("double_blocks.0.img", "img_in")
+"""The part of Flux that is the small image model: 0.3 GB in bf16."""
+
+UNET: Final = "model.diffusion_model."
+"""The part of SDXL that is the large image model: 5.1 GB in bf16. A GGUF file holds no other."""
 
 LAYERS: Final = {True: 4, False: 20}  # of the language model, with 38 M numbers each
 CONFIG: Final = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
@@ -51,7 +54,7 @@ class Case:
 def suite(b: Bench) -> None:
     """Measure both models, then the codecs."""
     tiny = _measured(b, Case("start", *_tiny(b)), [inputs.tiny(b.data)[1]])
-    for make, formats in ((_flux, FILE), (_language_model, FOLDER)):
+    for make, formats in ((_image_model, FILE), (_language_model, FOLDER)):
         base, lora = make(b)
         plain: dict[str, Any] = {}
         print(f"\nquantised, {base.name}: {'seconds':>12}{'cpu s':>8}{'GB':>7}{'time':>14}{'cpu':>7}  of bf16"
@@ -126,12 +129,13 @@ def _tiny(b: Bench) -> tuple[Path, Path, str]:
     return inputs.tiny(b.data)[0], b.file("quantised-out.safetensors"), "keep"
 
 
-def _flux(b: Bench) -> tuple[Path, Path]:
-    """Make a part of Flux, and an adapter of all its matrices."""
-    shapes = {k: s for k, s in inputs.table("native/flux-dev").items() if k.startswith((*FLUX[b.small], "img_in"))}
-    return _model(
-        b, {k: ("BF16", s) for k, s in shapes.items()}, "flux-part", lambda key: "lora_unet_" + key.replace(".", "_")
+def _image_model(b: Bench) -> tuple[Path, Path]:
+    """Make an image model, a part of Flux or the U-Net of SDXL, and an adapter of all its matrices."""
+    name, table, starts, prefix = (
+        ("flux-part", "native/flux-dev", FLUX, "") if b.small else ("sdxl-unet", "single-file/sdxl", (UNET,), UNET)
     )
+    shapes = {k: ("BF16", s) for k, s in inputs.table(table).items() if k.startswith(starts)}
+    return _model(b, shapes, name, lambda key: "lora_unet_" + key.removeprefix(prefix).replace(".", "_"))
 
 
 def _language_model(b: Bench) -> tuple[Path, Path]:
