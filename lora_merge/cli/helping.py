@@ -6,15 +6,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from ..errors import UsageError
 from .habits.options import FOREIGN, advice_fits
-from .look import DEBUG, EVERYWHERE, FLAG
+from .look import DEBUG, EVERYWHERE, FLAG, Color
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
 """Headings of options, in the order of the help; other options stand before them, below "Options"."""
@@ -31,22 +31,33 @@ LONGEST: Final = 40  # letters of choices that stand behind the name of an optio
 def with_groups(command: Any) -> Any:
     """Have a command say how it is used, and list its options by groups; returns the command.
 
-    `format_options`, `collect_usage_pieces` and `shell_complete` are click's places for that.
+    `format_options`, `collect_usage_pieces` and `get_params` are click's places for that.
     """
     if command is not None:
-        command.shell_complete = partial(_completed, command)
+        command.get_params = partial(_parameters, command)
         command.format_options = partial(_grouped, command)
         command.collect_usage_pieces = partial(_usage, command)
     return command
 
 
-def _completed(command: Any, ctx: Any, incomplete: str) -> list[Any]:
-    """Return what the shell offers for a word: click's own, and the options of every command."""
-    complete = partial(type(command).shell_complete, command, ctx)
-    known = {row.partition(" ")[0]: text for row, text in EVERYWHERE}
-    named = [(name, text) for name, text in known.items() if incomplete[:1] == "-" and name.startswith(incomplete)]
-    item = type(complete("--")[0]) if named else None  # there is --help
-    return [*complete(incomplete), *(item(name, help=text) for name, text in named if item)]
+def _parameters(command: Any, ctx: Any) -> list[Any]:
+    """Return the parameters of a command; for the shell's completion also the options that stand anywhere."""
+    own: list[Any] = type(command).get_params(command, ctx)
+    return [*own, *everywhere()] if ctx.resilient_parsing else own
+
+
+@cache
+def everywhere() -> list[Any]:
+    """Return the options of every command as parameters. The program takes them before it looks at any other."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_everywhere)
+    return [*typer.main.get_command(app).params]
+
+
+def _everywhere(
+    color: Annotated[Color, typer.Option(FLAG, help=EVERYWHERE[0][1])] = "auto",
+    debug: Annotated[bool, typer.Option(DEBUG, help=EVERYWHERE[1][1])] = False,
+) -> None: ...
 
 
 def _usage(command: Any, ctx: Any) -> list[str]:

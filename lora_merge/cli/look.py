@@ -44,8 +44,11 @@ CUT: Final = ("XTERM_VERSION", "STY")
 """Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 
-def taken(args: Sequence[str]) -> list[str]:
-    """Return the arguments without the options of every command; UsageError for a value that `--color` lacks."""
+def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
+    """Return the arguments without the options of every command.
+
+    Raises UsageError where `--color` lacks a value, if that is to be `checked`: a shell completes words one by one.
+    """
     rest, at = list[str](), 0
     while at < len(args):
         name, equals, value = args[at].partition("=")
@@ -55,7 +58,7 @@ def taken(args: Sequence[str]) -> list[str]:
             rest += [args[at]] if args[at] != DEBUG else []
         elif not equals:
             at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
-        if name == FLAG and value not in COLORS:
+        if checked and name == FLAG and value not in COLORS:
             what = f"{value[:40]!r} is not a value of {FLAG}" if value else f"{FLAG} has no value"
             raise UsageError(what, FLAG, f"use one of {', '.join(COLORS)}")
         at += 1

@@ -24,7 +24,7 @@ from . import proof, tables, viewing
 from .batch import batch
 from .habits.options import check_options
 from .habits.words import ASKED, check_command, check_once, with_ending
-from .helping import REFUSED, examples, files, refused, with_groups
+from .helping import REFUSED, everywhere, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
 from .merge_look import Asked, carried_out, with_pictures
@@ -55,10 +55,11 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
-        args = args if ctx.resilient_parsing else taken(args)
+        args = taken(args, checked=not ctx.resilient_parsing)
         if args[:2] == ["help", "help"]:
             args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
+            ctx.meta[HELP[-1]] = True
             args = [*args[1:2], "--help"]
         elif args and args[0] in ASKED and not exists(args[0]):
             args = [ASKED[args[0]]]
@@ -90,9 +91,14 @@ class Commands(TyperGroup):
         return with_groups(take_text(super().get_command(ctx, cmd_name), ctx))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return commands and options, and files: the first word may be a base."""
+        """Return commands and options, and files: the first word may be a base, unless it stands behind `help`."""
         found, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
-        return [*found, *(type(any_item)(path) for path in files(incomplete) if not incomplete.startswith("-"))]
+        named = not incomplete.startswith("-") and HELP[-1] not in ctx.meta
+        return [*found, *(type(any_item)(path) for path in files(incomplete) if named)]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the program's own options; while the shell completes a word also those of every command."""
+        return [*super().get_params(ctx), *(everywhere() if ctx.resilient_parsing else ())]
 
 
 EXAMPLES = examples(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
+from ..errors import MergeError
 from ..options import OPTIONS, Option
 from .helping import offered
 from .values import as_number, one_entry, one_setting, strengths
@@ -29,7 +30,23 @@ def dialects(incomplete: str) -> list[str]:
     return offered(names())(incomplete)
 
 
-OFFERED: Final = {
+def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
+    from ..paths import expand
+    from .habits.words import completed
+    from .tables import parts_of
+
+    before, comma, word = incomplete.rpartition(",")
+    base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading
+    try:
+        found = parts_of(expand(completed(base)))
+    except (MergeError, OSError):  # the merge itself will tell
+        return []
+    return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*found["parts"], *found["blocks"]))(word)]
+
+
+OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
+    "strength_for": parts_on_line,
     "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects,
     "alpha": offered(("rank", "keep")),
 }  # fmt: skip

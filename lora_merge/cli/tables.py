@@ -33,15 +33,9 @@ def parts(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List parts and blocks, for --strength-for."""
-    from ..files.checkpoint import open_checkpoint
     from ..paths import expand
-    from ..viewing.inspect import is_adapter
 
-    path = expand(completed(base))
-    if is_adapter(open_checkpoint(path)):
-        fix = f"name the base; lora-merge inspect {path.name} tells what the adapter changes"
-        raise UsageError("an adapter, and parts are those of a base", str(path), fix)
-    found = parts_of(path)
+    found = parts_of(expand(completed(base)))
     if as_json:
         put(json_text(found))
     elif styled(sys.stdout):
@@ -107,12 +101,19 @@ def known_architectures() -> Iterator[dict[str, Any]]:
 
 
 def parts_of(path: Path) -> dict[str, Any]:
-    """Return the parts of a base and their tensors, the blocks in order, and how each list of block weights is read."""
+    """Return the parts of a base and their tensors, the blocks in order, and how each list of block weights is read.
+
+    Raises UsageError for an adapter.
+    """
     from ..files.checkpoint import open_checkpoint
     from ..models.blocks import blocks
     from ..models.names import names
+    from ..viewing.inspect import is_adapter
 
     index = open_checkpoint(path)
+    if is_adapter(index):
+        fix = f"name the base; lora-merge inspect {path.name} tells what the adapter changes"
+        raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     lookup = names(index)
     found = blocks(lookup)
     tensors: dict[str, list[str]] = {name: [] for name in found.order}

@@ -131,7 +131,7 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
             program.app(prog_name="lora-merge")
         return capsys.readouterr().out.split()
 
-    (tmp_path / "base.safetensors").touch()
+    save(sd1(), tmp_path / "base.safetensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("_LORA_MERGE_COMPLETE", "complete_bash")
     monkeypatch.setattr(sys, "argv", ["lora-merge"])
@@ -145,6 +145,22 @@ def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_bel
         assert "diffusers" in offered(command, "a", option, "d")
     assert offered("extract", "a", "b", "--alpha", "r") == ["rank"]
     assert offered("merge", "ba") == [], "bash itself offers files then"
+    for line in (
+        ["--color"],
+        ["base.safetensors", "x", "--color"],
+        ["inspect", "--color"],
+        ["inspect", "x", "--color"],
+    ):
+        assert offered(*line, "") == ["auto", "always", "never"]
+    assert offered("--color", "never", "ba") == ["batch", "base.safetensors"]
+    assert offered("--color", "never", "base.safetensors", "x", "--dtype", "b") == ["bf16"]
+    assert offered("help", "") == [name for name in offered("") if name in COMMANDS]
+    assert offered("help", "ba") == ["batch"] and offered("help", "x") == []
+    parts = ("merge", "base.safetensors", "x", "--strength-for")
+    assert {*offered(*parts, "")} == {f"{name}=0" for name in ("unet", "te", "vae", "BASE", "B00", "B01", "B02")}
+    assert offered(*parts, "te=0.5,B00") == ["te=0.5,B00=0"]
+    assert offered("combine", "x", "--base", "base.safetensors", "--strength-for", "t") == ["te=0"]
+    assert offered("merge", "nosuch", "x", "--strength-for", "t") == []
 
 
 def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
