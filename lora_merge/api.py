@@ -32,10 +32,11 @@ def merge(
     under its name when it is complete, or not at all; Ctrl-C leaves nothing behind.
 
     Parameters:
-        base: The model: a checkpoint file, or a model folder (diffusers, transformers).
+        base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength.
-        output: The file or folder to write. None: `<base>+<adapter>.safetensors` in the current folder.
+        output: The file or folder to write; a file's name gets `.safetensors` if it lacks an ending. None:
+            `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
             `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
@@ -167,11 +168,12 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand
+    from .paths import expand, input_path
     from .proof.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        return run(admit(plan_unmerge(expand(merged), adapters, output, [*map(expand, search)], **options)), watcher)
+        made, folders = input_path(merged), [*map(expand, search)]
+        return run(admit(plan_unmerge(made, adapters, output, folders, **options)), watcher)
 
 
 def replay(  # noqa: PLR0913  # the options of the command
@@ -210,18 +212,18 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .adapter_options import WRITERS
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand
+    from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import plan_again
 
     with interruptible(), watched(progress) as watcher:
-        folders = [expand(folder) for folder in search]
-        if made_by(expand(made)) in WRITERS:
+        made, folders = input_path(made), [expand(folder) for folder in search]
+        if made_by(made) in WRITERS:
             from .adapters_out.again import replay as replay_adapter
 
             given = {"device": device, "overwrite": overwrite}
-            return replay_adapter(expand(made), output, folders, progress=watcher, **given)
-        return run(admit(plan_again(expand(made), output, folders, device=device, overwrite=overwrite)), watcher)
+            return replay_adapter(made, output, folders, progress=watcher, **given)
+        return run(admit(plan_again(made, output, folders, device=device, overwrite=overwrite)), watcher)
 
 
 def verify(  # noqa: PLR0913  # the options of the command
@@ -278,17 +280,18 @@ def verify(  # noqa: PLR0913  # the options of the command
         True
     """
     from .adapter_options import WRITERS
-    from .paths import expand
+    from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import prove
     from .viewing.text import proof_lines, proof_of_adapter
 
+    output = input_path(output)
     stated = make_job(output, adapters, output).adapters if adapters else ()
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
-        if base is None and not stated and made_by(expand(output)) in WRITERS:
+        if base is None and not stated and made_by(output) in WRITERS:
             from .adapters_out.again import prove as prove_adapter
 
-            return Facts(prove_adapter(expand(output), folders, watcher), proof_of_adapter)
-        found = prove(expand(output), base, stated, search=folders, full=full, options=options, progress=watcher)
+            return Facts(prove_adapter(output, folders, watcher), proof_of_adapter)
+        found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(found, proof_lines)

@@ -33,7 +33,7 @@ from .options import (
     shown,
     text,
 )
-from .paths import absolute, expand, is_file, is_folder, names_folder
+from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, with_ending
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
@@ -173,7 +173,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
-    base = expand(base)
+    base = input_path(base)
     found["max_memory"] = parse_size(found["max_memory"])
     texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
     found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
@@ -203,10 +203,13 @@ def validated(job: Job) -> Job:
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
+    """Return the path of the output, for a file with its ending; the name in a folder that the user names for a file
+    is the default one."""
     found = expand(path)
     inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
-    return found / _default_name(base, adapters) if inside else found
+    if inside:
+        return found / _default_name(base, adapters)
+    return with_ending(found, _ending(base)) if is_file(base) else found
 
 
 def _holds_others(folder: Path) -> bool:
@@ -217,8 +220,12 @@ def _holds_others(folder: Path) -> bool:
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
     name = "+".join(p.name if is_folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
-    suffix = ".gguf" if base.suffix.lower() == ".gguf" else ".safetensors"
-    return name if is_folder(base) else f"{name}{suffix}"
+    return name if is_folder(base) else f"{name}{_ending(base)}"
+
+
+def _ending(base: Path) -> str:
+    """Return the ending of an output, for a base that is a file."""
+    return ".gguf" if base.suffix.lower() == ".gguf" else ".safetensors"
 
 
 def is_pair(value: object) -> bool:
@@ -253,7 +260,7 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     own: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
         path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
-    path = expand(path.terms[0][0].path if isinstance(path, Opened) else path)
+    path = input_path(path.terms[0][0].path if isinstance(path, Opened) else path)
     if len(own) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in own), *parts))

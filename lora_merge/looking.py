@@ -32,13 +32,13 @@ def inspect(
         >>> facts["algorithms"], facts["ranks"]
         ({'lora': 264}, [32])
     """
-    from .paths import expand
+    from .paths import input_path
     from .viewing.facts import Facts
     from .viewing.inspect import inspect as look
     from .viewing.text import lines
 
     ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-    return Facts(look(expand(path), ref, weights=weights, hashes=hashes), lines)
+    return Facts(look(input_path(path), ref, weights=weights, hashes=hashes), lines)
 
 
 def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
@@ -62,9 +62,9 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
         264
     """
-    from .paths import expand
+    from .paths import input_path
     from .viewing.compare import compare as look
     from .viewing.compare import compare_lines
     from .viewing.facts import Facts
 
-    return Facts(look(expand(a), expand(b), None if base is None else expand(base)), compare_lines)
+    return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_lines)

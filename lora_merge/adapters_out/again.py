@@ -111,7 +111,8 @@ def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / made.name
         report = replay(made, again, folders, progress=progress, verify=True)
-        if any(sha256(a) != sha256(b) for a, b in zip(_files(again), _files(made), strict=True)):
+        pairs = zip(_files(Path(report.output)), _files(made), strict=True)
+        if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"output": str(made), "proven": True, "ok": True, "same_bytes": True, **dict(report.verified or {})}

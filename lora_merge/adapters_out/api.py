@@ -175,14 +175,15 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.extract("sdxl.safetensors", "sdxl-tuned.safetensors", "tuned-lora.safetensors", rank=64)
     """
-    from .extract.run import run
-    from .extract.task import make_extraction
+    from ..planning.cache import CheckpointCache
+    from .extract.run import prepared, run
 
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
            "others": others, "factor": factor, "format": format,
            "alpha": alpha}  # fmt: skip
     with interruptible(), watched(progress) as watcher:
-        return run(make_extraction(base, tuned, output, {**own, **options}), watcher)
+        cache = CheckpointCache()
+        return run(prepared(base, tuned, output, {**own, **options}, cache), watcher, cache)
 
 
 def average(  # noqa: PLR0913  # each is an option of the command

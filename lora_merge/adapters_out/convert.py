@@ -22,7 +22,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
 from ..options import pairs, shown
-from ..paths import is_folder, names_folder
+from ..paths import is_folder, names_folder, with_ending
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import SINGLE, Evaluator, is_plain
@@ -69,10 +69,9 @@ class Conversion:
         return replace(self, job=job, to=to)
 
 
-def writes_file(to: str, adapter: Path) -> bool:
-    """Return whether a file is written, and no folder of PEFT. `to`: the name of a dialect."""
-    found = dialect(to)
-    return not is_folder(adapter) if to == KEEP else found is None or not found.folder
+def _writes_file(to: Dialect, adapter: Path) -> bool:
+    """Return whether a file is written, and no folder of PEFT."""
+    return not is_folder(adapter) if to.name == KEEP else not to.folder
 
 
 def make_conversion(
@@ -89,9 +88,11 @@ def make_conversion(
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
-    inside = output is not None and names_folder(output) and writes_file(to, made.inputs.adapters[0].path)
-    if inside:
-        made = replace(made, inputs=replace(made.inputs, output=made.output / "named when it is opened"))
+    file = output is not None and _writes_file(found, made.inputs.adapters[0].path)
+    inside = file and names_folder(str(output))
+    if file:
+        path = made.output / "named when it is opened" if inside else with_ending(made.output)
+        made = replace(made, inputs=replace(made.inputs, output=path))
     told = {"to": found.name, "algorithm": algorithm, **ranks}
     recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
     return Conversion(

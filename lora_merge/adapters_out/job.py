@@ -17,7 +17,7 @@ from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, expand, is_folder, names_folder
+from ..paths import absolute, expand, input_path, is_folder, names_folder, with_ending
 from .dialects import dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
@@ -94,15 +94,12 @@ def make_adapter_job(
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     job = make_job(base if base is not None else "no base", adapters, **common)  # it would name an output as a merge's
-    job = replace(job, output=absolute(Path()) if output is None else expand(output))
     to = dialect(own["format"]) if isinstance(own["format"], str) else None
     if to is None:
         raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
                          f"use one of {', '.join(names())}")  # fmt: skip
-    folder = to.folder
-    if output is None or (command in FILES and not folder and names_folder(output)):
-        job = _named(job, command, str(own["rank"]), job.output)
-    job = replace(job, method=method)
+    path = _output(job, command, str(own["rank"]), output, file=command in FILES and not to.folder)
+    job = replace(job, method=method, output=path)
     if command in ("resize", "convert") and len(job.adapters) != 1:
         raise UsageError(f"{command} takes one adapter", f"{len(job.adapters)} adapters",
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
@@ -119,20 +116,27 @@ def make_adapter_job(
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full")  # fmt: skip
     recorded = tuple(sorted((name, value) for name, value in given.items() if value != OWN[name]))
-    found = None if base is None else expand(base)
+    found = None if base is None else input_path(base)
     return AdapterJob(
         command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]),
         own["include"], own["exclude"], own["compute_dtype"], to.name, recorded,
     )  # fmt: skip
 
 
-def _named(job: Job, command: str, rule: str, folder: Path) -> Job:
-    """Return the job with the default name in a folder."""
+def _output(job: Job, command: str, rule: str, given: str | Path | None, *, file: bool) -> Path:
+    """Return the path of the output, for a `file` with its ending; `given`: None, or what the user names."""
+    if given is None or (file and names_folder(given)):
+        return _named(job, command, rule, absolute(Path()) if given is None else expand(given))
+    return with_ending(expand(given)) if file else expand(given)
+
+
+def _named(job: Job, command: str, rule: str, folder: Path) -> Path:
+    """Return the path of the default name in a folder."""
     stems = [a.path.name if is_folder(a.path) else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
     if any(folder / f"{name}.safetensors" == a.path for a in job.adapters):  # of one adapter
         name += f"-{command}"
-    return replace(job, output=folder / f"{name}.safetensors")
+    return folder / f"{name}.safetensors"
 
 
 def _computed(value: Any) -> str:

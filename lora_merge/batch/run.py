@@ -19,6 +19,7 @@ from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
 from ..progress import JobBar, Progress, unwatched, watched
+from .chains import with_endings
 from .executors import Executor, Workers
 from .executors import executor as find
 from .groups import JobGroup
@@ -144,7 +145,8 @@ def make_batch(  # noqa: PLR0913  # the options of the command
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
-    entries = [replace(e, redo=switch(redo, "--redo")) for e in load(source, overwrite=overwrite, card=card)]
+    jobs = with_endings(load(source, overwrite=overwrite, card=card))
+    entries = [replace(e, redo=switch(redo, "--redo")) for e in jobs]
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])

@@ -18,6 +18,7 @@ from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
 from ..job import Adapter, Job
 from ..options import OPTIONS
+from ..paths import ENDINGS
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
@@ -98,7 +99,8 @@ class _Outputs:
         """Return the job whose output an input is, or is inside of."""
         if path not in self._makers:
             real = os.path.realpath(path)
-            self._makers[path] = self._by_path.get(real) or self._around(real)
+            names = (real, *(f"{real}{ending}" for ending in ENDINGS))
+            self._makers[path] = next((self._by_path[n] for n in names if n in self._by_path), self._around(real))
         return self._makers[path]
 
     def _around(self, real: str) -> BatchJob | None:

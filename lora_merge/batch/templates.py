@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
-from ..files.lookalikes import ENDINGS
-from ..paths import forbidden
+from ..paths import ENDINGS, forbidden
 from .mistakes import nearest
 from .schema import LONGEST_PATH
 

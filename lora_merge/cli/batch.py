@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
+from ..paths import ENDINGS
 from ..process import check_room
 from ..progress import unwatched
 from ..text import Lines, json_text
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
-from .habits.words import ENDINGS
 from .parameters import HTML
 from .stages import Jobs, paused, watching
 from .text import echo, leave_lost_folder, put

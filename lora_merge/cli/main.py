@@ -17,13 +17,13 @@ from typer.core import TyperGroup
 
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..options import OPTIONS
-from ..paths import exists, is_file
+from ..paths import exists
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits.options import check_options
-from .habits.words import ASKED, check_command, check_once, with_ending
+from .habits.words import ASKED, check_command, check_once, checked_output
 from .helping import REFUSED, everywhere, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
@@ -162,7 +162,7 @@ def merge(
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
-        job = make_job(base, named, with_ending(output, file=is_file(base), like=base), strength_for=parts, **found)
+        job = make_job(base, named, checked_output(output), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])

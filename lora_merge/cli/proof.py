@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..options import OPTIONS
-from ..paths import is_file
 from ..progress import unwatched
 from ..text import json_text
-from .habits.words import completed, with_ending
+from .habits.words import checked_output, completed
 from .helping import examples
 from .look import styled
 from .making.look import tell
@@ -110,13 +109,13 @@ def replay(
     from ..paths import expand
     from ..proof.replay import plan_again
 
-    made, folders = completed(made), [expand(p) for p in search or []]
+    made, output, folders = completed(made), str(checked_output(output)), [expand(p) for p in search or []]
     if _is_adapter(expand(made)):
         from ..adapters_out.again import replay as replay_adapter
 
         given = {k: v for k, v in options.items() if v is not None}
         with watching(quiet=quiet) as display:
-            told = replay_adapter(expand(made), _named(output, made), folders, progress=display or unwatched, **given)
+            told = replay_adapter(expand(made), output, folders, progress=display or unwatched, **given)
         if as_json:
             put(told.to_json())
         else:
@@ -125,16 +124,11 @@ def replay(
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
         preload()
-        plan = admit(plan_again(expand(made), _named(output, made), folders, **options))
+        plan = admit(plan_again(expand(made), output, folders, **options))
         with paused(display):
             describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
-
-
-def _named(output: str, made: str) -> str:
-    """Return the output's name, with an ending where what was made is a file."""
-    return str(with_ending(output, file=is_file(made)))
 
 
 def _is_adapter(made: Path) -> bool:
@@ -175,7 +169,7 @@ def unmerge(
     from ..proof.unmerge import plan_unmerge
     from .streams import Pictures, reporting
 
-    made, pictures = completed(made), Pictures(html, None, dry_run=dry_run)
+    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, dry_run=dry_run)
     if output is None:
         refuse_to_unmerge(expand(made))
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
@@ -186,7 +180,7 @@ def unmerge(
 
     def planned() -> Plan:
         folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(made), named, _named(output or "", made), folders, **given))
+        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given))
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 

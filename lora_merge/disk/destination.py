@@ -8,10 +8,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from ..errors import UsageError
-from ..paths import WINDOWS, exists, forbidden
+from ..paths import WEIGHTS, WINDOWS, exists, forbidden
 from ..text import listed, plural
 from .volumes import same
 from .writer import elsewhere, failure
@@ -103,18 +102,6 @@ def _check_writable(folder: Path, target: Path) -> None:
         raise UsageError("no permission to write into this folder", str(folder), elsewhere(target))
 
 
-def with_ending(path: str, ending: str = ".safetensors") -> str:
-    """Return the path of a new file of weights with an ending by which programs find it: the .5 of v1.5 is none."""
-    from difflib import get_close_matches
-
-    suffix = Path(path).suffix.lower()
-    known = suffix in {*WEIGHTS, ".sft"} or path.endswith(("/", os.sep)) or exists(path)
-    if not known and (path.endswith(".") or get_close_matches(suffix, (".safetensors",), 1, 0.85)):
-        right = Path(path.rstrip(".")).with_suffix(ending)
-        raise UsageError("the ending of the output is misspelt", path, f"write {right}")
-    return path if known else f"{path}{ending}"
-
-
 def files_under(folder: Path) -> list[str]:
     """Return the sorted paths of all files below a folder, relative to it, with forward slashes."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
@@ -127,9 +114,3 @@ def failures(target: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise failure(e, target, 0) from e
-
-
-WEIGHTS: Final = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
-)
-"""Suffixes of files with weights; those of the base would be stale beside the merged weights."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
+from ..paths import ENDINGS
 from ..text import listed, quoted
 from .layouts import entries
 
@@ -126,10 +127,6 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
         why = f"it is text, {quoted(start.decode('ascii'))}"
     kind = path.suffix if path.suffix in ENDINGS else ".safetensors"
     return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")
-
-
-ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
-"""Endings of files with weights."""
 
 
 def missing(path: Path) -> InputError:

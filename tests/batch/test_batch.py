@@ -117,13 +117,13 @@ def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, d
     ]  # fmt: skip
     assert fates(run(jobs)) == ["merged"] * 5
     for one, entry in zip(jobs, make_batch(jobs).planned, strict=True):
-        alone = replace(entry.entry.job, output=models / "alone", overwrite=True)
+        alone = replace(entry.entry.job, output=models / "alone.safetensors", overwrite=True)
         lora_merge.merge(alone.base, list(alone.adapters), alone.output, dtype=dtype, overwrite=True)
-        assert Path(one["output"]).read_bytes() == (models / "alone").read_bytes()
+        assert Path(one["output"] + ".safetensors").read_bytes() == alone.output.read_bytes()
     base, ink, oil = (load(models / f"{n}.safetensors") for n in ("base", "ink", "oil"))
     for name, adapters in (("a", [(ink, 0.5)]), ("e", [(oil, 1.0), (ink, 0.3)])):
         exact = expected(base, adapters)
-        for key, got in load(models / "out" / name).items():
+        for key, got in load(models / "out" / f"{name}.safetensors").items():
             assert_rounded(got, exact[key])
     assert not strays(models)
 
@@ -287,7 +287,7 @@ def test_failures_stay_in_their_job(models: Path) -> None:
     codes = {r.number: r.error.exit_code for r in reports if r.error}
     assert codes == {2: 3, 4: 4, 5: 3}
     assert {r.number for r in reports[:2]} == {4, 5}, "what the plan finds is told before anything is written"
-    assert sorted(p.name for p in (models / "out").iterdir()) == ["a", "c"]
+    assert sorted(p.name for p in (models / "out").iterdir()) == ["a.safetensors", "c.safetensors"]
     shutil.rmtree(models / "out")
     quick = run(jobs, fail_fast=True)
     assert [r.status for r in quick] == ["failed"]
@@ -360,7 +360,7 @@ def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("second", "word"),
-    [("one", "place of another"), ("x/../one", "place of another"), ("one/inside", "inside the output")],
+    [("one", "place of another"), ("x/../one", "place of another"), ("one.safetensors/inside", "inside the output")],
 )
 def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: str) -> None:
     with pytest.raises(UsageError, match="place of another") as caught:
@@ -393,7 +393,7 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
     assert [(r.number, r.status) for r in reports] == [(2, "merged"), (1, "merged")]
     base, ink, oil = (load(models / f"{n}.safetensors") for n in ("base", "ink", "oil"))
     exact = expected(base, [(ink, 0.5), (oil, 0.5)])
-    for key, got in load(models / "out" / "last").items():
+    for key, got in load(models / "out" / "last.safetensors").items():
         assert got.dtype in (torch.float32, torch.int64)
         assert_rounded(got, exact[key])
     assert fates(run([last, job(models, "first", dtype="fp32")])) == ["skipped"] * 2
@@ -591,7 +591,17 @@ def test_paths_may_be_given_as_such(models: Path) -> None:
     }
     more = one | {"output": models / "{n}", "matrix": {"n": [Path("a"), Path("b")]}}
     done = lora_merge.run_batch([more])
-    assert [Path(r.output).name for r in done if r.ok] == ["a", "b"]
+    assert [Path(r.output).name for r in done if r.ok] == ["a.safetensors", "b.safetensors"]
+
+
+def test_names_of_files_are_completed(models: Path) -> None:
+    one = {"base": str(models / "base"), "adapters": [str(models / "ink:0.5")], "output": str(models / "v1.5")}
+    two = {"command": "resize", "adapters": [str(models / "ink")], "rank": 2, "output": str(models / "small")}
+    reports = run([one, two])
+    assert [Path(r.output).name for r in reports] == ["v1.5.safetensors", "small.safetensors"]
+    assert fates(reports) == ["merged", "made"] and fates(run([one, two])) == ["skipped"] * 2
+    reports = run([{**two, "output": str(models / "x")}, job(models, "y", "x")])
+    assert "an adapter is the output of another job" in str(next(r.error for r in reports if r.error))
 
 
 def test_the_call_returns_when_all_jobs_have_ended(models: Path) -> None:

@@ -110,7 +110,7 @@ def test_no_name_begins_a_line(
     end, base, lora = hostile
     out = base.parent / "out.safetensors"
     job = {"base": str(base), "adapters": [str(lora)], "output": str(base.parent / f"o{base.name}")}
-    jobs = {"version": 1, "jobs": [job, job | {"unmatched": "skip", "output": f"{out}3"}]}
+    jobs = {"version": 1, "jobs": [job, job | {"unmatched": "skip", "output": str(out.with_name("three.safetensors"))}]}
     (base.parent / "jobs.json").write_text(json.dumps(jobs))
     (base.parent / "bad.json").write_text(json.dumps({"version": 1, "jobs": [{forged("k", end): forged("v", end)}]}))
     seen = []
@@ -130,4 +130,4 @@ def test_no_name_begins_a_line(
         bad = [row for row in rows if row.strip().startswith((FORGED, "error: x"))]
         assert not bad, (arguments, code, rows)
     assert out.exists(), seen
-    assert (base.parent / "out.safetensors3").exists()
+    assert (base.parent / "three.safetensors").exists()

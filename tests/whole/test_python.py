@@ -242,3 +242,24 @@ def test_verify_has_the_options_of_the_table() -> None:
 
 def test_combine_has_the_options_of_its_table() -> None:
     assert OWN.keys() <= {"rank", "method", "include", "to", *keywords.ResizeOptions.__annotations__}
+
+
+def test_names_of_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "ink.safetensors")
+    save(kohya(sd1(), seed=3), tmp_path / "oil.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert lora_merge.merge("base", "ink", "v1.5").output == str(tmp_path / "v1.5.safetensors")
+    assert lora_merge.plan("base", ["ink", ("oil", 0.5)]).job.output.name == "base+ink+oil.safetensors"
+    assert lora_merge.inspect("base", "ink") and lora_merge.compare("ink", "oil")
+    assert lora_merge.verify("v1.5")["proven"] and lora_merge.verify("v1.5", "base", "ink")["proven"]
+    assert lora_merge.load_adapter("ink").path.name == "ink.safetensors"
+    assert lora_merge.merge_state_dict(sd1(), "ink")
+    made = [
+        lora_merge.combine(["ink", "oil"], "both"), lora_merge.resize("ink", "small", rank=2),
+        lora_merge.convert("ink", "other", to="comfy", base="base"), lora_merge.average(["ink", "oil"], "mean"),
+        lora_merge.extract("base", "v1.5", "gone", rank=4), lora_merge.replay("v1.5", "again"),
+        lora_merge.unmerge("v1.5", "ink", "back"),
+    ]  # fmt: skip
+    names = ["both", "small", "other", "mean", "gone", "again", "back"]
+    assert [Path(report.output).name for report in made] == [f"{name}.safetensors" for name in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import fsum, prod
@@ -22,6 +22,7 @@ from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import Names
+from ...paths import with_ending
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import listed
@@ -44,7 +45,7 @@ from .making import Extractor, Side, difference, differences, measured
 from .pair import Pair
 from .pairs import Pairs, paired
 from .proving import Claim, prove
-from .task import Extraction
+from .task import Extraction, make_extraction
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     base, names = cache.base(task.base, task.job.inputs.map)
     tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
     to = task.to or _usual(names, task.job.output)
-    check_output(task.job.output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
+    output = task.job.output
+    if not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
+        raise UsageError("the output is a file, and its name has no ending", str(output), f"name it {right.name}")
+    check_output(output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
     chosen = Chosen(task.job.include, task.job.exclude)
@@ -83,9 +87,15 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
                   names.known.file.stem if names.known else "")  # fmt: skip
 
 
-def usual(task: Extraction, cache: CheckpointCache) -> Dialect:
-    """Return the dialect of `--format auto`, from the headers of the base."""
-    return _usual(cache.base(task.base, task.job.inputs.map)[1], task.job.output)
+def prepared(
+    base: str | Path, tuned: str | Path, output: str | Path | None, options: Mapping[str, Any], cache: CheckpointCache
+) -> Extraction:
+    """Return what `make_extraction` does; the output's name is that of a file or folder as the headers of the base say
+    where no format is chosen."""
+    task = make_extraction(base, tuned, output, options)
+    if output is None or task.to is not None:
+        return task
+    return task.written_as(_usual(cache.base(task.base, task.job.inputs.map)[1], task.job.output), output)
 
 
 def _usual(names: Names, output: Path) -> Dialect:

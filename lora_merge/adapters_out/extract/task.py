@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...options import shown
-from ...paths import absolute, expand, is_folder, names_folder
+from ...paths import is_folder, names_folder, with_ending
 from ..dialects import DIALECTS, Dialect, dialect
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
@@ -43,6 +43,18 @@ class Extraction:
         """The checkpoint after it."""
         return self.job.adapters[0].path
 
+    def at(self, output: Path) -> Extraction:
+        """Return the extraction to another output."""
+        return replace(self, job=replace(self.job, inputs=replace(self.job.inputs, output=output)))
+
+    def written_as(self, to: Dialect, output: str | Path) -> Extraction:
+        """Return the extraction whose output is what the user names for this dialect: a file has an ending, and in a
+        folder the default name."""
+        if to.folder:
+            return self
+        inside = names_folder(output)
+        return self.at(self.job.output / _named(self.base, self.tuned, to) if inside else with_ending(self.job.output))
+
 
 def make_extraction(
     base: str | Path, tuned: str | Path, output: str | Path | None, options: Mapping[str, Any]
@@ -62,11 +74,11 @@ def make_extraction(
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
-    if output is None or (to is not None and not to.folder and names_folder(output)):
-        folder = absolute(Path()) if output is None else job.output
-        job = replace(job, inputs=replace(job.inputs, output=folder / _named(expand(base), job.adapters[0].path, to)))
     recorded = (*job.options, *((n, v) for n, v in sorted(own.items()) if v != OWN[n]))
-    return Extraction(replace(job, options=recorded), to, own["others"], own["factor"])
+    made = Extraction(replace(job, options=recorded), to, own["others"], own["factor"])
+    if output is None:
+        return made.at(job.output.parent / _named(made.base, made.tuned, to))
+    return made if to is None else made.written_as(to, output)
 
 
 def _named(base: Path, tuned: Path, to: Dialect | None) -> str:

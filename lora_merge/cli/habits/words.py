@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ...errors import UsageError
-from ...paths import WINDOWS, exists, typed
+from ...paths import ENDINGS, WINDOWS, exists, typed, with_found_ending
 
 ASKED: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -113,10 +113,6 @@ def _download(address: str) -> str:
     return "in a browser; from the Hub: hf download OWNER/NAME"
 
 
-ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
-"""Endings that are tried where a name has none."""
-
-
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
     if is_address(path):
@@ -125,8 +121,7 @@ def completed(path: str) -> str:
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
     _check_drive(path)
-    there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
-    return there[0] if there else path
+    return with_found_ending(path)
 
 
 def _check_drive(path: str) -> None:
@@ -136,21 +131,14 @@ def _check_drive(path: str) -> None:
         raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
 
 
-def with_ending(output: str | None, *, file: bool, like: str = "") -> str | None:
-    """Return the output's name; where a `file` is written, with the ending that programs look for.
-
-    `like`: the base; where it is a GGUF file, its ending is the output's too. UsageError for "-", the output of other
-    programs: a file is written under a name.
-    """
-    from ...disk.destination import with_ending as ended
-
+def checked_output(output: str | None) -> str | None:
+    """Return the output; UsageError for "-", the output of other programs, and for an address."""
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     if is_address(output or ""):
         raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
     _check_drive(output or "")
-    ending = ".gguf" if like.lower().endswith(".gguf") else ".safetensors"
-    return output if output is None or not file else ended(output, ending)
+    return output
 
 
 def right_form(text: str) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...options import OPTIONS
-from ...paths import names_folder
 from ...progress import unwatched
-from ..habits.words import completed, with_ending
+from ..habits.words import checked_output, completed
 from ..helping import examples
 from ..parameters import Command, dialects, read, with_options
 from ..stages import watching
@@ -23,8 +22,6 @@ from .look import tell
 from .options import OWN
 
 if TYPE_CHECKING:
-    from ...adapters_out.dialects import Dialect
-    from ...adapters_out.extract.task import Extraction
     from ...adapters_out.report import AdapterReport
     from ...batch.commands import Task
 
@@ -96,13 +93,11 @@ def convert(
     output, base, printed = _taken(options)
 
     def task() -> Task:
-        from ...adapters_out.convert import make_conversion, plan, run, writes_file
+        from ...adapters_out.convert import make_conversion, plan, run
         from ...batch.commands import Task
 
-        (given,), found = _given([named := named_adapter(adapter)], {"rank": rank, **options})
-        path = named if isinstance(named, str) else named[0] if isinstance(named, tuple) else named.path
-        file = writes_file(to, Path(path))
-        made = make_conversion(given, with_ending(output, file=file), base, {"to": to, **found})
+        (given,), found = _given([named_adapter(adapter)], {"rank": rank, **options})
+        made = make_conversion(given, output, base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
     show("convert", task, printed)
@@ -128,8 +123,7 @@ def average(
 
         given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
         named, found = _given(named_adapters(snapshots, options.get("strength")), {"rank": rank, **options})
-        to = with_ending(output, file=options.get("format") != "peft")
-        made = make_average(named, to, base, {"weights": given, **found})
+        made = make_average(named, output, base, {"weights": given, **found})
         return Task(made.job, made.plan, made.run)
 
     show("average", task, printed)
@@ -146,22 +140,12 @@ def extract(
     output, _, printed = _taken(options)
 
     def task() -> Task:
-        from ...adapters_out.extract.run import plan, run, usual
-        from ...adapters_out.extract.task import make_extraction
+        from ...adapters_out.extract.run import plan, prepared, run
         from ...batch.commands import Task
         from ...planning.cache import CheckpointCache
 
         found, cache = _read({"rank": rank, **options}, 1), CheckpointCache()
-
-        def made_at(path: str | None, to: Dialect | None = None) -> Extraction:
-            file = to is not None and not to.folder
-            if file and names_folder(str(path)):
-                path = str(Path(str(path)) / made_at(None).job.output.name)
-            return make_extraction(completed(base), completed(tuned), with_ending(path, file=file), found)
-
-        made = made_at(output)
-        if output is not None:
-            made = made_at(output, made.to or usual(made, cache))
+        made = prepared(completed(base), completed(tuned), output, found, cache)
         return Task(made.job, partial(plan, made, cache), partial(run, made, cache=cache))
 
     show("extract", task, printed)
@@ -177,8 +161,7 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
         from ...batch.commands import Task
 
         named, found = _given(named_adapters(adapters, options.get("strength")), options)
-        output_file = with_ending(output, file=options.get("format") != "peft")
-        job = make_adapter_job(command, named, output_file, base, found)
+        job = make_adapter_job(command, named, output, base, found)
         return Task(job, partial(plan, job), partial(run, job))
 
     show(command, task, printed)
@@ -186,7 +169,7 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
 
 def _taken(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
     """Return the output, the base, and the options of what is printed, taken out of the options."""
-    output, base = options.pop("output"), options.pop("base", None)
+    output, base = checked_output(options.pop("output")), options.pop("base", None)
     return output, base and completed(base), {name: options.pop(name) for name in PRINTED}
 
 
