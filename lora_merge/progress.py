@@ -12,12 +12,12 @@ from .options import unlike
 from .text import html_table
 
 Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove", "look"]
-"""`load`: inputs are opened and torch is imported. `merge`: bytes are written. `make`: the layers of an adapter are
-computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `look`: files are measured
-or compared."""
+"""`load`: inputs are opened and torch is imported. `merge`: bytes are merged and written. `make`: the layers of an
+adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `look`: files
+are measured or compared."""
 
 APART: Final = 0.1
-"""Seconds between two steps that `Gathered` passes on."""
+"""Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
 
 
 class Step(NamedTuple):
@@ -26,7 +26,8 @@ class Step(NamedTuple):
     Attributes:
         stage: "load", "merge", "make", "flush", "prove" or "look".
         output: The output that it belongs to.
-        done: Since the step before: bytes written (merge), or of the weights that were looked at (make, prove, look).
+        done: Since the step before: bytes merged and written (merge), or of the weights that were looked at (make,
+            prove, look).
         total: Of the stage, in the same unit; 0: not known.
         limit: What the merge spends most time on: start (torch), read, hash, fold or write.
 

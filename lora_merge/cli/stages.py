@@ -60,6 +60,7 @@ class Output:
 
     name: str
     since: float  # when its stage began
+    took: float = 0.0  # seconds of the stage before
     stage: Stage = "load"
     total: int = 0  # bytes of the output
     written: int = 0
@@ -72,7 +73,7 @@ class Output:
     def take(self, step: Step, now: float) -> None:
         """Take a step."""
         if step.stage != self.stage:
-            self.stage, self.since = step.stage, now
+            self.stage, self.since, self.took = step.stage, now, now - self.since
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
         elif step.stage in ("make", "look"):
@@ -81,12 +82,15 @@ class Output:
             self.written, self.total = self.written + step.done, step.total or self.total
             self.limit = step.limit or self.limit
 
-    def share(self, weights: dict[str, float]) -> float:
-        """Return how much of the work on it is done, from 0 to 1."""
+    def share(self, weights: dict[str, float], now: float) -> float:
+        """Return how much of the work on it is done, from 0 to 1. The disk does not tell how much of a flush is done:
+        half of it is taken to be, when the time has passed that it usually takes."""
+        waited = now - self.since
+        usual = max(BEAT, self.took * weights.get("flush", 0.0))
         parts = {
             "merge": self.written / self.total if self.total else 0.0,
             "make": self.made / self.to_make if self.to_make else 0.0,
-            "flush": float(self.stage == "prove"),
+            "flush": float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual),
             "prove": self.proven / self.to_prove if self.to_prove else 0.0,
         }
         weights = LOOKING if self.stage == "look" else MAKING if self.to_make else weights
@@ -194,8 +198,9 @@ class Display:
     def _share(self) -> float:
         """Return how much of all work is done."""
         if self.jobs is None:
-            return max((o.share(self.weights) for o in self.outputs.values()), default=0.0)
-        under_way = sum(self._planned(name)[1] * o.share(self.weights) for name, o in self.outputs.items())
+            return max((o.share(self.weights, self.clock()) for o in self.outputs.values()), default=0.0)
+        now = self.clock()
+        under_way = sum(self._planned(name)[1] * o.share(self.weights, now) for name, o in self.outputs.items())
         return min(1.0, (self.done + under_way) / (self.jobs.effort or 1))
 
     def _left(self, share: float, now: float) -> str:
@@ -233,7 +238,9 @@ class Display:
         name = one_line(Path(output.name).name)
         room = max(10, width // 3)
         name = name if len(name) <= room else f"…{name[1 - room :]}"
-        return self._line(f"{output.stage:<5} {name:<{room}}", facts, output.share(self.weights), width, beats=False)
+        return self._line(
+            f"{output.stage:<5} {name:<{room}}", facts, output.share(self.weights, now), width, beats=False
+        )
 
     def _batch(self, jobs: Jobs, now: float, width: int) -> str:
         share = self._share()

@@ -92,6 +92,7 @@ class WindowTask:
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
     under_way: list[Future[Outcome]] = field(default_factory=list, compare=False)  # blocks that are being merged
+    told: list[int] = field(default_factory=list, compare=False)  # its bytes that were reported before it was written
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
     @property

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,14 @@ from ..measure import Measures
 from ..planning.metadata import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
-from ..progress import Progress, Step
+from ..progress import APART, Progress, Step
 from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
     from .fold_window import WindowMerger
 
+PIECE: Final = 8 << 20  # bytes of a call that writes: a slow disk takes half a second for them
 HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
 
 
@@ -189,6 +190,7 @@ class Pipeline:
         """Wait until the task's blocks are merged."""
         if task.ready:
             return
+        self._paced(task, as_completed(task.under_way), len(task.under_way))
         self._alone(task.plan, lambda _: self.merger.settle(task))
         if task.last:
             self.merger.forget()
@@ -197,12 +199,30 @@ class Pipeline:
         """Write the finished window."""
         if task.plan not in self.failed:
             self._alone(task.plan, lambda n: self._put(self._writer(n, task.window.file), task))
-        self._written_now(task.plan, task.window.size)
+        self._written_now(task.plan, task.window.size - sum(task.told))
+
+    def _paced(self, task: WindowTask, steps: Iterable[object], count: int) -> None:
+        """Make so many steps; meanwhile report a part of the window's bytes for each, the last one when it is written.
+
+        So progress moves inside a window too, where formulas or the disk are slow.
+        """
+        part, waiting, before = (task.window.size - sum(task.told)) // (count + 1), 0, time.perf_counter()
+        for _ in steps:
+            waiting += part
+            if (now := time.perf_counter()) - before >= APART:
+                task.told.append(waiting)
+                self._written_now(task.plan, waiting)
+                waiting, before = 0, now
 
     def _put(self, writer: Writer, task: WindowTask) -> None:
         at, out = task.window.start + self._shift(task), task.own.out
         if not task.shared:
-            writer.write(out.view(task.window.start, task.window.size), at)
+            view, pieces = out.view(task.window.start, task.window.size), range(0, task.window.size, PIECE)
+
+            def put(first: int) -> None:
+                writer.write(view[first : first + PIECE], at + first)
+
+            self._paced(task, map(put, pieces), len(pieces))
             return
         for r in task.window.direct:
             assert isinstance(r.source, Path), "only files have blocks to share"
@@ -216,7 +236,7 @@ class Pipeline:
                     writer.write(rest, at + r.at + start)
 
     def _written_now(self, number: int, size: int) -> None:
-        """Report bytes that were just written, and the stage that has been busy for longest."""
+        """Report bytes that were just merged or written, and the stage that has been busy for longest."""
         with self.clock:
             limit = max(self.seconds, key=self.seconds.__getitem__)
         self.progress(Step("merge", str(self.plans[number].job.output), size, self.plans[number].size, limit))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -77,17 +77,23 @@ class Recomputation:
     def _costly(self, target: OutputTensor) -> bool:
         return target.combining is not None or any(costs_all(u) for u in target.uses)
 
-    def check(self, target: OutputTensor, fd: int) -> None:
-        """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
+    def check(self, target: OutputTensor, fd: int, told: Callable[[int], object]) -> None:
+        """Recompute rows of one merged tensor and compare them with the file behind `fd`.
+
+        `told` is called with parts of the tensor's bytes, as their rows, or the samples for them, have been compared.
+        """
         if target.name in self.left_out:
+            told(target.nbytes)
             return
         (rows, cols), chosen = target.matrix, self._chosen(target)
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
         look = partial(self._look, target, fd, rows / max(len(chosen), 1))
         self.findings.tensors += 1
-        for found in self.pool.map(look, parts) if len(parts) > 1 else map(look, parts):
+        for n, found in enumerate(self.pool.map(look, parts) if len(parts) > 1 else map(look, parts)):
             self.findings.add(found)
+            before, after = (target.nbytes * done // len(parts) for done in (n, n + 1))
+            told(after - before)
 
     @np.errstate(over="ignore", invalid="ignore")
     def confirm(self, target: OutputTensor, fd: int) -> None:

@@ -119,9 +119,8 @@ def _check(
                     told(sum(count for _, _, count in some))
             for target in targets:
                 if target.uses:
-                    merged.check(target, fd)
+                    merged.check(target, fd, told)
                     merged.confirm(target, fd)
-                    told(target.nbytes)
     except OSError as e:
         raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
     finally:

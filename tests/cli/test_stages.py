@@ -91,6 +91,21 @@ def test_no_line_stands_still_for_a_second_while_nothing_is_reported(jobs: Jobs 
     assert all(a != b for a, b in pairwise(seen))
 
 
+def test_the_bar_moves_while_the_disk_takes_the_last_bytes() -> None:
+    display, clock = shown()
+    display(Step("merge", "o", 0, GIB))
+    clock.now += 60
+    display(Step("merge", "o", GIB, GIB))
+    display(Step("flush", "o"))
+    shares = []
+    for _ in range(8):
+        clock.now += 0.5
+        shares.append(display._share())
+    assert all(a < b for a, b in pairwise(shares))
+    display(Step("prove", "o", 0, GIB))
+    assert shares[-1] < display._share() < 1
+
+
 @pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
 def test_before_the_first_byte_the_time_is_counted(jobs: Jobs | None) -> None:
     display, clock = shown(jobs=jobs)

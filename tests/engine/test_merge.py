@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.adapters.file import FileValues
+from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import WindowTask
 from lora_merge.engine.fold_blocks import BlockMerger
@@ -759,3 +760,23 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
     with pytest.raises(lora_merge.MergeError, match=r"changed while being read|no adapter changes differs"):
         lora_merge.merge(*mixed, out, verify=False)
     assert not out.exists()
+
+
+def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One window of many blocks, written in many pieces: a slow formula or disk would not let the bar stand."""
+    monkeypatch.setattr(pipeline, "APART", 0.0)
+    base = save({"w": rand(2048, 1024).half()}, tmp_path / "base.safetensors")
+    lora = save({"w.lora_up.weight": rand(2048, 2), "w.lora_down.weight": rand(2, 1024)}, tmp_path / "l.safetensors")
+
+    def parts(piece: int) -> list[int]:
+        steps: list[lora_merge.Step] = []
+        monkeypatch.setattr(pipeline, "PIECE", piece)
+        report = lora_merge.merge(base, lora, tmp_path / "o.safetensors", overwrite=True, progress=steps.append)
+        found = [s.done for s in steps if s.stage == "merge"]
+        assert sum(found) == report.written and max(found) < report.written
+        return found
+
+    whole = parts(1 << 30)
+    assert len(parts(1 << 20)) >= len(whole) + 3, "pieces that are written"
+    monkeypatch.setattr(pipeline, "APART", 1e9)
+    assert len(parts(1 << 20)) < len(whole), "blocks that are merged"
