@@ -109,4 +109,4 @@ if not TYPE_CHECKING:  # type checkers would accept any name of a module that ha
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -37,8 +37,10 @@ from .paths import absolute, expand, input_path, is_file, is_folder, names_folde
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
-BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
-"""Names of blocks: `IN04`, a range `IN04-IN08`, a stack `IN`, several with +. Matching compares them with the base."""
+_RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"
+BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
+"""Names of blocks: `IN04`, a range `IN04-IN08` or `IN04-08`, a stack `IN`, several with +. Matching compares them with
+the base."""
 
 PART: Final = re.compile(r"[A-Za-z_][\w.]*(?:-[0-9]{1,6})?", re.ASCII)
 """A component (`te`), or the path of a stack or of layers (`mid_block`, `double_blocks.0-9`). Matching looks it up."""

@@ -64,7 +64,9 @@ class Conversion:
         job = self.job
         if self.unnamed:
             stem = job.adapters[0].path.name if is_folder(job.adapters[0].path) else job.adapters[0].path.stem
-            name = f"{stem}.{to.name}" + ("" if to.folder else ".safetensors")
+            name = (f"{stem}-convert" if to.name == KEEP else f"{stem}.{to.name}") + (
+                "" if to.folder else ".safetensors"
+            )
             job = replace(job, inputs=replace(job.inputs, output=job.output.parent / name))
         return replace(self, job=job, to=to)
 

@@ -24,14 +24,14 @@ from ..job import Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
-from ..paths import exists, expand, home, split_strength
+from ..paths import exists, expand, home
 from ..proof.unmerge import opposite
 from .commands import MERGE, UNMERGE, Request
 from .mistakes import REQUIRED, failure, nearest, problems
 from .paths import Search
 from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile
 from .short import read_jobs
-from .templates import NoSuchName, distinct, render, render_output
+from .templates import NoSuchName, distinct, render, render_output, split_adapter
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -299,7 +299,7 @@ class _Loader:
         with self._noting((*place, "path")):
             written = render(entry.path, values)
             path = self._path(written)
-            text, tail = split_strength(written) if ":" in written and not exists(path) else (written, None)
+            text, tail = (written, None) if exists(path) else split_adapter(written)
             if tail is not None:
                 path = self._path(text)
                 if entry.strength is not None:

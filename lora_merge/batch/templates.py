@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
-from ..paths import ENDINGS, forbidden
+from ..paths import ENDINGS, forbidden, split_strength
 from .mistakes import nearest
 from .schema import LONGEST_PATH
 
@@ -73,6 +73,25 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
         if part != written and (name := forbidden(part)):
             raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {PLAIN}")
     return path
+
+
+def split_adapter(written: str) -> tuple[str, float | None]:
+    """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
+    it, as on the command line, or stands as in a prompt."""
+    if tag := re.fullmatch(r"<\w+:([^:>]+)(?::([-+]?[0-9.]+))?[^>]*>", written) if written[:1] == "<" else None:
+        path = tag[1] if PurePath(tag[1]).suffix in ENDINGS else f"{tag[1]}.safetensors"
+        raise NoSuchName(f"{written!r} stands in a prompt; write {path}:{tag[2] or 1}")
+    if "=" in written and (found := re.fullmatch(r"([^=]+?)(?::([-+]?[0-9.]+))?[:,]([^,:=/]+=.*)", written)):
+        pairs = [part.partition("=") for part in re.split(",(?=[^,=]+=)", found[3])]
+        parts = ", ".join(f"{name}: {_quoted(value)}" for name, _, value in pairs)
+        raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {found[1]}, "
+                         f"strength: {found[2] or 1}, strength_for: {{{parts}}}}}")  # fmt: skip
+    return split_strength(written) if ":" in written else (written, None)
+
+
+def _quoted(text: str) -> str:
+    """Return a value as it stands in a table of YAML."""
+    return f'"{text}"' if "," in text else text
 
 
 def _value(name: str, values: Mapping[str, str], template: str) -> str:

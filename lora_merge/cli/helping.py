@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ..errors import UsageError
+from ..options import OPTIONS
 from .habits.options import FOREIGN, advice_fits
 from .look import DEBUG, EVERYWHERE, FLAG, Color
 
@@ -158,9 +159,18 @@ def _meant(name: str, context: Any) -> str:
     if not name.startswith("--"):
         return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
+    if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
+        return _in_file(plain)
     near = _alike(plain, known) or [one for one in known if one.startswith(plain)][:3]
     other = [one for one in _alike(plain, FOREIGN) if advice_fits(FOREIGN[one], known)]
     return f"did you mean {' or '.join(near)}? " if near else f"{FOREIGN[other[0]]}; " if other else ""
+
+
+def _in_file(flag: str) -> str:
+    """Return where an option of merges stands in a jobs file."""
+    if flag == "--strength":
+        return "write a strength behind its path in the jobs file: adapters: [lora.safetensors:0.8]; "
+    return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "
 
 
 def _alike(name: str, known: Iterable[str]) -> list[str]:

@@ -79,7 +79,7 @@ class Commands(TyperGroup):
         word = next((a for a in args if a not in FLAGS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
-        check_command(word, self.list_commands(None))
+        check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands, the main one first."""

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import exists, split_strength, typed
+from ..paths import ENDINGS, exists, expand, split_strength, typed
 from .habits.options import ADAPTERS
 from .habits.words import ADDRESS, completed, is_address, right_form, value_of
 
@@ -83,6 +83,18 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     raise UsageError("a number where an adapter belongs", " ".join(values), fix)
 
 
+def check_last(words: Sequence[str]) -> None:
+    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
+    last = words[-1]
+    if len(words) < 2 or is_address(last) or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
+        return
+    from ..files.lookalikes import missing
+
+    error = missing(expand(last))
+    if not error.fix.startswith("did you mean"):
+        raise InputError(error.what, error.where, f"if it is the output, write -o {typed([last])}; else {error.fix}")
+
+
 def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
@@ -134,6 +146,7 @@ def named_base(text: str) -> str:
 def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
     """Return all adapters of a command. `strengths`: the words of `--strength`."""
     check_numbers(words, strengths or ())
+    check_last(words)
     return [named_adapter(word) for word in expanded(words)]
 
 

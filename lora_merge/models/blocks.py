@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import isfinite
 from types import MappingProxyType
 from typing import Final
@@ -78,10 +79,12 @@ class Blocks:
         return frozenset(self.order) - {*self.few} if short else frozenset()
 
     def chosen(self, text: str) -> frozenset[str]:
-        """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several joined by +; empty if one is unknown."""
+        """Return the blocks named by `IN04`, `IN04-IN08`, `IN04-08`, `IN`, or several joined by +; empty if one is
+        unknown."""
         found: set[str] = set()
         for item in text.upper().split("+"):
             first, _, last = item.partition("-")
+            last = f"{first.rstrip('0123456789')}{last}" if last.isdigit() else last
             start, end = self._position(first), self._position(last or first)
             between = [] if start is None or end is None else self.order[start : end + 1]
             stack = [name for name in self.order if name.rstrip("0123456789") == item]
@@ -108,7 +111,10 @@ class Blocks:
             if not all(map(isfinite, numbers)):
                 raise ValueError("not finite")
         except ValueError as e:
-            fix = f"give a list of numbers or one of {', '.join((*self.own, *PRESETS, FLUX_ALL, *CURVES))}"
+            known = (*self.own, *PRESETS, FLUX_ALL, *CURVES)
+            near = get_close_matches(value[:60].upper(), known, 2, 0.75)
+            fix = f"did you mean {' or '.join(near)}? " if near else ""
+            fix += f"give a list of numbers or one of {', '.join(known)}"
             raise UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where, fix) from e
         if constant:
             return dict.fromkeys(self.order, numbers[0])

@@ -281,8 +281,8 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for m in plan.adapters:
         path = m.adapter.path
-        alone = sum(path.name == other.adapter.path.name for other in plan.adapters) == 1
-        name = path.name if alone else str(path)
+        namesakes = {other.adapter.path for other in plan.adapters if other.adapter.path.name == path.name}
+        name = path.name if len(namesakes) == 1 else str(path)
         name = name if name not in found else f"{name} ({len(found) + 1})"
         found[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),

@@ -28,7 +28,7 @@ from ..models.blocks import groups
 from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
-from ..text import listed, quoted
+from ..text import by_component, listed, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
 from .grids import DECODED, plain_grid
@@ -253,7 +253,12 @@ def _failed(what: str, where: str) -> VerificationFailed:
 def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full: bool) -> dict[str, Any]:
     f = merged.findings
     shares = [
-        {"adapter": ref.path.name, "strength": ref.strength, "retained": f.retained(i)}
+        {
+            "adapter": ref.path.name,
+            "strength": ref.strength,
+            "strengths": by_component(plan.adapters[i].strengths),
+            "retained": f.retained(i),
+        }
         for i, ref in enumerate(plan.job.adapters)
     ]
     return {

@@ -68,7 +68,12 @@ def test_the_version(run: Run, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("word", "right"),
-    [("info", "inspect …?"), ("diff", "compare …?"), ("inspct", "inspect …?"), ("frobnicate", "merge, batch")],
+    [
+        ("info", "inspect … (say what a file is"),
+        ("diff", "compare … (say where two models differ"),
+        ("inspct", "inspect … (say"),
+        ("frobnicate", "merge, batch"),
+    ],
 )
 def test_an_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: str) -> None:
     code, _, err = run(word, "lora.safetensors")
@@ -357,7 +362,7 @@ def test_gpu_is_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    "base lora", "combine lora loras/ink", "resize lora --rank 2", "convert lora", "average lora loras/ink",
+    "base lora", "combine lora loras/ink", "resize lora --rank 2", "convert lora --dtype bf16", "average lora loras/ink",
     "extract base tuned --rank 1", "extract base tuned --rank 1 --format kohya", "unmerge base lora", "replay made",
 ])  # fmt: skip
 def test_an_output_without_ending_and_one_in_a_folder(run: Run, words: str) -> None:
@@ -428,3 +433,45 @@ def test_the_main_command_comes_first_and_its_help_ends_with_examples(run: Run) 
     examples = run("merge", "--help")[1].partition("Examples:")[2].strip().splitlines()
     assert len(examples) >= 3
     assert all(line.strip().startswith("lora-merge ") for line in examples)
+
+
+@pytest.mark.parametrize(("words", "fix"), [
+    ("base lora out/", "if it is the output, write -o out/"), ("base lora new.safetensors", "if it is the output, write -o new.safetensors"),
+    ("base lora loraa.safetensors", "did you mean lora.safetensors"), ("convert lora", "give --to"),
+    ("batch jobs.yaml --strength 0.8", "write a strength behind its path in the jobs file"),
+    ("batch jobs.yaml --dtype bf16", "write it in the jobs file, for a job or under defaults: dtype: VALUE"),
+    ("base lora --strength-for lbw=OUTAL", "did you mean OUTALL"),
+])  # fmt: skip
+def test_what_is_meant_is_named(run: Run, words: str, fix: str) -> None:
+    code, _, err = run(*words.split())
+    assert code in (2, 3) and f"fix:   {fix}" in err
+
+
+def test_the_fix_for_a_folder_of_adapters_can_be_typed(run: Run) -> None:
+    shutil.copy("lora.safetensors", "loras/b.safetensors")
+    (told,) = re.findall(r"write (.*/\*\.safetensors)", run("base", "loras")[2])
+    assert run("base", told, "--dry-run")[0] == 0
+
+
+def test_an_adapter_in_the_same_format_has_a_name_of_its_own(run: Run) -> None:
+    assert run("convert", "lora", "--dtype", "bf16")[0] == 0
+    assert Path("lora-convert.safetensors").exists()
+
+
+def test_effective_strengths_and_names_of_one_adapter_twice(run: Run) -> None:
+    code, out, _ = run("base", "lora", "lora:0.5", "--strength-for", "te=0", "--json", "-o", "out")
+    told = json.loads(out)
+    assert code == 0 and [*told["coverage"]] == ["lora.safetensors", "lora.safetensors (2)"]
+    assert [r["strengths"]["unet"] for r in told["verified"]["retained"]] == [{"1": 24}, {"0.5": 24}]
+    assert [r["strengths"]["te"] for r in told["verified"]["retained"]] == [{"0": 8}] * 2
+
+
+@pytest.mark.parametrize(("written", "right"), [
+    ("lora:0.8,te=0", "write {path: lora, strength: 0.8, strength_for: {te: 0}}"),
+    ("lora,te=0,lbw=1,0", 'write {path: lora, strength: 1, strength_for: {te: 0, lbw: "1,0"}}'),
+    ("<lora:ink:0.8>", "write ink.safetensors:0.8"),
+])  # fmt: skip
+def test_adapters_of_a_jobs_file_as_on_the_command_line(run: Run, written: str, right: str) -> None:
+    Path("jobs.json").write_text(json.dumps([{"base": "base", "adapters": [written], "output": "o"}]))
+    code, _, err = run("batch", "jobs.json")
+    assert code == 2 and right in err

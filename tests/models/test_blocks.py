@@ -107,7 +107,7 @@ def test_blocks_of_flux_name_its_ends_and_encoders() -> None:
 
 
 @pytest.mark.parametrize(("text", "wanted"), [
-    ("IN04", {"IN04"}), ("in4", {"IN04"}), ("IN04-IN06", {"IN04", "IN05", "IN06"}), ("MID", {"M00"}), ("IN08-OUT00", {"IN08", "M00", "OUT00"}),
+    ("IN04", {"IN04"}), ("in4", {"IN04"}), ("IN04-IN06", {"IN04", "IN05", "IN06"}), ("IN04-06", {"IN04", "IN05", "IN06"}), ("MID", {"M00"}), ("IN08-OUT00", {"IN08", "M00", "OUT00"}),
     ("IN04+M00", {"IN04", "M00"}), ("BASE", {"BASE"}), ("OUT", {f"OUT{n:02d}" for n in range(9)}), ("M", {"M00"}),
     ("IN09", set()), ("IN04+IN99", set()), ("X", set()), ("IN06-IN04", set()),
 ])  # fmt: skip

@@ -64,8 +64,8 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
                              "give it once")  # fmt: skip
 
 
-def check_command(word: str, commands: Collection[str]) -> None:
-    """Raise UsageError for a first word that is neither a command nor a file."""
+def check_command(word: str, commands: Mapping[str, str]) -> None:
+    """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
     if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
@@ -75,8 +75,13 @@ def check_command(word: str, commands: Collection[str]) -> None:
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
     if near or files:
-        fix = "did you mean " + " or ".join([*(f"lora-merge {one} …" for one in near), *files]) + "?"
+        told = [f"lora-merge {one} … ({_first_letter_small(commands[one])})" for one in near]
+        fix = "did you mean " + " or ".join([*told, *files]) + "?"
     raise UsageError("there is neither such a command nor such a file", word, fix)
+
+
+def _first_letter_small(text: str) -> str:
+    return f"{text[:1].lower()}{text[1:]}".rstrip(".")
 
 
 def is_address(text: str) -> bool:

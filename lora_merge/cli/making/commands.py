@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ...errors import UsageError
 from ...options import OPTIONS
 from ...progress import unwatched
 from ..habits.words import checked_output, completed
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 SHARED: Final = ("include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device",
                  "max_memory", "max_vram", "verify")  # fmt: skip
+KEEP: Final = "keep"
+CHANGING: Final = ("rank", "algorithm", "alpha", "dtype", "strength_for")
+"""Options by which an adapter becomes another one in the same format."""
+
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
@@ -85,7 +90,7 @@ def convert(
     to: Annotated[
         str,
         typer.Option(metavar="FORMAT", help=OWN["to"].help, autocompletion=dialects),
-    ] = "keep",
+    ] = KEEP,
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="Bring every module to LoRA at a rank.")] = None,
     **options: Any,
 ) -> None:
@@ -97,6 +102,9 @@ def convert(
         from ...batch.commands import Task
 
         (given,), found = _given([named_adapter(adapter)], {"rank": rank, **options})
+        if to == KEEP and isinstance(given, str) and all(found.get(name) in (None, KEEP, []) for name in CHANGING):
+            fix = "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha"
+            raise UsageError("no format is named", "lora-merge convert", fix)
         made = make_conversion(given, output, base, {"to": to, **found})
         return Task(made.job, partial(plan, made), partial(run, made))
 
