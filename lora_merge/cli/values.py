@@ -92,7 +92,9 @@ def check_last(words: Sequence[str]) -> None:
 
     error = missing(expand(last))
     if not error.fix.startswith("did you mean"):
-        raise InputError(error.what, error.where, f"if it is the output, write -o {typed([last])}; else {error.fix}")
+        raise InputError(
+            "file not found", error.where, f"if it is the output, write -o {typed([last])}; else {error.fix}"
+        )
 
 
 def check_two(text: str) -> None:
