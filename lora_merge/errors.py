@@ -134,6 +134,12 @@ class BatchFailed(MergeError):
     exit_code = 7
 
 
+def failure(e: BaseException) -> dict[str, Any]:
+    """Return what is printed of a failure with --json; `lora-merge schema error` describes it."""
+    told = error_dict(e)
+    return {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
+
+
 def error_dict(e: BaseException) -> dict[str, Any]:
     """Return kind, what, where, fix and exit code of an error for reports; the error may also be another exception."""
     texts = {name: getattr(e, name, "") for name in ("what", "where", "fix")}

@@ -115,7 +115,8 @@ def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"output": str(made), "proven": True, "ok": True, "same_bytes": True, **dict(report.verified or {})}
+    return {"output": str(made), "proven": True, "same_bytes": True, **(report.verified or {}),
+            "schema": "lora-merge/adapter-proof/1"}  # fmt: skip
 
 
 def _files(made: Path) -> list[Path]:

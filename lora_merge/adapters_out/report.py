@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import fsum, sqrt
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.module_blocks import block_name, in_order, network_of
-from ..text import Shown, plural, size
+from ..text import Shown, json_text, plural, size
 from .job import WHOLE
 from .truncation.effect import together
 
@@ -82,7 +81,7 @@ class AdapterReport(Shown):
         Returns:
             A line of JSON, as `--json` prints it.
         """
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return json_text(asdict(self))
 
     @property
     def summary(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_resource_error, error_dict
 from ..process import here
 from ..report import Report
-from ..text import Lines, Shown, html_table, plural
+from ..text import Lines, Shown, html_table, json_text, plural
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
@@ -73,16 +72,16 @@ class JobReport(Shown):
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
             "error": None if self.error is None else error_dict(self.error),
-            "report": None if self.report is None else asdict(self.report),
+            "report": None if self.report is None else asdict(self.report), "schema": "lora-merge/job-report/1",
         }  # fmt: skip
 
     def to_json(self) -> str:
         """Return the report as one JSON object on one line.
 
         Returns:
-            A line of `--report`.
+            A line of `--report`, as `lora-merge schema job-report` describes it.
         """
-        return json.dumps(self.to_dict(), ensure_ascii=False)
+        return json_text(self.to_dict())
 
 
 class Reports(list[JobReport]):

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import BatchFailed, error_dict
 from ..text import Lines, by_component, one_line, plural, size
+from ..viewing.facts import schema
 from .look import mark, panel, show, styled, text
 from .merge_look import nearest
 from .text import applied, echo, remarks
@@ -123,7 +124,7 @@ def facts(s: PlannedJob) -> dict[str, Any]:
         "command": MERGE if (request := s.entry.request) is None else request.command,
         "base": None if request is not None and request.base is None else str(job.base), "adapters": adapters,
         "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size,
-        "error": None if s.error is None else error_dict(s.error),
+        "error": None if s.error is None else error_dict(s.error), "schema": schema("job-plan"),
     }  # fmt: skip
 
 

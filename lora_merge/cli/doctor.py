@@ -30,6 +30,7 @@ from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..text import size
 from ..version import __version__
+from ..viewing.facts import schema
 from .look import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -54,7 +55,7 @@ def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
         "packages": {name: _version(name) for name in ("torch", "safetensors", "numpy", "typer", "tqdm", "PyYAML")},
         "cpus": os.cpu_count(), "memory": _memory(), "devices": devices, "disk": disk,
         "auto": {"device": str(auto.device), "compute_dtype": "fp32", "writes": disk.pop("writes")},
-        "problems": problems,
+        "problems": problems, "schema": schema("doctor"),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
+from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, on_stop, signals_first
@@ -258,8 +258,7 @@ def _fail(error: BaseException, text: str) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Print the failure as JSON if that was asked for. A batch has reported each of its jobs."""
-    if "--json" in sys.argv and not isinstance(error, BatchFailed):
-        told = error_dict(error)
+    """Print the failure as JSON if that was asked for; of a batch it is the last line, below those of its jobs."""
+    if "--json" in sys.argv:
         with suppress(OSError, ValueError):  # a closed stdout
-            put(json_text({"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}))
+            put(json_text(failure(error)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.volumes import same
-from ..errors import MergeError, UsageError, as_resource_error, error_dict
+from ..errors import MergeError, UsageError, as_resource_error, failure
 from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -130,7 +130,7 @@ class ReportFile:
         """Report a failure, unless something else than a report is there, or may get there: an input, the output."""
         with suppress(OSError):
             if self._is_report() if self.path.is_file() else self._spares and not self.path.exists():
-                self.replace(json_text({"error": error_dict(e)}))
+                self.replace(json_text(failure(e)))
 
     def _is_report(self) -> bool:
         start = self._start()

@@ -13,6 +13,7 @@ import typer
 
 from ..errors import UsageError
 from ..text import Lines, json_text
+from ..viewing.facts import schema
 from .habits.words import completed
 from .helping import examples
 from .look import show, styled, table
@@ -70,7 +71,7 @@ def _print(name: str, columns: tuple[str, ...], rows: list[dict[str, Any]], *, a
     """Print rows as JSON, as a table on a terminal, or as lines with a tab between two cells."""
     cells = [[", ".join(value) if isinstance(value, list) else value for value in row.values()] for row in rows]
     if as_json:
-        put(json_text({name: rows}))
+        put(json_text({name: rows, "schema": schema(name)}))
     elif styled(sys.stdout):
         show(table(columns, cells))
     else:
@@ -126,6 +127,7 @@ def parts_of(path: Path) -> dict[str, Any]:
         "parts": dict(Counter(map(lookup.component, index.tensors))),
         "blocks": {name: {"tensors": len(keys), "first": next(iter(keys), None)} for name, keys in tensors.items()},
         "lists": {len(order): list(order) for order in (found.order, found.few) if order},
+        "schema": schema("parts"),
     }
 
 

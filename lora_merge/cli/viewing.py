@@ -12,6 +12,7 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
+from ..viewing.facts import schema as version
 from .habits.words import completed
 from .helping import examples, offered
 from .parameters import HTML, PLOT, SILENT
@@ -67,7 +68,7 @@ def inspect(
         found = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
-        put(json_text(found[0] if len(found) == 1 else {"files": found}))
+        put(json_text(found[0] if len(found) == 1 else {"files": found, "schema": version("files")}))
     for n, facts in enumerate(() if as_json or quiet else found):
         if n:
             echo("")
@@ -155,7 +156,8 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a report, or of jobs files.
 
-    The program prints reports, inspect, compare and error, and reads jobs.
+    Merges print report, plan; commands that write adapters: adapter; verify: proof, adapter-proof; batch: job-report,
+    job-plan; inspect: inspect, files; parts, compare, algorithms, architectures, doctor: their names; all: error.
     """
     from ..viewing.schemas import KINDS, schema_of
 

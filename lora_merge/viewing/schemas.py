@@ -7,7 +7,10 @@ from typing import Any, Final
 
 from ..files.json_files import read_json
 
-FILES: Final = ("report", "adapter", "plan", "error", "proof", "inspect", "compare")
+FILES: Final = (
+    "report", "adapter", "plan", "error", "proof", "adapter-proof", "job-report", "job-plan", "inspect", "files",
+    "compare", "parts", "algorithms", "architectures", "doctor",
+)  # fmt: skip
 """Names of files in `schemas/`."""
 
 JOBS: Final = "jobs"
