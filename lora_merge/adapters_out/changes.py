@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Final
+from math import prod, sqrt
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .joining.targets import Target
 from .sources import Sources, reshaped
+from .truncation.dense import squares_of_matrix
+from .truncation.storing import squares_of
+
+Norms: TypeAlias = Mapping[int, float]
+"""Adapter → the norm of its change of a layer at its strength, of those that change it."""
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
@@ -206,3 +211,21 @@ def change_of(patch: Patch, evaluator: Evaluator) -> Change:
 def whole_change(patch: Patch, evaluator: Evaluator) -> Tensor:
     """Return that change as a matrix [out, cols]."""
     return change_of(patch, evaluator).dense()
+
+
+def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
+    """Return the norms of the changes of a weight in each layer that it is stored as."""
+    found = {}
+    for part in target.stored:
+        rows = slice(None) if part is target else slice(part.first, part.first + part.shape[0])
+        norms = ((c.adapter, abs(c.strength) * _norm(c, rows)) for c in changes)
+        found[part.label] = {adapter: norm for adapter, norm in norms if norm}
+    return found
+
+
+def _norm(change: Change, rows: slice) -> float:
+    """Return ‖ΔW‖ of some rows."""
+    if change.whole is not None:
+        return sqrt(squares_of_matrix(change.whole[rows]))
+    assert change.left is not None and change.right is not None, "factors come in pairs"
+    return sqrt(squares_of(change.left[rows], change.right))

@@ -17,7 +17,7 @@ from ..engine.combining import coefficients, combined
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
-from .changes import Change
+from .changes import Change, Norms
 from .dialects import Dialect
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
@@ -48,6 +48,7 @@ class Wanted:
     right: Tensor | None
     whole: Tensor | None
     before: int  # the largest rank of the inputs
+    norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -117,6 +118,8 @@ class Layer:
     notes: tuple[str, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
+    norms: Norms = field(default_factory=dict)
+    weight: float | None = None  # ‖W‖² of the base's weight, where it was read
     copies: Mapping[str, Ranges] = field(default_factory=dict)  # those of `tensors` whose bytes an input stores
 
 
@@ -336,10 +339,16 @@ def _left_out(
     return off
 
 
-def numbers_of(layer: Layer) -> dict[str, Any]:
-    """Return a layer's facts for the report."""
+def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
+    """Return a layer's facts for the report; `adapters`: the number of inputs."""
     share = layer.lost / layer.squares if layer.squares else 0.0
+    found: dict[str, Any]
     found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
              "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
     found |= {} if layer.noise is None else {"noise": layer.noise}
+    if layer.weight is not None:
+        size = math.sqrt(layer.weight)
+        found |= {"weight": size, "ratio": found["norm"] / size if size else None}
+    if layer.norms:
+        found["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
     return found if layer.effect is None else {**found, **layer.effect.told}

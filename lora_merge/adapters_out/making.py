@@ -17,7 +17,7 @@ from ..engine.placement import HOST, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
-from .changes import SINGLE, Evaluator, is_plain
+from .changes import SINGLE, Evaluator, is_plain, norms_of
 from .conversion.kept import without_bytes
 from .job import FACTORS, WHOLE, AdapterJob
 from .joining.targets import Target
@@ -90,7 +90,7 @@ class Maker:
             where = f"{self.job.output}: {part.label}"
             expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
             zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
-            found.append(None if zero else replace(layer, effect=own.effect))
+            found.append(None if zero else replace(layer, effect=own.effect, norms=wanted.norms[part.label]))
         return found
 
     def _wanted(self, target: Target) -> Wanted | None:
@@ -126,7 +126,9 @@ class Maker:
             text = f"{self.job.method}: {ADDED}"
             self.notes[text] = None
         columns = sum(c.rank or 0 for c in changes)
-        return (combine(self.job, target, changes, seeds), columns) if changes else (None, 0)
+        if not changes:
+            return None, 0
+        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target)), columns
 
     def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
         rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))

@@ -25,11 +25,12 @@ class AdapterReport(Shown):
         coverage: Adapter → modules, layers, strength.
         layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|, and
             changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked at;
-            of two checkpoints in 16 bits also noise, the share of the norm that rounding errors have.
+            adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
+            checkpoints weight, ‖W‖ of the base, and ratio, norm / weight; if these are in 16 bits also noise, the share
+            of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
         energy: 1 − residual².
-        numbers: The layers in all, by network and by block: layers, norm, residual, energy, largest, changed; {} of a
-            plan.
+        numbers: The layers in all, by network and by block: the same, as sums over the layers; {} of a plan.
         written: Bytes.
         seconds: Of the whole run.
         notes: Remarks for the user.
@@ -116,8 +117,19 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     squares = fsum(one["norm"] * one["norm"] for one in layers)
     lost = fsum(lost * lost for lost in (one["norm"] * one["residual"] for one in layers))
     share = lost / squares if squares else 0.0
-    found = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    found: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    if layers and all("weight" in one for one in layers):
+        size = sqrt(fsum(one["weight"] ** 2 for one in layers))
+        found |= {"weight": size, "ratio": sqrt(squares) / size if size else None}
+    if layers and all("adapters" in one for one in layers):
+        columns = zip(*(one["adapters"] for one in layers), strict=True)
+        found["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
     return {**found, **together(layers)}
+
+
+def _added(norms: Sequence[float]) -> dict[str, float] | None:
+    """Return the norm of the changes of an adapter in several layers; None where it changes none of them."""
+    return {"change": sqrt(fsum(one * one for one in norms))} if norms else None
 
 
 def _percent(share: float) -> str:

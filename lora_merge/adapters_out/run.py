@@ -73,7 +73,7 @@ class Outcome:
     @cached_property
     def told(self) -> dict[str, dict[str, Any]]:
         """Layer → what the report tells of it."""
-        return {name: numbers_of(layer) for name, layer in self.layers.items()}
+        return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
     def finish(self, reader: Reader, facts: Facts, prove: Callable[[Path], Proof], run: Run) -> AdapterReport:
         """Write the output, prove it, and return the report."""

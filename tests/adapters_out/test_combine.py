@@ -112,6 +112,28 @@ def test_reports_tell_the_largest_number_and_the_share_that_change(pair: tuple[P
     assert pruned.numbers["all"]["changed"] == pytest.approx(dropped[0] / dropped[1])
 
 
+@pytest.mark.parametrize("method", ["sum", "ties"])
+def test_reports_tell_the_norm_of_each_input(method: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """At its strength, before the method changes it; an adapter that does not change a layer has none there."""
+    one = tmp_path / "one.safetensors"
+    save_file({k: v for k, v in load_file(pair[0]).items() if LINEAR in k}, one)
+    given, size = [pair[0], (pair[1], -0.5), one], {} if method == "sum" else {"density": 0.5, "rank": 4}
+    report = lora_merge.combine(given, tmp_path / "c.safetensors", method=method, **size)
+    a, b = delta(pair[0]), delta(pair[1])
+    for name, layer in report.layers.items():
+        wanted = [np.linalg.norm(a[name]), 0.5 * np.linalg.norm(b[name]), np.linalg.norm(a[name])]
+        told = [found and found["change"] for found in layer["adapters"]]
+        assert told == [*map(pytest.approx, wanted[:2]), pytest.approx(wanted[2]) if LINEAR in name else None]
+    every = [found["change"] for found in report.numbers["all"]["adapters"]]
+    sums = [np.linalg.norm([*map(np.linalg.norm, d.values())]) for d in (a, b)]
+    assert every[:2] == [pytest.approx(sums[0]), pytest.approx(0.5 * sums[1])]
+    resized = lora_merge.resize(pair[0], tmp_path / "r.safetensors", rank=2)
+    assert all(one["adapters"] == [{"change": pytest.approx(one["norm"])}] for one in resized.layers.values())
+    for space in ("delta", "factors"):
+        done = lora_merge.average([pair[0], pair[0]], tmp_path / f"{space}.safetensors", space=space)
+        assert done.numbers["all"]["adapters"] == [{"change": pytest.approx(sums[0] / 2)}] * 2
+
+
 def test_resizing_twice_is_resizing_once_and_alpha_keeps_its_share(pair: tuple[Path, Path], tmp_path: Path) -> None:
     one, two, straight = (tmp_path / f"{n}.safetensors" for n in ("one", "two", "straight"))
     lora_merge.resize(pair[1], one, rank=6, dtype="fp32")

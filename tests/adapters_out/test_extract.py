@@ -78,6 +78,20 @@ def test_the_report_tells_the_share_of_numbers_that_differ(folder: Path, tmp_pat
     assert (told["changed"], told["largest"]) == (1 / value.numel(), pytest.approx(float(after)))
 
 
+def test_the_report_tells_how_large_the_change_is_beside_the_weights(folder: Path, tmp_path: Path) -> None:
+    base, tuned = load_file(folder / "base.safetensors"), load_file(folder / "all.safetensors")
+    report = lora_merge.extract(
+        folder / "base.safetensors", folder / "all.safetensors", tmp_path / "a.safetensors", rank=1
+    )
+    sizes = {(float(w.double().norm()), float((tuned[k].double() - w.double()).norm())) for k, w in base.items()}
+    told = {(one["weight"], one["norm"]) for one in report.layers.values()}
+    assert len(told) == len(report.layers) > 30
+    assert all(any(one == pytest.approx(size, rel=1e-6) for size in sizes) for one in told)
+    for one in (*report.layers.values(), *report.numbers["blocks"].values(), every := report.numbers["all"]):
+        assert one["ratio"] == pytest.approx(one["norm"] / one["weight"])
+    assert every["weight"] == pytest.approx(np.linalg.norm([weight for weight, _ in told]))
+
+
 def test_the_error_of_a_rank_is_the_tail_of_the_singular_values(folder: Path, tmp_path: Path) -> None:
     base, tuned = folder / "base.safetensors", folder / "tuned.safetensors"
     report = lora_merge.extract(base, tuned, tmp_path / "a.safetensors", rank=2)

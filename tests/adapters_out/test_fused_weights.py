@@ -69,6 +69,16 @@ def test_resize_and_average_keep_the_words_too(folder: Path, tmp_path: Path) -> 
     assert found.rank(name, base=base) == 3 == len(found.spectrum(name))
 
 
+def test_rows_of_a_fused_weight_tell_the_norms_of_their_own_rows(folder: Path, tmp_path: Path) -> None:
+    a, base = folder / "a.safetensors", folder / "base.safetensors"
+    both = lora_merge.combine([a, folder / "b.safetensors"], tmp_path / "c.safetensors", base=base)
+    alone = lora_merge.resize(a, tmp_path / "r.safetensors", rank="exact", base=base)
+    assert any(".to_" in name for name in alone.layers)
+    for name, one in alone.layers.items():
+        assert both.layers[name]["adapters"][0] == {"change": pytest.approx(one["norm"], rel=1e-6)}
+        assert (both.layers[name]["adapters"][1] is None) is (".to_k" in name)
+
+
 def test_a_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
     """A fused module and its parts in one sum: the first adapter decides."""
     given, base = [folder / "native.safetensors", folder / "a.safetensors"], folder / "base.safetensors"

@@ -320,9 +320,38 @@ def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_pa
         assert one["histogram"]["counts"]
     assert sum(row[1] for row in table["rows"]) == len(layers)
     assert sum(row[2] ** 2 for row in table["rows"]) == pytest.approx(sum(one["norm"] ** 2 for one in layers.values()))
-    kept = sum(row[2] ** 2 * row[3] for row in table["rows"])
+    kept = sum(row[2] ** 2 * row[-1] for row in table["rows"])
     assert kept == pytest.approx(sum(one["norm"] ** 2 * one["energy"] for one in layers.values()), rel=1e-4)
-    assert 0 < table["rows"][0][3] < 1
+    assert 0 < table["rows"][0][-1] < 1
+
+
+def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
+    """Of extract those beside the weights, of combine those of each input; a share that is 1 everywhere is no column."""
+    page, tuned = tmp_path / "page.html", tmp_path / "tuned.safetensors"
+    lora_merge.merge(scene.base, [(scene.ink, 4.0)], tuned)
+    words = (["extract", scene.base, tuned, "--rank", "2"], ["combine", scene.ink, f"{scene.oil}:0.5"],
+             ["combine", scene.ink, scene.oil, "--method", "ties", "--density", "0.3", "--rank", "2"])  # fmt: skip
+    for given, titles in zip(
+        words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "numbers that are not zero"]), strict=True
+    ):
+        code, text = run(*given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json")
+        assert code == 0, text
+        report, made = json.loads(text), content(page.read_text(encoding="utf-8"))
+        (heat_map,), every = made["heat_maps"], report["numbers"]["all"]
+        keys = {m["title"]: m["key"] for m in heat_map["metrics"]}
+        assert [title for title in keys if title in ("‖ΔW‖ / ‖W‖", "‖ΔW‖", "numbers that are not zero")][
+            : len(titles)
+        ] == titles
+        for name, layer in report["layers"].items():
+            assert all(heat_map["weights"][name][key] == layer[key] for key in keys.values() if key != "rank_before")
+        tables = {table["title"]: table for table in made["tables"]}
+        columns = [column["title"] if isinstance(column, dict) else column for column in tables["By part"]["columns"]]
+        rows = zip(tables["By part"]["rows"], report["numbers"]["components"].values(), strict=True)
+        assert all(row[columns.index(title)] == part[keys[title]] for row, part in rows for title in titles)
+        norms = [one["change"] for one in every.get("adapters", ())] or [None]
+        assert [row[4] for row in tables["Inputs"]["rows"]] == norms
+        told = dict(made["summary"]).get("the change", "")
+        assert told.startswith(f"{every['ratio']:.2%} of the weights") if "ratio" in every else not told
 
 
 def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:

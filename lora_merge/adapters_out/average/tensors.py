@@ -30,7 +30,7 @@ from ...errors import FitError, VerificationFailed
 from ...files.checkpoint import Index, open_checkpoint
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
-from ..changes import Change, Evaluator
+from ..changes import Change, Evaluator, norms_of
 from ..conversion.kept import entry, held
 from ..job import AdapterJob
 from ..joining.targets import Target
@@ -161,10 +161,9 @@ def _layers(
         (made,) = [replace(c, strength=1.0) for c in own.changes(alone)]
         lost = _apart(wanted, made)
         kind = target.uses[0].patch.algorithm if target.uses else "replacement"
-        yield (
-            target.label,
-            Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost, effect=wanted.effect),
-        )
+        layer = Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost, effect=wanted.effect,
+                      norms=norms_of(changes, target)[target.label])  # fmt: skip
+        yield target.label, layer
         stored.forget()
         own.forget()
         told(means.dtype.itemsize * _count(target))

@@ -27,7 +27,7 @@ from ..layers import Cut, Layer, Storage, Wanted, beyond_fp64
 from ..peft.complete import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
-from ..truncation.dense import of_stack
+from ..truncation.dense import of_stack, squares_of_matrix
 from ..truncation.effect import effect_of_matrix
 from ..truncation.tiny import factors_of
 from ..truncation.triples import Triples
@@ -96,6 +96,7 @@ class Difference:
     value: Tensor  # of the tuned weight, in its own dtype
     dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
     narrow: bool  # whether both weights are stored in 16 bits
+    weight: float  # ‖W‖² of the base's weight
 
     @property
     def noise(self) -> float | None:
@@ -132,7 +133,9 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
     if moved and "F64" in dtypes and not 0 < (squares := float(change.double().square().sum())) < math.inf:
         raise beyond_fp64(pair.name, "large" if squares else "small")
     own = frozenset(tuned.dtypes(pair.tuned))
-    return Difference(pair, change, new, own, dtypes <= NARROW) if pair.fresh or moved else None
+    if not (pair.fresh or moved):
+        return None
+    return Difference(pair, change, new, own, dtypes <= NARROW, squares_of_matrix(old))
 
 
 def _with_rows(old: Tensor, rows: int) -> Tensor:
@@ -164,17 +167,19 @@ def differences(
         change = _subtracted(old, new, dtypes, computed)
         if "F64" not in dtypes and bool(torch.isfinite(change).all()):
             held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
-            found = zip(batch, change.unbind(), new.unbind(), moved, strict=True)
-            return [Difference(p, delta, value, held, narrow) if any_ else None for p, delta, value, any_ in found]
+            sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()
+            found = zip(batch, change.unbind(), new.unbind(), sizes, moved, strict=True)
+            return [Difference(p, d, value, held, narrow, size) if any_ else None for p, d, value, size, any_ in found]
     return [difference(pair, base, tuned, computed) for pair in batch]
 
 
 def measured(made: Made | None, found: Difference) -> Made | None:
-    """Return the tensors of a parameter with the numbers of its change, and the share that rounding errors have in it,
-    where it is known."""
+    """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
+    errors have in the change, where it is known."""
     if made is None:
         return None
-    known = replace(made.layer, noise=found.share_of_noise, effect=effect_of_matrix(found.change))
+    known = replace(made.layer, noise=found.share_of_noise, effect=effect_of_matrix(found.change),
+                    weight=found.weight)  # fmt: skip
     return replace(made, layer=known)
 
 

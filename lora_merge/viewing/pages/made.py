@@ -12,11 +12,18 @@ from .content import CLICK, SHARE, Column, Content, Found, Metric, root, strengt
 from .heat_map import short
 
 MADE: Final = (
+    Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
     Metric("residual", "what is lost", "%"),
+    Metric("changed", "numbers that are not zero", "%"),
+    Metric("largest", "largest |ΔW|", join=max),
     Metric("rank", "rank", join=max),
     Metric("rank_before", "rank before", join=max),
 )
+
+
+BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed", "largest"))
+"""Those of them that are told of several layers together."""
 
 
 def of_merge(found: Found) -> dict[str, Any]:
@@ -115,12 +122,13 @@ def _stages(found: Found) -> list[dict[str, Any]]:
 
 def of_adapter_made(found: Found) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
-    page = Content("Adapter", Path(found["output"]).name)
+    page, every = Content("Adapter", Path(found["output"]).name), found["numbers"].get("all", {})
     page.summary(
         ("output", f"{found['output']} ({size(found['written'])})"),
         ("format", "" if found["format"] == "keep" else found["format"]),
         ("dtype", found["dtype"]),
         ("layers", len(found["layers"])),
+        ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
         ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
         ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
         ("time", f"{found['seconds']:.1f} s"),
@@ -129,21 +137,31 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     page.data["notes"] = list(found["notes"])
     page.table(
         "Inputs",
-        ["input", "strength", "modules", "layers that they change"],
-        ([name, c.get("strength"), c.get("modules"), c.get("layers")] for name, c in found["coverage"].items()),
+        ["input", "strength", "modules", "layers that they change", "‖ΔW‖"],
+        (
+            [name, c.get("strength"), c.get("modules"), c.get("layers"), (one or {}).get("change")]
+            for (name, c), one in zip_longest(found["coverage"].items(), every.get("adapters", ()))
+        ),
         first=True,
     )
     before = {name: {**one, "rank_before": one.get("rank_before") or None} for name, one in found["layers"].items()}
-    page.heat_map("What it changes, by block and layer", CLICK, MADE, before)
+    known = _told(MADE, before)
+    page.heat_map("What it changes, by block and layer", CLICK, known, before)
     _by_block(page, found["numbers"])
     page.table(
         "Layers",
-        ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in MADE)],
-        ([name, layer.get("algorithm"), *(layer.get(m.key) for m in MADE)] for name, layer in before.items()),
+        ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in known)],
+        ([name, layer.get("algorithm"), *(layer.get(m.key) for m in known)] for name, layer in before.items()),
     )
     _commands(page, found)
     page.recipe(found.get("recipe"))
     return page.data
+
+
+def _told(metrics: Sequence[Metric], rows: Found) -> list[Metric]:
+    """Return the numbers that are known and tell something: sums of factors change every number."""
+    values = {m: [one[m.key] for one in rows.values() if one.get(m.key) is not None] for m in metrics}
+    return [m for m, found in values.items() if found and (m.key != "changed" or min(found) < 1)]
 
 
 def _commands(page: Content, found: Found, *options: str) -> None:
@@ -179,11 +197,14 @@ def _by_block(page: Content, numbers: Found) -> None:
     for kind, of in (("components", "part"), ("blocks", "block")):
         found = numbers.get(kind, {})
         labels = short(found)
-        page.bars(f"‖ΔW‖ by {of}", of, ((labels[name], one["norm"]) for name, one in found.items()))
+        known = _told(BY_BLOCK, found)
+        for m in known[:1]:
+            page.bars(f"{m.title} by {of}", of, ((labels[name], one.get(m.key)) for name, one in found.items()), m.unit)
         if len(found) > 1:
-            energy = {"title": "energy kept", **SHARE}
-            rows = [[labels[name], one["layers"], one["norm"], one["energy"]] for name, one in found.items()]
-            page.table(f"By {of}", [of, "layers", {"title": "‖ΔW‖", "bar": True}, energy], rows)
+            columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
+            rows = [[labels[name], one["layers"], *(one.get(m.key) for m in known), one["energy"]]
+                    for name, one in found.items()]  # fmt: skip
+            page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
 def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
