@@ -38,6 +38,7 @@ class AdapterReport(Shown):
         version: Of lora-merge.
         weights: Bytes of the weights whose changes are computed.
         planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
+        stages: Stage of the progress → its seconds, which add up to those of the whole run; {} of a plan.
         schema: The format of `to_json()`; `lora-merge schema adapter` describes it.
 
     Examples:
@@ -61,6 +62,7 @@ class AdapterReport(Shown):
     weights: int = 0
     numbers: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = field(default=False)
+    stages: Mapping[str, float] = field(default_factory=dict)
     schema: str = "lora-merge/adapter/1"
 
     def _heading(self) -> str:

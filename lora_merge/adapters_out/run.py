@@ -85,9 +85,10 @@ class Outcome:
         )
         entries |= self.kept
         written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
+        times = run.times()
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
-            time.monotonic() - run.started, facts.notes, proof, __version__, facts.weights, numbers,
+            sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
         )  # fmt: skip
 
     def _shapes(self) -> dict[str, Shape]:
@@ -103,10 +104,24 @@ class Run:
     """A run that has begun."""
 
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
-        self.started, self.progress = time.monotonic(), progress
-        self._output = str(job.output)
+        self._watcher, self._output = progress, str(job.output)
+        self._began: list[tuple[Stage, float]] = []
         self.digest: Callable[[Path], str] = sha256
-        progress(Step("load", self._output))
+        self.progress(Step("load", self._output))
+
+    def progress(self, step: Step) -> None:
+        """Pass a step on, and note when its stage began."""
+        if not self._began or self._began[-1][0] != step.stage:
+            self._began.append((step.stage, time.monotonic()))
+        self._watcher(step)
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of each stage until now; one begins where the one before it ends."""
+        found: dict[str, float] = {}
+        ends = (*(at for _, at in self._began[1:]), time.monotonic())
+        for (stage, start), end in zip(self._began, ends, strict=True):
+            found[stage] = found.get(stage, 0.0) + end - start
+        return found
 
     def reading(self, stack: ExitStack, indexes: Iterable[Index]) -> Reader:
         """Return the reader of the inputs, which are hashed from now on beside all other work."""

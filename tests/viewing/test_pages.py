@@ -350,6 +350,8 @@ def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_
         assert all(row[columns.index(title)] == part[keys[title]] for row, part in rows for title in titles)
         norms = [one["change"] for one in every.get("adapters", ())] or [None]
         assert [row[4] for row in tables["Inputs"]["rows"]] == norms
+        times = sum(seconds for one in made["stages"] for _, seconds in one["rows"])
+        assert times == pytest.approx(report["seconds"], abs=0.02), "but for those of a moment"
         told = dict(made["summary"]).get("the change", "")
         assert told.startswith(f"{every['ratio']:.2%} of the weights") if "ratio" in every else not told
 

@@ -52,7 +52,8 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
     for command in (
         ("combine", scene.ink, scene.oil), ("combine", scene.ink, scene.oil, "--dry-run"),
         ("combine", scene.ink, scene.oil, "--method", "ties", "--density", "0.5", "--rank", "2"),
-        ("resize", scene.ink, "--rank", "1"), ("average", scene.ink, scene.ink, "--no-verify"),
+        ("resize", scene.ink, "--rank", "1"), ("combine", scene.ink, scene.oil, "--format", "diffusers", "--base", scene.base),
+        ("average", scene.ink, scene.ink, "--space", "factors"), ("average", scene.ink, scene.ink, "--no-verify"),
         ("convert", scene.ink, "--to", "diffusers", "--base", scene.base),
         ("convert", scene.ink, "--to", "diffusers", "--base", scene.base, "--dry-run"),
         ("extract", scene.base, tuned, "--rank", "2"), ("extract", scene.base, tuned, "--dry-run"),
@@ -65,6 +66,9 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
         assert {key for row in layers for key in row} <= of_layer.keys()
         assert (found["verified"] or {}).keys() <= described["verified"]["properties"].keys()
         if not found["planned"]:
+            proven = ["prove"] * bool((found["verified"] or {}).get("recomputed"))
+            assert [*found["stages"]] == ["load", "make", "flush", *proven]
+            assert sum(found["stages"].values()) == pytest.approx(found["seconds"])
             lost, wanted = (sum((row["norm"] * row.get(by, 1.0)) ** 2 for row in layers) for by in ("residual", ""))
             assert found["residual"] == pytest.approx((lost / wanted) ** 0.5, rel=1e-6, abs=1e-9)
             numbers = found["numbers"]

@@ -57,4 +57,5 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         first, output=second.output, format=second.format, dtype=second.dtype, residual=residual,
         energy=1 - residual**2, written=second.written, seconds=first.seconds + second.seconds,
         notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
+        stages={stage: seconds + second.stages.get(stage, 0.0) for stage, seconds in first.stages.items()},
     )  # fmt: skip

@@ -108,15 +108,20 @@ STAGES: Final = {
     "hash": "hashing",
     "fold": "computing",
     "write": "writing",
+    "load": "opening the inputs",
+    "make": "computing",
+    "flush": "writing",
+    "prove": "proving",
 }
-"""Stage of the pipeline → what it does."""
+"""Stage of the pipeline of a merge, which run side by side, or of a run that writes an adapter → what it does."""
 
 
 def _stages(found: Found) -> list[dict[str, Any]]:
     """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
     times = found["stages"].items()
     rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
-    title = f"Time of the stages, which run side by side; {found['seconds']:.1f} s in all"
+    how = ", which run side by side" if "fold" in found["stages"] else ""
+    title = f"Time of the stages{how}; {found['seconds']:.1f} s in all"
     return [{"title": title, "rows": rows}] if rows else []
 
 
@@ -148,6 +153,7 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     known = _told(MADE, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before)
     _by_block(page, found["numbers"])
+    page.data["stages"] = _stages(found)
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in known)],
