@@ -513,6 +513,38 @@ def test_a_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_pa
     assert made["warnings"] == [f"{tmp_path / 'b.safetensors'}: file not found"]
 
 
+CLICKS = """
+start().then(() => {
+  document.querySelectorAll("tbody button.open").forEach((button) => button.click());
+  [...document.querySelectorAll("thead button")].find((button) => button.textContent === "output").click();
+  [...document.querySelectorAll("thead button")].find((button) => button.textContent === "output").click();
+});
+"""
+"""Opens all rows and sorts them from the last output to the first."""
+
+
+def test_a_row_of_a_batch_opens_to_the_numbers_of_its_job(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the table is sorted; those of a failure are its words."""
+    text = pages._text
+    monkeypatch.setattr(pages, "_text", lambda name: re.sub(r"\nstart\(\);\n", CLICKS, text(name)))
+    page, jobs, report = tmp_path / "page.html", tmp_path / "jobs.json", tmp_path / "report.jsonl"
+    merge = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": "a.safetensors"}
+    both = {"command": "combine", "adapters": [str(scene.ink), str(scene.oil)], "output": "b.safetensors"}
+    jobs.write_text(json.dumps([merge, both, {**merge, "adapters": ["none.safetensors"], "output": "c.safetensors"}]))
+    assert run("batch", jobs, "--html", page, "--report", report)[0] == 7
+    told = {one["number"]: one for one in map(json.loads, report.read_text().splitlines())}
+    dom = shown(page, tmp_path / "profile").split("<main")[1].split("<footer")[0]
+    assert dom.count('aria-expanded="true"') == 3
+    failed, combined, merged = dom.split('class="open"')[1:]
+    assert "file not found" in unescape(failed) and "none.safetensors" in unescape(failed)
+    assert f"{told[2]['report']['energy']:.2%} of ‖ΔW‖²" in unescape(combined)
+    assert "By block" in combined and "By block" in merged
+    assert f"{told[1]['report']['numbers']['all']['ratio']:.2%} of the weights" in unescape(merged)
+    assert "Numbers of job 3" in dom
+
+
 def many_modules() -> dict[str, Any]:
     """An adapter with a picture of each of many modules."""
     picture = {"spectrum": [0.123456] * 64, "histogram": {"centres": [0.5] * 31, "counts": [1000] * 31}}
@@ -537,6 +569,13 @@ def strangers_words() -> dict[str, Any]:
             "notes": [f"{n} {'ä' * 400}" for n in range(1500)]}  # fmt: skip
 
 
+def open_jobs() -> list[dict[str, Any]]:
+    """A batch whose rows open to more than there is room for."""
+    return [
+        {"number": n, "status": "failed", "output": "o", "error": {"what": "w", "fix": "x" * 1900}} for n in range(400)
+    ]
+
+
 def many_jobs() -> list[dict[str, Any]]:
     """A batch whose jobs have all failed, at length."""
     return [
@@ -548,8 +587,8 @@ def many_jobs() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("found", "left"),
     [(many_modules(), "spectra and histograms"), (many_differences(), "rows of “Only in one”"),
-     (strangers_words(), "notes"), (many_jobs(), "warnings")],
-    ids=("modules", "differences", "metadata", "jobs"),
+     (strangers_words(), "notes"), (many_jobs(), "warnings"), (open_jobs(), "what the rows of tables open to")],
+    ids=("modules", "differences", "metadata", "jobs", "rows"),
 )  # fmt: skip
 def test_a_page_keeps_its_size_and_says_what_it_leaves_out(
     found: Any, left: str, monkeypatch: pytest.MonkeyPatch

@@ -84,15 +84,19 @@ class Content:
         """Add rows of the summary; those without a value are left out."""
         self.data["summary"] += [[name, str(value)] for name, value in rows if value not in (None, "", [], {}, ())]
 
-    def table(self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False) -> None:
+    def table(
+        self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False,
+        details: Sequence[Found] = (),
+    ) -> None:  # fmt: skip
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
 
-        `first`: it stands before the pictures.
+        `first`: it stands before the pictures. `details`: the summary and the tables to which each row opens.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if found := list(rows):
-            self.data["tables"].append({"title": title, "columns": named, "rows": found, "first": first})
+            opened = {"details": [*details]} if details else {}
+            self.data["tables"].append({"title": title, "columns": named, "rows": found, "first": first, **opened})
 
     def bars(self, title: str, of: str, rows: Iterable[tuple[str, float | None]], unit: str = "") -> None:
         """Add a picture of bars, if there are at least two."""

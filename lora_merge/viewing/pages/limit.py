@@ -65,6 +65,9 @@ def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str
         made["image"] = ""
     for name in ("warnings", "notes", "summary"):
         made[name] = _first(content[name], level.rows, name, left)
+    if not level.pictures and any("details" in one for one in content["tables"]):
+        left.append("what the rows of tables open to")
+        content = {**content, "tables": [{k: v for k, v in t.items() if k != "details"} for t in content["tables"]]}
     for name in ("tables", "bars"):
         made[name] = [{**one, "rows": _first(one["rows"], level.rows, f"rows of “{one['title']}”", left)}
                       for one in content[name]]  # fmt: skip

@@ -221,8 +221,24 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
         counts[job["status"]] = counts.get(job["status"], 0) + 1
     page.summary(*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s"))
     page.data["warnings"] = [f"{job['output']}: {text}" for job in found for text in _warned(job)]
-    page.table("Jobs", JOBS, (_job(job) for job in sorted(found, key=lambda job: int(job["number"]))))
+    jobs = sorted(found, key=lambda job: int(job["number"]))
+    page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
     return page.data
+
+
+def _opened(job: Found) -> dict[str, Any]:
+    """Return what the row of a job opens to: the numbers of its own page without those of each weight, or its error."""
+    if error := job.get("error"):
+        return {"summary": [[name, error.get(name, "")] for name in ("what", "where", "fix")], "tables": []}
+    report = job.get("report")
+    if not report:
+        return {"summary": [["output", job["output"]]], "tables": []}
+    page = of_merge(report) if "method" in report else of_adapter_made(report)
+    notes = [["note", text] for text in (*page["warnings"], *page["notes"])]
+    return {
+        "summary": [*page["summary"], *notes],
+        "tables": [one for one in page["tables"] if one["title"] != "Layers"],
+    }
 
 
 def _warned(job: Found) -> Iterator[str]:

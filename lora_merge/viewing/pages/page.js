@@ -85,7 +85,22 @@ function table(found) {
         return (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true })) * (down ? -1 : 1);
       });
     }
-    body.replaceChildren(...rows.slice(0, all ? rows.length : ROWS).map((row) => element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)))));
+    body.replaceChildren(...rows.slice(0, all ? rows.length : ROWS).flatMap((row) => built.get(row) ?? lines(row)));
+  };
+  const built = new Map();
+  const lines = (row) => {
+    const made = element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)));
+    const detail = found.details?.[found.rows.indexOf(row)];
+    if (!detail) return [made];
+    const place = element("td", { colspan: columns.length }), opened = element("tr", { class: "opened", hidden: "" }, place);
+    const button = element("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Numbers of ${columns[0].title} ${row[0]}`, on: { click: () => {
+      if (!place.children.length) place.append(facts(detail.summary), ...detail.tables.flatMap((one) => [element("h3", {}, one.title), table(one)]));
+      opened.hidden = !opened.hidden;
+      button.setAttribute("aria-expanded", String(!opened.hidden));
+    } } });
+    made.firstChild.prepend(button);
+    built.set(row, [made, opened]); // what is open stays so when the rows are sorted
+    return [made, opened];
   };
   const heads = columns.map((column, at) => {
     const head = element("th", { scope: "col", class: column.numeric ? "number" : null });
