@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
+from ..disk.destination import WEIGHTS
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
 from ..text import stored as of_dtype
@@ -28,6 +29,8 @@ _SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + "\n*", 
 _FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
 NOT_STATED: Final = "not stated"
+LICENCES: Final = ("modelspec.license", "general.license")
+"""Entries of the metadata of safetensors and of GGUF that state a licence."""
 _LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transformers"))
 
 
@@ -100,13 +103,30 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
-    """Yield the base and the adapters, by the names that configurations have for them on a hub, if any."""
-    told = [plan.base.config.get("_name_or_path", "")]
-    told += [m.adapter.index.config.get("base_model_name_or_path", "") for m in plan.adapters]
-    yield next((name for name in map(str, told) if _HUB.fullmatch(name)), _stem(plan.job.base))
+    """Yield the base and the adapters, by the names that they have on a hub, where these are known.
+
+    A base that does not tell its own has the one that its adapters were trained on: by their configurations or cards.
+    """
+    yield next(filter(_is_hub_name, (plan.base.config.get("_name_or_path"), _trained_on(plan))), _stem(plan.job.base))
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         own = str(m.adapter.index.config.get("_name_or_path", ""))
         yield own if _HUB.fullmatch(own) else _stem(ref.path)
+
+
+def _is_hub_name(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and _HUB.fullmatch(name) is not None
+
+
+def _trained_on(plan: Plan) -> str:
+    """Return the one base that the adapters name, or of several the one that is called as the base is; else ""."""
+    told: dict[str, None] = {}
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        found = _front_of(ref.path).get("base_model")
+        of_card = found[0] if isinstance(found, list) and len(found) == 1 else found
+        own = (m.adapter.index.config.get("base_model_name_or_path"), of_card)
+        told |= dict.fromkeys([name for name in own if _is_hub_name(name)][:1])
+    alike = [name for name in told if name.rpartition("/")[2].lower() == _stem(plan.job.base).lower()]
+    return next(iter(told if len(told) == 1 else alike), "")
 
 
 def _stem(path: Path) -> str:
@@ -119,12 +139,20 @@ def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
         (plan.job.base, plan.base.metadata),
         *((ref.path, m.adapter.index.metadata) for ref, m in zip(plan.job.adapters, plan.adapters, strict=True)),
     ):
-        yield path.name, stated(_front_of(path)) or metadata.get("modelspec.license", "")
+        of_file = (metadata.get(key, "") for key in LICENCES)
+        yield path.name, stated(_front_of(path)) or next(filter(None, of_file), "")
 
 
 def _front_of(path: Path) -> dict[str, Any]:
-    """Return the front matter of the card in a folder or beside a file; {} where there is none that can be read."""
-    return _split(read_card(path / CARD if path.is_dir() else path.with_suffix(".md")) or "")[0] or {}
+    """Return the front matter of the card in a folder or beside a file; {} where there is none that can be read.
+
+    In a folder with one file of weights, as hubs have them for adapters, README.md is that of the file.
+    """
+    card = path / CARD if path.is_dir() else path.with_suffix(".md")
+    if not path.is_dir() and not card.is_file():
+        weights = [one for one in path.parent.iterdir() if one.suffix.lower() in WEIGHTS]
+        card = path.parent / CARD if len(weights) == 1 else card
+    return _split(read_card(card) or "")[0] or {}
 
 
 def _words(plan: Plan) -> Iterator[str]:

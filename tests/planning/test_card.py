@@ -131,6 +131,37 @@ def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Pat
     lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
 
 
+@pytest.mark.parametrize(("named", "wanted"), [
+    ((["meta/own"], ["meta/own"]), "meta/own"), ((["meta/own"], ["a/b", "c/d"]), "meta/own"),
+    ((["meta/own"], ["meta/b"]), "meta/b"), ((["meta/one"], ["meta/two"]), "b"), (([], []), "b"), ((["x" * 9], [{}]), "b"),
+])  # fmt: skip
+def test_cards_beside_files_name_the_base_and_the_licence(
+    named: tuple[list[Any], list[Any]], wanted: str, tmp_path: Path
+) -> None:
+    """README.md of the folder of a file, if no other file of weights is there: it may be about that one. Where two
+    adapters name two models, it is the one that is called as the base is."""
+    base, out = save(sd1(), tmp_path / "b.safetensors"), tmp_path / "o" / "o.safetensors"
+    adapters = []
+    for n, models in enumerate(named):
+        (folder := tmp_path / f"{n}").mkdir()
+        adapters.append(
+            save(kohya(sd1(), seed=n), folder / f"lora{n}.safetensors", {"modelspec.license": "mit"} if n else {})
+        )
+        told = (
+            {"base_model": models if n else "".join(models), "license": "apache-2.0"}
+            if not n
+            else {"base_model": models}
+        )
+        (folder / "README.md").write_text(f"---\n{yaml.safe_dump(told)}---\nWords.\n")
+    lora_merge.merge(base, adapters, out, card=True, verify=False)
+    text = out.with_suffix(".md").read_text()
+    assert front(text)["base_model"] == [wanted, "lora0", "lora1"]
+    assert "Licences: `b.safetensors`: not stated; `lora0.safetensors`: apache-2.0; `lora1.safetensors`: mit." in text
+    save({"x": rand(2)}, tmp_path / "0" / "other.safetensors")
+    lora_merge.merge(base, adapters, out, card=True, verify=False, overwrite=True)
+    assert "`lora0.safetensors`: not stated" in out.with_suffix(".md").read_text()
+
+
 def test_editing_a_card_is_no_change_of_the_model(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     """The proof stays true, and a batch does not make the output again; nor for another strength of the same plan."""
     jobs = [{"base": str(inputs[0]), "adapters": [{"path": str(inputs[1]), "strength": s}],
