@@ -188,13 +188,13 @@ def table(
     return Group(text(title, "bold"), made) if title else made
 
 
-def grid(rows: Iterable[Sequence[object]]) -> Any:
-    """Return rows whose first cells are words that say what they are about."""
+def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
+    """Return rows whose first cells are words that say what they are about; `wide`: their least number of columns."""
     from rich.table import Table
 
     found = list(rows)
     made = Table.grid(padding=(0, 2))
-    made.add_column(style="bold", no_wrap=True)
+    made.add_column(style="bold", no_wrap=True, min_width=wide)
     for _ in range(max(map(len, found), default=1) - 1):
         made.add_column(overflow="fold")
     for row in found:
@@ -212,6 +212,25 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
         grid(rows), title=text(title, f"bold {style}"), title_align="left", border_style=style, box=box.ROUNDED,
         width=width,
     )  # fmt: skip
+
+
+def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> None:
+    """Print rows of a grid that hold a word longer than the room, such as a hash that is to be copied: it stays whole
+    on a line of its own, and further left where the width asks for that."""
+    from rich.text import Text
+
+    there = console(sys.stdout)
+    for name, value in rows:
+        start = Text(name.plain, "bold")
+        for words in _broken(value.plain, width - indent):
+            left = max(min(indent, width - len(words)), 0)
+            if len(start) > max(left - 2, 0):  # the name has a line of its own
+                there.print(start)
+                start = Text()
+            start.pad_right(left - len(start))
+            there.print(Text.assemble(start, (words, value.style)), soft_wrap=True)
+            start = Text()
+    sys.stdout.flush()
 
 
 def show_error(words: str) -> None:

@@ -147,7 +147,7 @@ def _buckets(index: Index) -> Iterator[tuple[str, int]]:
     for table in (entry(index, "ss_bucket_info"), *(one.get("bucket_info") for one in _sets(index))):
         rows = table.get("buckets") if isinstance(table, Mapping) else None
         for row in rows.values() if isinstance(rows, Mapping) else ():
-            if isinstance(row, Mapping) and isinstance(row.get("count"), int):
+            if isinstance(row, Mapping) and isinstance(row.get("count"), int) and row["count"] > 0:
                 counts[_by(row.get("resolution"))] += row["count"]
     yield from counts.most_common()
 
@@ -166,7 +166,7 @@ def tag_counts(index: Index) -> Counter[str]:
     tables = entry(index, "ss_tag_frequency")
     for table in tables.values() if isinstance(tables, Mapping) else ():
         for tag, count in table.items() if isinstance(table, Mapping) else ():
-            if is_finite(count) and abs(count) < 2**53:
+            if is_finite(count) and 0 <= count < 2**53:
                 counts[str(tag).strip()] += int(count)
     return counts
 
@@ -196,7 +196,7 @@ def _folders(index: Index) -> Iterator[dict[str, Any]]:
         for name, row in table.items() if isinstance(table, Mapping) else ():
             if isinstance(row, Mapping):
                 more = {"regularisation": True} if "reg" in key else {}
-                yield {"name": str(name), "repeats": row.get("n_repeats"), "images": row.get("img_count"), **more}
+                yield {"name": str(name), "repeats": row.get("n_repeats"), "images": _images(row), **more}
     config = entry(index, "ot_config")
     concepts = config.get("concepts") if isinstance(config, Mapping) else None
     for one in concepts if isinstance(concepts, list) else ():
@@ -211,9 +211,15 @@ def _of_set(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     of_set = {"resolution": _by(one["resolution"])} if one.get("resolution") else {}
     for row in subsets if isinstance(subsets, list) else (one,):
         if isinstance(row, Mapping):
-            found = {"name": _name(row), "repeats": row.get("num_repeats"), "images": row.get("img_count"), **of_set}
+            found = {"name": _name(row), "repeats": row.get("num_repeats"), "images": _images(row), **of_set}
             words = {key: row[key] for key in ("class_tokens", "target_frames") if row.get(key)}
             yield found | words | ({"regularisation": True} if row.get("is_reg") else {})
+
+
+def _images(row: Mapping[str, Any]) -> Any:
+    """Return how many images a folder has; None for a number below zero, which counts nothing."""
+    count: Any = row.get("img_count")
+    return None if is_finite(count) and count < 0 else count
 
 
 def _name(row: Mapping[str, Any]) -> str:

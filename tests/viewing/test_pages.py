@@ -209,7 +209,7 @@ def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     assert 'data-theme="dark"' in dom
     name = "lora_te_text_model_encoder_layers_1_self_attn_out_proj"
     (aloud,) = re.findall(r'class="unseen" aria-live="polite">(.*?)<', dom)
-    assert aloud.startswith("te_text_model_encoder_layers_1, self_attn_out_proj: ‖ΔW‖ ")
+    assert aloud.startswith("te…layers_1, self_attn_out_proj: ‖ΔW‖ ")
     assert f"{found['weights']['modules'][name]['norm']:.5g}" in aloud
     for picture in ("singular values", "elements of ΔW"):
         assert re.search(f'aria-label="{picture}[^"]* of {name}"', dom)
@@ -478,6 +478,10 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
         (["text.clip_l.a.b.c.layers.0", "text.clip_g.a.b.c.layers.11", "unet.middle_block.1"],
          ["clip_l…layers.0", "clip_g…layers.11", "middle_block.1"]),
         (["vae.decoder.up.0.block.1", "vae.encoder.down.0.block.1"], ["decoder.up.0.block.1", "encoder.down.0.block.1"]),
+        (["text_encoder.text_model.encoder.layers.0", "text_encoder_2.text_model.encoder.layers.0", "unet.mid_block"],
+         ["text_encoder…layers.0", "text_encoder_2…layers.0", "unet.mid_block"]),
+        (["lora_te1_text_model_encoder_layers_0", "lora_te2_text_model_encoder_layers_0", "lora_unet_input_blocks_4_1"],
+         ["te1…layers_0", "te2…layers_0", "unet_input_blocks_4_1"]),
         (["lora_te1_layers_0", "lora_unet_input_blocks_4"], ["te1_layers_0", "unet_input_blocks_4"]),
         (["model.layers.3"], ["model.layers.3"]), ([], []),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,24 @@ def test_odd_values_are_no_error(key: str, value: str, tmp_path: Path) -> None:
     facts = inspect(_adapter(tmp_path, {key: value, "ss_training_finished_at": "1e400"}))
     assert [*lines(facts)]
     assert facts["trained"]["date"] == "1e400"
+
+
+def test_what_counts_below_zero_counts_nothing(tmp_path: Path) -> None:
+    """Of images, buckets and tags; the others stay."""
+    buckets = {"buckets": {"0": {"resolution": [8, 8], "count": -5}, "1": {"resolution": [16, 16], "count": 3}}}
+    told = {
+        "ss_dataset_dirs": json.dumps({"5_ink": {"n_repeats": 5, "img_count": -40}}),
+        "ss_bucket_info": json.dumps(buckets), "ss_tag_frequency": json.dumps({"5_ink": {"ink": 7, "cat": -2}}),
+    }  # fmt: skip
+    facts = inspect(
+        save(
+            {"a.lora_A.weight": torch.ones(1, 2), "a.lora_B.weight": torch.ones(2, 1)}, tmp_path / "a.safetensors", told
+        )
+    )
+    text = json.dumps(facts["trained"])
+    assert "5_ink" in text and "16x16" in text
+    assert not re.search(r"-[0-9]|\b8x8", text)
+    assert facts["trained"]["tags"] == {"ink": 7}
 
 
 def test_each_network_says_what_it_does_and_which_layers_it_changes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ SHADES: Final = ("░▒▓█", "-+*#")
 """Cells without colours, for terminals with and without these letters."""
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+FULL: Final = "█"
 NARROWEST: Final = 2  # columns of a cell
 WIDEST: Final = 6
 GAP: Final = 2
@@ -110,8 +111,11 @@ def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
         )
 
 
-def bars(found: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """Yield the lines of bars of a page: a name, a bar, a number; bars of numbers below zero have another colour."""
+def bars(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
+    """Yield the lines of bars of a page: a name, a bar, a number; bars of numbers below zero have another colour.
+
+    `shades`: where colours are not to be used, the letters of cells; their first and last are those of bars.
+    """
     rows = [(name, value) for name, value in found["rows"] if value is not None]
     told = [number(value, found["unit"]) for _, value in rows]
     wide = min(max(len(name) for name, _ in rows), max(width // 3, 8))
@@ -120,11 +124,12 @@ def bars(found: Mapping[str, Any], width: int) -> Iterator[Text]:
     yield text(found["title"], "bold")
     for (name, value), words in zip(rows, told, strict=True):
         line = text(shortened(name, wide).ljust(wide + GAP))
-        line.append(_bar(abs(value) / most, room), Style(color=Color.from_rgb(*SIGNED[2 if value >= 0 else 0])))
+        letter = (shades[-1] if value >= 0 else shades[0]) if shades else FULL
+        line.append(_bar(abs(value) / most, room, letter), Style(color=Color.from_rgb(*SIGNED[2 if value >= 0 else 0])))
         yield line.append(f"  {words}")
 
 
-def _bar(share: float, width: int) -> str:
-    """Return a bar of so many of the columns, to an eighth of one."""
+def _bar(share: float, width: int, letter: str) -> str:
+    """Return a bar of so many of the columns, of full ones to an eighth of one."""
     eighths = round(share * width * 8)
-    return "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
+    return letter * (eighths // 8) + (EIGHTHS[eighths % 8] if letter == FULL and eighths % 8 else "")

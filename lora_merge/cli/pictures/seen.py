@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any, Final
 
 from ...text import Lines
 from ...viewing.compare import compare_lines
 from ...viewing.text import lines, match_lines
-from ..look import colored, console, grid, has, show, styled, text
+from ..look import colored, console, grid, has, show, show_whole, styled, text
 from ..text import put
 
 NAME: Final = 13  # columns of a name in plain lines
@@ -74,8 +75,18 @@ def _show(told: Iterable[str], found: Mapping[str, Any]) -> None:
         rows.append((text("" if name == before else name), text(value, "" if name else "dim")))
         before = name or before
     page = content(dict(found))
-    show(grid(rows))
+    for whole, some in groupby(rows, lambda row: _longest(row[1].plain) > room):
+        if whole:
+            show_whole(some, width, width - room)
+        else:
+            show(grid(some, width - room - GAP))
+    shades = "" if colored() else next(s for s in SHADES if has(sys.stdout, s))
     for one in page["heat_maps"]:
-        show("", *heat_map(one, width, "" if colored() else next(s for s in SHADES if has(sys.stdout, s))))
+        show("", *heat_map(one, width, shades))
     for one in page["bars"]:
-        show("", *bars(one, width))
+        show("", *bars(one, width, shades))
+
+
+def _longest(value: str) -> int:
+    """Return the length of the longest word."""
+    return max(map(len, value.split()), default=0)

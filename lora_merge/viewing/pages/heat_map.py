@@ -25,7 +25,7 @@ def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def short(blocks: Iterable[str]) -> dict[str, str]:
     """Return name → its last levels, and as many before them as tell its stack from others: `layers.3` of
-    `model.layers.3`. What is in no block is called the rest."""
+    `model.layers.3`; of many, only the first: `te1…layers_3`. What is in no block is called the rest."""
     every = {name: _levels(name) for name in blocks}
     stacks: dict[str, list[list[str]]] = {}
     for name, (head, _) in every.items():
@@ -33,8 +33,8 @@ def short(blocks: Iterable[str]) -> dict[str, str]:
     made = {}
     for name, (head, tail) in every.items():
         more = head[_shared(stacks[_word(name)]) :]
-        if "." in name and len(more) > 3:
-            more = [f"{more[0].strip('.')}…"]
+        if len(more) > (2 if "." in name else 3) and not any(level[0].isdigit() for level in (*more[1:], tail)):
+            more = [f"{more[0].strip('._')}…"]
         label = "".join(more) + tail
         made[name] = f"{label[:-1].strip('._')} (the rest)".strip() if label.endswith(REST) else label
     return made if len({*made.values()}) == len(every) > 1 else {name: name for name in every}

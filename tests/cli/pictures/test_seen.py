@@ -62,7 +62,7 @@ def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
     for facts in found:
         out = printed(monkeypatch, facts, width)
         told = [Text.from_ansi(line).plain for line in out.splitlines()]
-        assert max(map(len, told)) <= width
+        assert all(len(line) <= width or " " not in line for line in told)  # a hash stays whole
         assert re.search(r"\x1b\[[0-9;]*48;2;", out)  # cells are grounds in true colours
     text = "\n".join(told)
     assert "cosine  -1 " in text
@@ -139,6 +139,26 @@ def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() ->
     assert "\x1b" not in "".join(told)
     styles = [{str(s.style) for s in line.spans} for line in [*bars(picture, 60)][1:3]]
     assert styles[0] != styles[1]
+
+
+def test_without_colours_bars_below_zero_have_another_letter() -> None:
+    picture = {"title": "t", "unit": "cosine", "rows": [["a", 1.0], ["b", -1.0]]}
+    for shades in SHADES:
+        above, below = (line.plain.split()[1] for line in [*bars(picture, 60, shades)][1:])
+        assert len(above) == len(below) and {*above} != {*below} and len({*above}) == 1
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 160])
+def test_a_hash_is_one_word_whatever_the_names_beside_it(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be copied; the terminal alone breaks a line that is too long for it."""
+    facts = inspect(save(kohya(sd1()), tmp_path / "a.safetensors", {"ss_num_train_images": "7"}))
+    told = [Text.from_ansi(line).plain for line in printed(monkeypatch, facts, width).splitlines()]
+    assert any(line.split() == ["images", "with", "repeats", "7"] for line in told)
+    (line,) = [line for line in told if facts["hashes"]["sha256"] in line]
+    assert len(line) <= max(width, 64)
+    assert any(line.split()[:2] == ["hash", "SHA-256"] for line in told)
 
 
 def test_a_pipe_does_not_load_rich(tmp_path: Path) -> None:
