@@ -140,12 +140,13 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
         ("proof", _proof_of_adapter(found["verified"] or {})),
     )
     page.data["notes"] = list(found["notes"])
+    norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
         ["input", "strength", "modules", "layers that they change", "‖ΔW‖"],
         (
             [name, c.get("strength"), c.get("modules"), c.get("layers"), (one or {}).get("change")]
-            for (name, c), one in zip_longest(found["coverage"].items(), every.get("adapters", ()))
+            for (name, c), one in zip_longest(found["coverage"].items(), norms)
         ),
         first=True,
     )
