@@ -217,15 +217,15 @@ def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
     """Return the norms of the changes of a weight in each layer that it is stored as."""
     found = {}
     for part in target.stored:
-        rows = slice(None) if part is target else slice(part.first, part.first + part.shape[0])
-        norms = ((c.adapter, abs(c.strength) * _norm(c, rows)) for c in changes)
+        runs = [slice(*run) for run in part.runs] or [slice(None)]
+        norms = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
         found[part.label] = {adapter: norm for adapter, norm in norms if norm}
     return found
 
 
-def _norm(change: Change, rows: slice) -> float:
-    """Return ‖ΔW‖ of some rows."""
+def _squares(change: Change, rows: slice) -> float:
+    """Return ‖ΔW‖² of some rows."""
     if change.whole is not None:
-        return sqrt(squares_of_matrix(change.whole[rows]))
+        return squares_of_matrix(change.whole[rows])
     assert change.left is not None and change.right is not None, "factors come in pairs"
-    return sqrt(squares_of(change.left[rows], change.right))
+    return squares_of(change.left[rows], change.right)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
-from ..disk.destination import WEIGHTS
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
+from ..paths import WEIGHTS
 from ..text import stored as of_dtype
 from .licences import ENTRIES, entries, stated, word
 from .metadata import TITLE
