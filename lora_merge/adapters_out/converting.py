@@ -26,9 +26,9 @@ from .conversion.kept import copies_of
 from .conversion.made import Made, value_made, vector_ending, whole_made
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
-from .job import FACTORS, WHOLE, AdapterJob
+from .job import FACTORS, WHOLE, AdapterJob, form
 from .joining.targets import Target
-from .layers import Cut, Layer, Storage, Wanted, form, shared_out
+from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule

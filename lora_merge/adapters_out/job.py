@@ -18,12 +18,18 @@ from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_folder, names_folder, with_ending
-from .dialects import dialect, names
+from .dialects import Dialect, dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
+
+
+def form(algorithm: str, to: Dialect) -> str:
+    """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
+    key."""
+    return FACTORS if algorithm == AUTO and "diff" not in to.endings else algorithm
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change, Norms
-from .dialects import Dialect
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
 from .rank_rules import EXACT, Rule, choose, share_out
@@ -222,12 +221,6 @@ def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype
     """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite."""
     if any(odd(t) and not bool(finite(t).all()) for t in tensors):
         raise TooLarge("a number is too large for the dtype of the output", where, fix)
-
-
-def form(algorithm: str, to: Dialect) -> str:
-    """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
-    key."""
-    return FACTORS if algorithm == AUTO and "diff" not in to.endings else algorithm
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from ...progress import Progress, unwatched
 from ..convert import make_conversion
 from ..convert import run as run_conversion
 from ..dialects import KEEP, dialect
-from ..job import AdapterJob
-from ..layers import form
+from ..job import AdapterJob, form
 from ..report import AdapterReport
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own

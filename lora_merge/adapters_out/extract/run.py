@@ -30,8 +30,8 @@ from ..conversion.kept import Kept, kept
 from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
-from ..job import AUTO, FACTORS, WHOLE
-from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, form, shared_out
+from ..job import AUTO, FACTORS, WHOLE, form
+from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one, task_type
 from ..places import Place
