@@ -32,7 +32,7 @@ class Report(Shown):
         verified: What the proof found; None without a proof.
         version: Of lora-merge.
         saturated: Tensor → numbers that were cut (`on_overflow="saturate"`).
-        notes: Remarks for the user, such as a device that was not used.
+        notes: Remarks about the merge, such as a device that was not used; those about an adapter are in `coverage`.
         device_choice: Why `device="auto"` took the device.
         numbers: What the merge did to the weights, by component, block, adapter and tensor.
         codes: Quantised weights by format, those that were encoded, and plain matrices.
@@ -84,6 +84,8 @@ class Report(Shown):
             worst = f"at most {self.verified['worst_ulp']:.2f} ulp from the exact numbers"
             again = f"{self.verified['tensors']} tensors computed again in fp64, {worst}"
             yield "verified", again if self.verified["changed"] else "all tensors were copied, none computed"
+        for name, one in self.coverage.items():
+            yield from (("note", f"{name}: {note}") for note in one.get("notes", ()))
         yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:

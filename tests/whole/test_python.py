@@ -129,6 +129,12 @@ def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, P
         assert "<b>&" not in html
 
 
+def test_a_report_shows_what_is_remarked_about_adapters_too(files: tuple[Path, Path, Path, Path]) -> None:
+    report = lora_merge.merge(files[0], {files[1]: 5.0}, files[0].with_name("strong.safetensors"))
+    notes = [note for one in report.coverage.values() for note in one["notes"]]
+    assert notes and all(note in repr(report) for note in notes)
+
+
 @pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
 def test_editors_know_every_keyword(call: Any) -> None:
     """No parameter is Any; all types can be read while the program runs."""
