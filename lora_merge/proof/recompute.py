@@ -173,7 +173,10 @@ class Recomputation:
         if not np.isfinite(found).all():
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         parts = len(self._parts(target.uses))
-        rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, parts / 16)
+        rounding = self.rounding if target.combining is None else ROUNDING["fp64"]
+        if not target.weight.packing.encoding.plain:
+            rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
+        rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
         bad = ~(error <= 1.0000002 * self.steps * units + lost)
         coarse = 2.0**-grid.levels.digits > self.rounding

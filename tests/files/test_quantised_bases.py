@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -383,3 +384,19 @@ def test_rows_that_fill_up_a_weight_are_none_of_the_model(name: str, rows: int, 
     found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
     with pytest.raises(InputError, match="quantised"):
         lora_merge.merge(save(found, source), adapter_file, tmp_path / "no.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+@pytest.mark.parametrize("how", [{"compute_dtype": "fp64"}, {"method": "ties", "density": 0.5}])
+@pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "compressed-tensors int4 with zero points"])
+def test_codes_are_decoded_in_fp32_whatever_the_sum_is_made_in(
+    name: str, how: Mapping[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    """The proof allows for that in every element of a sum in fp64, and the merge is not refused."""
+    form = FORMS[name]
+    source, _ = base(form, tmp_path / "base")
+    more = {key: value.flip(0) for key, value in adapter().items()}
+    adapters = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((adapter(), more))]
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    lora_merge.merge(source, adapters, out, dtype=dtype, **how)
+    assert lora_merge.verify(out, full=True)["tensors"] == 2
