@@ -12,7 +12,9 @@ it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 from .base import (
@@ -81,8 +83,18 @@ def factors(base: Tensor, t: LoraTensors) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
-    """Add strength · ΔW to acc, in one fused multiply-add; the thin factor is scaled, not the product."""
-    acc.baddbmm_(t.up * (t.scale * strength), _columns(t))
+    """Add strength · ΔW to acc, in one fused multiply-add."""
+    add_product(acc, t.up, _columns(t), t.scale, strength)
+
+
+def add_product(acc: Tensor, left: Tensor, right: Tensor, *factors: Tensor) -> None:
+    """Add left @ right, multiplied by the factors, to acc [n, out, cols], in one fused multiply-add.
+
+    `factors`: each [n, 1, 1], by which the thin `left` is multiplied, or one number, which the product takes along.
+    """
+    if each := [f for f in factors if f.dim()]:
+        left = left * reduce(mul, each)
+    acc.baddbmm_(left, right, alpha=prod(f.item() for f in factors if not f.dim()))
 
 
 def _columns(t: LoraTensors) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
+from .lora import add_product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,7 @@ def factors(base: Tensor, t: LoraTransposedTensors) -> tuple[Tensor, Tensor]:
 
 def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
     """Add strength · ΔW to acc, in one fused multiply-add."""
-    acc.baddbmm_(t.up.mT * (strength * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)), t.down.mT)
+    add_product(acc, t.up.mT, t.down.mT, strength * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank))
 
 
 def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
+from ..disk.files import StoredTensor
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
@@ -71,7 +72,7 @@ class PatchTensors:
         alike = row.takes_one_number and added
         for name in row.scalars:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
-            fields[name] = self._numbers(values, to, lane, alike=alike)
+            fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.kin)} for s in slices]
         for slot in made[0]:
@@ -80,7 +81,7 @@ class PatchTensors:
         return StackedPatch(
             row,
             tensors if to == at else move(tensors, at),
-            self._numbers([s.use.strength for s in slices], at, lane, alike=alike),
+            self._numbers([s.use.strength for s in slices], at, lane, stacked, alike=alike),
             slice(first.low, first.high),
             patch.adapter,
             first.use.piece.transposed,
@@ -114,8 +115,7 @@ class PatchTensors:
             tensor = self.fetch(info).reshape(shape)
             return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
 
-        ours = self.held is not None and at == lane.at and at.device.type != "cpu"
-        held = self.held.get(info, lane) if self.held is not None and ours else None
+        held = self._held(info, at, lane)
         if held is not None:
             whole = held.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()
@@ -126,10 +126,20 @@ class PatchTensors:
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
         return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
 
-    def _numbers(self, values: Sequence[float], at: Placement, lane: DeviceStream, *, alike: bool) -> Tensor:
+    def _held(self, wanted: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
+        """Return what is at the placement already, see `AdaptersOnDevice.get`."""
+        ours = self.held is not None and at == lane.at and at.device.type != "cpu"
+        return self.held.get(wanted, lane) if self.held is not None and ours else None
+
+    def _numbers(
+        self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool
+    ) -> Tensor:
         """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
         if alike and at.device.type != "cpu" and len(set(values)) == 1:
             return one_number(values[0], at)
+        held = [own for value in values if (own := self._held(value, at, lane)) is not None]
+        if len(held) == len(values):
+            return stacked(held) if len(held) > 1 else held[0].unsqueeze(0)
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:

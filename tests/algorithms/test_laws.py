@@ -162,7 +162,7 @@ def test_one_number_for_all_layers_is_that_number_for_each(name: str, example: E
     alone, whole = acc.clone(), {k: v.expand(2, 1, 1) for k, v in number.items()}
     s.row.accumulate(alone, with_tensors(s, number).tensors, torch.tensor(0.3, dtype=torch.float64))
     s.row.accumulate(acc, with_tensors(s, whole).tensors, torch.full((2, 1, 1), 0.3, dtype=torch.float64))
-    torch.testing.assert_close(alone, acc, rtol=0, atol=0)
+    torch.testing.assert_close(alone, acc, **CLOSE)
 
 
 @every

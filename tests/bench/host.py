@@ -91,6 +91,14 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
     def places(*_: object) -> tuple[Placement]:
         return (META,)
 
+    usual = torch.tensor
+
+    def brought(values: Any, **more: Any) -> Tensor:
+        made = usual(values, **more)
+        if made.is_meta and counts is not None:  # torch makes it on the host, and copies it without an operation's name
+            counts.update({"operations": 1, "copies of numbers": 1, "bytes over the link": made.nbytes})
+        return made
+
     with (
         patch.object(placement, "WHOLE", {"cpu", "meta"}), patch.object(devices, "WHOLE", {"cpu", "meta"}),
         patch.object(placement, "queues", lambda device: device.type == "meta"),
@@ -102,6 +110,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         patch.object(RegisteredBuffers, "has", lambda *_: True), patch.object(torch.cuda, "Event", lambda **_: nothing),
         patch.object(torch.cuda, "stream", nullcontext), patch.object(torch.cuda, "device", nullcontext),
         patch.object(DeviceStream, "turn", counted), patch.object(Tensor, "copy_", downwards(counts)),
+        patch.object(torch, "tensor", brought),
         patch("lora_merge.engine.device.memory.lanes", lambda *_: 3),
         patch("lora_merge.engine.fold_window.places", places),
         patch("lora_merge.engine.fold_window.threads", lambda *_: 3),
@@ -109,7 +118,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         yield
 
 
-def figures(base: Path, adapter: Path, rounds: int = 2) -> dict[str, float]:
+def figures(base: Path, adapter: Path, rounds: int = 6) -> dict[str, float]:
     """Return the figures of one merge: the best of some passes for the time, one more for the counts."""
     plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device="cuda"))
     found: dict[str, float] = {}

@@ -21,7 +21,7 @@ from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
-from ..bench import inputs
+from ..bench import host, inputs
 from ..pretended_cuda import Pretended, pretended_cuda
 from ..support import Tensors, load, rand, save
 
@@ -105,6 +105,28 @@ def test_a_window_goes_up_and_down_once(
             "the adapter's extremes, those of each dtype, what was measured, the window"
         )
         assert cuda.counts["down and waited for"] == 0
+
+
+def test_layers_of_different_scales_and_strengths_wait_for_nothing_more(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    """Their numbers are uploaded once for the whole merge, not for every call, with a wait for each."""
+    waits = []
+    for name, step in (("alike", 0.0), ("other", 0.25)):
+        adapter = load(files[1]) | {f"m.{n}.alpha": torch.tensor(2.0 + step * n) for n in range(LAYERS)}
+        adapters, options = [save(adapter, tmp_path / "a")], {"strength_for": {f"re:m.{n}[.]": 1 - step * n / 4 for n in range(LAYERS)}}  # fmt: skip
+        for device in ("cpu", "cuda"):
+            before = cuda.counts["waits"]
+            lora_merge.merge(files[0], adapters, tmp_path / f"{name}-{device}", device=device, verify=False, **options)  # type: ignore[arg-type]
+        waits.append(cuda.counts["waits"] - before)
+        alike(tmp_path / f"{name}-cuda", tmp_path / f"{name}-cpu")
+    assert waits[0] == waits[1] and not cuda.races
+
+
+def test_a_gigabyte_of_sdxl_takes_at_most_300_operations(sdxl: Callable[..., Plan]) -> None:
+    """Kernels and copies, the numbers of the report among them; counted on a device that computes nothing."""
+    plan = sdxl()
+    assert 0 < host.figures(plan.base.path, plan.adapters[0].adapter.index.path, rounds=0)["operations"] <= 300
 
 
 @pytest.mark.parametrize("method", ["ties", "della", "karcher"])

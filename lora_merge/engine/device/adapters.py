@@ -14,14 +14,16 @@ from ...algorithms import ALGORITHMS
 from ...disk.files import Source, StoredTensor
 from ...disk.reader import Reader
 from ...errors import device_full
+from ...matching.patch import PatchPart
 from ...planning.plan import Plan
-from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
+from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds, numbers
 from .placement import cast_all, extremes, fit, upload
 
 GAP: Final = 2**16
 """Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
 
-Key: TypeAlias = tuple[Source, int, int, str]
+Key: TypeAlias = tuple[Source, int, int, str] | float
+"""What tells a stored tensor, or a number that formulas take: a scale, a strength."""
 
 
 class AdaptersOnDevice:
@@ -31,16 +33,18 @@ class AdaptersOnDevice:
         """`most`: the bytes that they may take on a device. Those that go beyond it are not held. `piece`: the bytes of
         one upload, unless a tensor has more, from pinned memory."""
         self._reader, self._infos, self._most, self._piece = reader, _used(plans), most, piece
+        self._numbers = sorted({1.0, *(x for u in _uses(plans) for x in (u.strength, *u.patch.numbers.values()))})
         self._made: dict[Placement, dict[Key, Tensor]] = {}
         self._lock = Lock()
 
-    def get(self, info: StoredTensor, lane: DeviceStream) -> Tensor | None:
-        """Return all numbers of a tensor, flat, at the lane's placement; None for a tensor that is not held."""
+    def get(self, wanted: StoredTensor | float, lane: DeviceStream) -> Tensor | None:
+        """Return all numbers of a tensor, flat, at the lane's placement, or a single number as [1, 1]; None for what is
+        not held."""
         if lane.at not in self._made:
             with self._lock:
                 if lane.at not in self._made:
                     self._made[lane.at] = self._made_at(lane)
-        return self._made[lane.at].get(_key(info))
+        return self._made[lane.at].get(_key(wanted) if isinstance(wanted, StoredTensor) else wanted)
 
     def size(self, at: Placement) -> int:
         """Return the bytes that they take at a placement."""
@@ -58,13 +62,14 @@ class AdaptersOnDevice:
         return made
 
     def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
-        """Return all tensors at the lane's placement. A piece with a number that is not finite is left out: whoever
-        needs it reads it again, and finds the tensor."""
-        found, left = dict[Key, Tensor](), self._most // lane.at.dtype.itemsize
+        """Return all tensors and numbers at the lane's placement. A piece with a number that is not finite is left out:
+        whoever needs it reads it again, and finds the tensor."""
+        found: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
+        left = self._most // lane.at.dtype.itemsize
         infos_held = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
         for infos in _pieces(infos_held, self._piece):
-            numbers = [prod(i.shape) for i in infos]
-            left -= sum(numbers)
+            sizes = [prod(i.shape) for i in infos]
+            left -= sum(sizes)
             if left < 0:
                 break
             start, end = infos[0].offset, infos[-1].offset + infos[-1].nbytes
@@ -72,8 +77,8 @@ class AdaptersOnDevice:
             memory: Any = host.numpy()
             self._reader.read_into(memoryview(memory), infos[0].source, start)
             raw = upload(host, lane, 0)
-            own = torch.empty(sum(numbers), dtype=lane.at.dtype, device=lane.at.device)
-            parts = own.split_with_sizes(numbers)
+            own = torch.empty(sum(sizes), dtype=lane.at.dtype, device=lane.at.device)
+            parts = own.split_with_sizes(sizes)
             cast_all([raw[i.offset - start :][: i.nbytes].view(TORCH_DTYPES[i.dtype]) for i in infos], parts)
             ends = extremes(own, lane)
             lane.settle()
@@ -90,12 +95,16 @@ def _key(info: StoredTensor) -> Key:
 def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
     """Return the tensors that formulas take as floats, each once, in the order in which they are stored."""
     found: dict[Key, StoredTensor] = {}
-    for patch in (u.patch for p in plans for m in p.adapters for uses in m.uses.values() for u in uses):
+    for patch in (u.patch for u in _uses(plans)):
         floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.beside.keys()
         for info in (patch.module.slots[slot] for slot in floats):
             if info.nbytes:
                 found[_key(info)] = info
     return sorted(found.values(), key=lambda i: (str(i.file), i.offset))
+
+
+def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
+    return (u for p in plans for m in p.adapters for uses in m.uses.values() for u in uses)
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
