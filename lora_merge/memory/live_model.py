@@ -41,8 +41,7 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
     if isinstance(model, Module):
         tensors.update(_tensors(model, label))
         return replace(index_of(label, tensors, original), config=_config(model))
-    parts = getattr(model, "components", None)
-    modules = {k: v for k, v in parts.items() if isinstance(v, Module)} if isinstance(parts, Mapping) else {}
+    modules = _modules(model)
     if not modules:
         raise UsageError(f"a {label} has no weights that can be changed", "merge_into",
                          "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
@@ -54,10 +53,25 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
     return replace(index_of(label, tensors, original), config={"_class_name": label}, components=components)
 
 
+def live_tensors(model: object) -> dict[str, Tensor]:
+    """Return the tensors that a model or pipeline has now, under the names that `live_model` gives them."""
+    if isinstance(model, Module):
+        return _all(model)
+    return {f"{part}.{name}": t for part, module in _modules(model).items() for name, t in _all(module).items()}
+
+
+def _modules(pipeline: object) -> dict[str, Module]:
+    parts = getattr(pipeline, "components", None)
+    return {k: v for k, v in parts.items() if isinstance(v, Module)} if isinstance(parts, Mapping) else {}
+
+
+def _all(module: Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
-    found: dict[str, Tensor] = dict(module.named_parameters())
-    found.update(module.named_buffers())
+    found = _all(module)
     for name, tensor in found.items():
         if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
+from threading import Lock
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,18 +20,23 @@ from typing_extensions import Self, Unpack
 from ..engine.placement import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, UsageError
+from ..errors import FitError, InputError, UsageError
 from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
-from ..text import Shown, plural
-from .live_model import Pipeline, live_model
+from ..text import Shown, listed, plural
+from .live_model import Pipeline, live_model, live_tensors
 from .merging import KEEP, MemoryAdapters, prepare, warn_of
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]
 
-Restore: TypeAlias = Callable[[], Tensor]
-"""Function that returns the original bytes of a tensor, flat."""
+Restore: TypeAlias = Callable[[Tensor], Tensor | None]
+"""Function of a tensor with merged numbers that returns its original bytes, flat; None if it needs the merged numbers
+and the tensor has others."""
+
+_numbers: Final = count()
+_merges: Final[WeakSet[MergedModel]] = WeakSet()
+_lock: Final = Lock()  # for `_merges`, and who is busy
 
 LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
 
@@ -44,9 +53,12 @@ class MergedModel(Shown):
         ()
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], keep: Keep) -> None:
-        self._tensors, self._keep = tensors, keep
+    def __init__(self, model: object, tensors: Mapping[str, Tensor], keep: Keep) -> None:
+        self._model, self._tensors, self._keep = model, tensors, keep
         self._originals: dict[str, Restore] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._number, self._busy = next(_numbers), 0
+        _merges.add(self)
         self.numbers: Mapping[str, Any] = {}
         """The effect of the merge on the weights, as `numbers` of a report."""
 
@@ -59,10 +71,56 @@ class MergedModel(Shown):
         """Restore the exact bytes of every changed tensor. A second call does nothing.
 
         Merges into one model are undone in reverse order: the last one first.
+
+        Raises:
+            UsageError: If a later merge into a changed tensor is not undone, or a tensor has another dtype or shape
+                now: then nothing is restored. Also for numbers that were changed since, where only a difference from
+                the merged ones is kept; all other tensors are restored.
         """
-        while self._originals:
-            name, original = self._originals.popitem()
-            _write(self._tensors[name], original())
+        with self.alone():
+            now, failed = live_tensors(self._model), list[str]()
+            found = {name: now.get(name, self._tensors[name]) for name in reversed(self._originals)}
+            self._check(found)
+            for name, tensor in found.items():
+                data = self._originals[name](tensor)
+                if data is None:
+                    failed.append(name)
+                    continue
+                self._originals[name] = partial(_kept, data)  # if this is interrupted now, `undo` can be called again
+                _write(tensor, data)
+                del self._originals[name]
+        if failed:
+            raise UsageError("numbers were changed after the merge, and only their difference from the old is kept",
+                             listed(failed), "load the model again; with keep='host' all numbers are kept")  # fmt: skip
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Change the model's tensors in this block; UsageError if another thread changes some of them now."""
+        own = set(map(id, self._tensors.values()))
+        with _lock:
+            others = [m for m in _merges if m is not self and m._busy]
+            if any(not own.isdisjoint(map(id, m._tensors.values())) for m in others):
+                raise UsageError("another thread is changing this model", type(self._model).__name__,
+                                 "merge into a model, and undo that, in one thread at a time")  # fmt: skip
+            self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    def _check(self, found: Mapping[str, Tensor]) -> None:
+        """Raise UsageError unless the original bytes can be written into these tensors."""
+        own = {id(self._tensors[name]) for name in found}
+        for later in [m for m in _merges if m._number > self._number]:
+            if names := [n for n in later._originals if id(later._tensors[n]) in own]:
+                raise UsageError("a later merge into this model is not undone yet", listed(names),
+                                 "undo that merge first")  # fmt: skip
+        for name, tensor in found.items():
+            if (tensor.dtype, tensor.shape) != self._kinds[name] or tensor.is_meta:
+                was, now = (str(kind).removeprefix("torch.") for kind in (self._kinds[name][0], tensor.dtype))
+                what = "is on the meta device" if tensor.is_meta else f"{was} became {now}, {list(tensor.shape)}"
+                raise UsageError("a tensor is not what it was after the merge", f"{name}: {what}",
+                                 "bring it back, and undo then; or load the model again")  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -86,8 +144,11 @@ class MergedModel(Shown):
             made: Its new numbers, of the same shape and dtype.
         """
         tensor = self._tensors[name]
-        self._originals[name] = _KEEPERS[self._keep](tensor, made)
+        kept = _KEEPERS[self._keep](tensor, made)
+        self._kinds[name] = tensor.dtype, tensor.shape
+        self._originals[name] = _on_host(tensor, made) if self._keep == "compressed" else kept  # until that is written
         _write(tensor, as_bytes(made))
+        self._originals[name] = kept
 
     def original(self, name: str) -> Tensor:
         """Return a tensor of the model with its original numbers.
@@ -99,7 +160,8 @@ class MergedModel(Shown):
             The tensor itself where it was not changed, else a copy.
         """
         tensor, original = self._tensors[name], self._originals.get(name)
-        return tensor if original is None else original().view(tensor.dtype).view(tensor.shape)
+        data = original(tensor) if original is not None else None
+        return tensor if data is None else data.view(tensor.dtype).view(tensor.shape)
 
 
 @undisturbed()
@@ -141,7 +203,7 @@ def merge_into(
     if options.get("dtype", KEEP) != KEEP:
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
     live: dict[str, Tensor] = {}
-    merged = MergedModel(live, keep)
+    merged = MergedModel(model, live, keep)
     index = live_model(model, live, merged.original)
     options.setdefault("device", KEEP)
     merge = prepare(index, adapters, options, live, "merge_into")
@@ -152,20 +214,25 @@ def merge_into(
         if not (target.copied and merge.of_base(target)):
             merged.replace(target.name, made)
 
-    try:
-        with watched(progress) as watcher:
-            told = merge.run(give, watcher)
-        merged.numbers = told.numbers
-        warn_of(told)
-    except BaseException:
-        merged.undo()
-        raise
+    with merged.alone():
+        try:
+            with watched(progress) as watcher:
+                told = merge.run(give, watcher)
+            merged.numbers = told.numbers
+            warn_of(told)
+        except BaseException:
+            merged.undo()
+            raise
     return merged
 
 
 def _check_fits(target: OutputTensor, live: Mapping[str, Tensor]) -> None:
-    """Raise FitError for a result that the live model has no tensor for."""
+    """Raise FitError for a result that the live model has no tensor for, and InputError for one that torch cannot write
+    into the model's."""
     own = live.get(target.name)
+    if own is not None and target.uses and any(not s and n > 1 for s, n in zip(own.stride(), own.shape, strict=True)):
+        raise InputError("numbers of this tensor share their memory, and cannot be changed one by one", target.name,
+                         "give the layer a tensor of its own: .contiguous()")  # fmt: skip
     if own is None:
         what, where = "the adapter adds a tensor that the live model lacks", target.name
     elif tuple(own.shape) != tuple(target.shape):
@@ -182,28 +249,35 @@ def _write(tensor: Tensor, data: Tensor) -> None:
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
+def _kept(data: Tensor, _: Tensor) -> Tensor:
+    return data
+
+
 def _on_host(tensor: Tensor, _: Tensor) -> Restore:
-    kept = as_bytes(host(tensor)).clone()
-    return lambda: kept
+    return partial(_kept, as_bytes(host(tensor)).clone())
 
 
 def _on_device(tensor: Tensor, _: Tensor) -> Restore:
-    kept = as_bytes(tensor.detach().resolve_neg()).clone()
-    return lambda: kept
+    return partial(_kept, as_bytes(tensor.detach().resolve_neg()).clone())
 
 
 def _compressed(tensor: Tensor, made: Tensor) -> Restore:
     """Keep the bits in which the original and the merged numbers differ: most numbers differ in few of them."""
-    different = as_bytes(host(tensor)) ^ as_bytes(host(made))
+    new = as_bytes(host(made))
+    different = as_bytes(host(tensor)) ^ new
     wide = different.view(-1, tensor.element_size())  # bytes of equal weight together: the upper ones are mostly zero
-    return partial(_restored, tensor, zlib.compress(raw(wide.t()), LEVEL))
+    return partial(_restored, zlib.compress(raw(wide.t()), LEVEL), zlib.crc32(raw(new)))
 
 
-def _restored(tensor: Tensor, compressed: bytes) -> Tensor:
-    """Return the original bytes from the merged numbers and the compressed difference."""
+def _restored(compressed: bytes, checksum: int, tensor: Tensor) -> Tensor | None:
+    """Return the original bytes from the merged numbers and the compressed difference; None if the numbers do not have
+    this checksum."""
+    merged = as_bytes(host(tensor))
+    if zlib.crc32(raw(merged)) != checksum:
+        return None
     different = torch.frombuffer(bytearray(zlib.decompress(compressed)), dtype=torch.uint8)
     wide = different.view(tensor.element_size(), -1).t()
-    return as_bytes(wide) ^ as_bytes(host(tensor))
+    return as_bytes(wide) ^ merged
 
 
 _KEEPERS: Final[Mapping[str, Callable[[Tensor, Tensor], Restore]]] = {

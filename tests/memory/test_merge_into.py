@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, TooLarge, UsageError
+from lora_merge.memory import merge_into
 
 from ..support import Tensors, rand
 from ..whole.test_pipelines import PIPELINES, saved
@@ -185,3 +187,114 @@ def test_nothing_is_warned_of(tmp_path: Path) -> None:
         tuned(model, tmp_path)
         warnings.simplefilter("error")
         assert "changed 6 tensors" in repr(lora_merge.merge_into(model, tmp_path))
+
+
+def pairs(seed: int, layers: int = 3) -> Tensors:
+    """An adapter for `layers` linear layers of 4 numbers."""
+    return {f"{n}.lora_{k}.weight": rand(*s, seed=seed + n) for n in range(layers) for k, s in (("up", (4, 2)), ("down", (2, 4)))}  # fmt: skip
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_merge_is_undone_only_when_later_ones_are(keep: Any) -> None:
+    """Its original numbers are older than the later one's: written now, those would come back afterwards."""
+    model = stack()
+    before = state(model)
+    first, second = (lora_merge.merge_into(model, pairs(n), keep=keep) for n in range(2))
+    both = state(model)
+    with pytest.raises(UsageError, match="later merge"):
+        first.undo()
+    assert same(model, both)
+    second.undo()
+    first.undo()
+    assert same(model, before)
+    first = lora_merge.merge_into(model, pairs(0, layers=1))
+    other = lora_merge.merge_into(model, {k.replace("0", "2", 1): t for k, t in pairs(0, layers=1).items()})
+    first.undo()  # they share no tensor
+    other.undo()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("undoing", [False, True])
+def test_an_interruption_at_any_write_loses_nothing(
+    keep: Any, *, after: bool, undoing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, write, calls = stack(), merge_into._write, []
+    before = state(model)
+    merged = lora_merge.merge_into(model, pairs(0), keep=keep) if undoing else None
+
+    def interrupted(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        calls.append(tensor)
+        if after or len(calls) != 2:
+            write(tensor, data)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_into, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merged.undo() if merged else lora_merge.merge_into(model, pairs(0), keep=keep)
+    if merged:
+        merged.undo()
+        assert merged.changed == ()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_undo_knows_what_became_of_the_tensors(keep: Any) -> None:
+    """Other tensors in their place are restored, casts are refused before anything is written."""
+    model = stack()
+    before = state(model)
+    merged = lora_merge.merge_into(model, pairs(0), keep=keep)
+    model.load_state_dict(state(model), assign=True)
+    merged.undo()
+    assert same(model, before)
+    merged = lora_merge.merge_into(model, pairs(0), keep=keep)
+    now = state(model)
+    model[1].weight.data = model[1].weight.data.double()
+    with pytest.raises(UsageError, match="float32 became float64"):
+        merged.undo()
+    model[1].weight.data = model[1].weight.data.float()
+    assert same(model, now)
+    wrapped = nn.Sequential(model)  # names change, tensors do not
+    merged.undo()
+    assert same(wrapped[0], before)
+
+
+def test_a_difference_from_numbers_that_are_no_more_restores_nothing() -> None:
+    model = stack()
+    before = state(model)
+    merged = lora_merge.merge_into(model, pairs(0), keep="compressed")
+    model[1].weight.data.mul_(2)
+    with pytest.raises(UsageError, match="numbers were changed"):
+        merged.undo()
+    assert merged.changed == ("1.weight",)
+    assert same(model[0], {k: before[f"0.{k}"] for k in ("weight", "bias")})
+
+
+def test_one_thread_changes_a_model_at_a_time() -> None:
+    model, other, seen = stack(), stack(), []
+    before = state(model)
+
+    def during(_: object) -> None:
+        if not seen:
+            seen.append(None)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: lora_merge.merge_into(other, pairs(1)).undo()).result()
+                with pytest.raises(UsageError, match="another thread"):
+                    pool.submit(lora_merge.merge_into, model, pairs(1)).result()
+
+    with lora_merge.merge_into(model, pairs(0), progress=during):
+        assert seen
+    assert same(model, before)
+
+
+def test_rows_that_share_their_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.zeros(1, 4).expand(4, 4))
+    with pytest.raises(InputError, match="share their memory"):
+        lora_merge.merge_into(model, pairs(0, layers=1))
