@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from .text import Lines, html_table, shown
@@ -193,7 +195,8 @@ def device_failure(e: Exception) -> str:
 
 
 def as_resource_error(e: Exception) -> ResourceError | None:
-    """Return the error for a failure to get memory, a thread or a file descriptor; None for any other failure."""
+    """Return the error for a failure to get memory, a thread or a file descriptor, or of a device; None for any other
+    failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
         found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
@@ -201,6 +204,8 @@ def as_resource_error(e: Exception) -> ResourceError | None:
         found = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
     elif device_full(e):
         found = ResourceError("the device is out of memory", text, FULL)
+    elif device_failure(e):
+        found = DeviceFailed("a device", text)
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):
@@ -210,3 +215,16 @@ def as_resource_error(e: Exception) -> ResourceError | None:
         return None
     found.__cause__ = e
     return found
+
+
+@contextmanager
+def resource_errors() -> Iterator[None]:
+    """Raise ResourceError in place of errors that report too little memory, too few threads or descriptors, or a device
+    that failed."""
+    try:
+        yield
+    except Exception as e:
+        error = as_resource_error(e)
+        if error is None:
+            raise
+        raise error from e

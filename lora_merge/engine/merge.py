@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..disk.publish import replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
-from ..errors import MergeError, TooLarge, as_resource_error
+from ..errors import MergeError, TooLarge, as_resource_error, resource_errors
 from ..models.blocks import groups
 from ..models.names import names
 from ..planning.card import card, card_path
@@ -50,7 +50,7 @@ def run_together(
     Yields the number of each plan with its report, once its output has its name, or with an error of this plan alone.
     Errors that affect all plans are raised.
     """
-    with _resource_errors(), ExitStack() as stack:
+    with resource_errors(), ExitStack() as stack:
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
             progress(Step("load", str(plan.job.output), total=plan.size))
@@ -86,18 +86,6 @@ def _write(
     inputs = [p for plan in plans for p in plan.inputs]
     digests = stack.enter_context(RunningHashes(reader, first.base.files, inputs, ahead=len(plans) == 1))
     return Pipeline(plans, [o.part for o in outputs], digests, progress).run()
-
-
-@contextmanager
-def _resource_errors() -> Iterator[None]:
-    """Raise ResourceError in place of errors that report too little memory, or too few threads or descriptors."""
-    try:
-        yield
-    except Exception as e:
-        error = as_resource_error(e)
-        if error is None:
-            raise
-        raise error from e
 
 
 @dataclass(frozen=True)

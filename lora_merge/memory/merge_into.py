@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -20,7 +20,7 @@ from typing_extensions import Self, Unpack
 from ..engine.placement import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, UsageError
+from ..errors import DeviceFailed, FitError, InputError, UsageError, resource_errors
 from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
@@ -67,6 +67,7 @@ class MergedModel(Shown):
         """The names of the tensors that hold merged numbers; () after `undo`."""
         return tuple(self._originals)
 
+    @resource_errors()
     def undo(self) -> None:
         """Restore the exact bytes of every changed tensor. A second call does nothing.
 
@@ -165,6 +166,7 @@ class MergedModel(Shown):
 
 
 @undisturbed()
+@resource_errors()
 def merge_into(
     model: Module | Pipeline,
     adapters: MemoryAdapters,
@@ -221,7 +223,8 @@ def merge_into(
             merged.numbers = told.numbers
             warn_of(told)
         except BaseException:
-            merged.undo()
+            with suppress(DeviceFailed):  # the first error is the one to report
+                merged.undo()
             raise
     return merged
 

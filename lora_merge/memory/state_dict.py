@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..engine.torch_state import undisturbed
+from ..errors import resource_errors
 from ..keywords import PythonOptions
 from ..progress import Progress, watched
 from .merging import MemoryAdapters, prepare, warn_of
@@ -17,6 +18,7 @@ from .state_index import index_of, ties
 
 
 @undisturbed()
+@resource_errors()
 def merge_state_dict(
     state_dict: Mapping[str, Tensor],
     adapters: MemoryAdapters,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lora_merge.algorithms.base import Algorithm
 from lora_merge.engine.device import choice
 from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import _stream, odd
-from lora_merge.errors import DeviceFailed, TooLarge
+from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
 
 from ..pretended_cuda import Pretended, Stream, pretended_cuda
 from ..support import Tensors, load, rand, save
@@ -170,6 +171,30 @@ def test_a_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
     assert report.device == "cpu"
     assert any("cuda is not used: it failed before" in note for note in report.notes)
     assert lora_merge.merge(*files, tmp_path / "other", device="cuda:1").device == "cuda:1"
+
+
+@pytest.mark.filterwarnings("ignore:.* were tied")
+@pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
+@pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
+def test_a_device_that_fails_under_tensors_in_memory_is_told(
+    name: str, text: str, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of the folds too: when tensors of the caller are read, and when results are made."""
+    held = {key: tensor.to("cuda:0") for key, tensor in model().items()}
+    place = torch if name == "empty" else Tensor
+    real, failed = getattr(place, name), list[str]()
+
+    def broken(*given: Any, **options: Any) -> Any:
+        if "cuda" in str(options.get("device", "")) or any(isinstance(t, Tensor) and t.is_cuda for t in given):
+            failed.append(name)
+            raise RuntimeError(text)
+        return real(*given, **options)
+
+    monkeypatch.setattr(place, name, broken)
+    for device in ("cpu", "keep", "cuda:0"):
+        with suppress(ResourceError):
+            lora_merge.merge_state_dict(held, adapter(), device=device)
+    assert failed
 
 
 def test_jobs_after_a_device_failed_are_made_on_the_cpu(

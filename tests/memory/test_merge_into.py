@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lora_merge
-from lora_merge.errors import FitError, InputError, TooLarge, UsageError
+from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
 
 from ..support import Tensors, rand
@@ -298,3 +298,14 @@ def test_rows_that_share_their_memory_are_refused() -> None:
     model[0].weight = nn.Parameter(torch.zeros(1, 4).expand(4, 4))
     with pytest.raises(InputError, match="share their memory"):
         lora_merge.merge_into(model, pairs(0, layers=1))
+
+
+def test_the_first_error_of_a_device_is_told_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["CUDA error: device-side assert triggered", *["CUDA error: unspecified launch failure"] * 9])
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError(next(texts))
+
+    monkeypatch.setattr(merge_into, "_write", broken)
+    with pytest.raises(DeviceFailed, match="device-side assert"):
+        lora_merge.merge_into(stack(), pairs(0))
