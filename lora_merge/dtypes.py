@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import frexp, inf, nextafter, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from .algorithms import Shape
+from .shapes import Shape
 
 
 class Dtype(NamedTuple):

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Final, Protocol
 
-from ..algorithms import ALGORITHMS, Shape
+from ..algorithms import ALGORITHMS
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
@@ -25,6 +25,7 @@ from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
+from ..shapes import Shape
 from ..text import plural
 from .suffixes import SHARED, split, split_row_part
 from .values import differing, e4m3, zero_outside

@@ -15,7 +15,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ..adapters.file import group
-from ..algorithms import flat
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
@@ -30,6 +29,7 @@ from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.one_core import one_core
+from ..shapes import flat
 from .job import AdapterJob
 from .joining.targets import Target
 from .side_by_side import PerThread, side_by_side

@@ -14,7 +14,6 @@ import torch
 
 from ..adapters.file import AdapterFile, weight_shape
 from ..adapters.suffixes import split
-from ..algorithms import Shape
 from ..disk.destination import check_output
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
@@ -28,6 +27,7 @@ from ..files.checkpoint import Index
 from ..models.names import denoiser_of
 from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
+from ..shapes import Shape
 from ..version import __version__
 from .changes import Evaluator
 from .conversion.kept import entry, waiting

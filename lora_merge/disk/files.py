@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from ..algorithms import Shape
 from ..errors import InputError
+from ..shapes import Shape
 
 
 @dataclass(frozen=True, eq=False)

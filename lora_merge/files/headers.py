@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from ..algorithms import Shape
 from ..disk.pages import PAGE
 from ..dtypes import bytes_of
 from ..errors import InputError
+from ..shapes import Shape
 from .gguf.layout import is_gguf, texts_of, with_texts
 from .safetensors import HEADER_LIMIT
 

@@ -11,12 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
-from ..algorithms import Shape
 from ..disk.files import StoredTensor, unreadable
 from ..dtypes import TABLE
 from ..errors import InputError
 from ..limits import from_json
 from ..paths import WEIGHTS
+from ..shapes import Shape
 from ..text import listed
 from .checkpoint import Index
 from .codecs.told import SECTIONS

@@ -12,7 +12,7 @@ from ..adapters.conv1d import STATE
 from ..adapters.file import SCALES, Module
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
-from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora
+from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, dora
 from ..algorithms.base import expect
 from ..algorithms.boft import BOFT
 from ..algorithms.frod import LAYER
@@ -28,6 +28,7 @@ from ..dtypes import WHOLE, spoken
 from ..errors import InputError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView, turned
+from ..shapes import Shape
 from .context import LACKS_FACTS, AdapterContext, fit, shapes_of
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks

@@ -12,12 +12,13 @@ from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
 from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
-from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
+from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
 from ..dtypes import WHOLE
 from ..errors import MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView
+from ..shapes import Shape, flat
 from .orientation import NOTHING, Base, Orientation
 
 LACKS_FACTS: Final = "the adapter's file does not hold all that its formula needs"

@@ -12,7 +12,6 @@ from difflib import SequenceMatcher
 from typing import Final
 
 from ..adapters.file import weight_shapes
-from ..algorithms import Shape
 from ..errors import FitError, MergeError, ShapeMismatch, UnmatchedModules
 from ..files.layouts import PEFT
 from ..files.lookalikes import foreign
@@ -21,6 +20,7 @@ from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..models.prefixes import PREFIXES
 from ..options import Unmatched
+from ..shapes import Shape
 from ..text import by_pattern, counted, plural
 from .patch import Match
 

@@ -17,7 +17,7 @@ from ..adapters.file import Module, twice
 from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
-from ..algorithms import ALGORITHMS, Shape
+from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..models.module_order import type_of
@@ -27,6 +27,7 @@ from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..ranges import Rows
+from ..shapes import Shape
 from ..text import listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
@@ -135,9 +136,11 @@ class MatchBuilder:
     def _remark(self, text: str, module: Module) -> None:
         self.remarks.setdefault(text, {})[module.where] = None
 
-    def _leave_unused(self, module: Module, why: str) -> None:
-        """Record why the tensors of a placed module change nothing."""
+    def _leave_unused(self, module: Module, why: str, components: Collection[str] = ()) -> None:
+        """Record why the tensors of a placed module change nothing; count it, if its components are given."""
         self.unused |= dict.fromkeys((info.name for info in module.tensors), why)
+        if components:
+            self._count(module.where, components)
 
     def _seek(self, module: Module) -> WeightView | None:
         """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""
@@ -161,8 +164,7 @@ class MatchBuilder:
             return
         if self.pair.as_one(module.name) and self.places.lacks_end(module.name) and self.places.embeddings_change:
             self.notes.append(AGAIN.format(name=module.name))
-            self._leave_unused(module, COPY)
-            self._count(module.where, {self.names.component(view.row_slices[0].key)})
+            self._leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
         gap = self.lacking.get(module.where)
         if gap and not (gap.slot == "alpha" and ALPHA in self.context.given):
@@ -233,8 +235,7 @@ class MatchBuilder:
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
             if left_out and isinstance(e, ShapeMismatch):
                 self._remark(LEFT_OUT, module)
-                self._leave_unused(module, OFF)
-                self._count(module.where, set(places.values()))
+                self._leave_unused(module, OFF, set(places.values()))
             else:
                 self.failures.append(e)
             return None
@@ -248,27 +249,26 @@ class MatchBuilder:
         weight = self.places.named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
-        self._leave_unused(module, ZEROS)
-        self._count(module.where, {self.names.component(piece.key) for piece in weight.row_slices})
+        self._leave_unused(module, ZEROS, {self.names.component(piece.key) for piece in weight.row_slices})
         return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.duplicates.repeats(patch):
             self._remark(TWICE, patch.module)
-            self._leave_unused(patch.module, COPY)
-            self._count(patch.module.where, {self.names.component(key or piece.key) for piece in patch.view.row_slices})
+            found = {self.names.component(key or piece.key) for piece in patch.view.row_slices}
+            self._leave_unused(patch.module, COPY, found)
             return
-        found = set()
+        added = set()
         for piece, start in patch.view.addresses():
             into = key or piece.key
             strength = self.ref.factor(into, component := self.names.component(into))
-            found.add((component, strength))
+            added.add((component, strength))
             if strength:
                 self.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
                 self._leave_unused(patch.module, OFF)
-        self.strengths.update(found)
-        self._count(patch.module.where, {component for component, _ in found})
+        self.strengths.update(added)
+        self._count(patch.module.where, {component for component, _ in added})
 
     def _count(self, name: str, components: Collection[str]) -> None:
         """Count a placed module and the components of the model that it changes."""

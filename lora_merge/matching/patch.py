@@ -10,9 +10,10 @@ from math import isfinite
 from typing import Any, Final, NamedTuple
 
 from ..adapters.file import AdapterFile, Module
-from ..algorithms import ALGORITHMS, Shape, dora
+from ..algorithms import ALGORITHMS, dora
 from ..disk.files import StoredTensor
 from ..models.weights import RowSlice, WeightView
+from ..shapes import Shape
 
 OFF: Final = "its strength is 0"
 COPY: Final = "the adapter holds it a second time; it is applied once"

@@ -9,7 +9,7 @@ from functools import cached_property
 from ..adapters.file import WRAPPED, Module
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
-from ..algorithms import ALGORITHMS, flat
+from ..algorithms import ALGORITHMS
 from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
 from ..errors import MergeError, ShapeMismatch
@@ -17,6 +17,7 @@ from ..models.names import EXPERTS, Names
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
+from ..shapes import flat
 from .context import AdapterContext
 from .orientation import Place, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place

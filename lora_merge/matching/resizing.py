@@ -18,7 +18,7 @@ from typing import Final
 from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
-from ..algorithms import ALGORITHMS, COUNT, Shape, flat
+from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
@@ -26,6 +26,7 @@ from ..dtypes import WHOLE, spoken
 from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
+from ..shapes import Shape, flat
 from .patch import REPLACED, Match, Patch, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})

@@ -16,7 +16,6 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.methods import MLX
-from ..algorithms import Shape
 from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
@@ -26,6 +25,7 @@ from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
 from ..models.weights import WeightView, whole
 from ..options import Unmatched
 from ..ranges import Rows
+from ..shapes import Shape
 from ..text import listed
 from .context import AdapterContext
 from .patch import Match, PatchPart

@@ -17,10 +17,10 @@ from ..adapters.file import Module
 from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import is_layer
-from ..algorithms import flat
 from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..models.module_order import in_order, tables, type_of
+from ..shapes import flat
 
 EXPERTS: Final = re.compile(r"experts\.\d+\.")
 AGAIN: Final = "save it again with save_indices=True, or " + CONVERT

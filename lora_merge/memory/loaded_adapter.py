@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
-from ..algorithms import ALGORITHMS, flat
+from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..engine.blocks import BlockPart
 from ..engine.devices import place
@@ -32,6 +32,7 @@ from ..models.weights import Weight, whole
 from ..options import unlike
 from ..paths import input_path
 from ..planning.plan import OutputTensor
+from ..shapes import flat
 from ..text import Shown
 from .state_index import check_values, index_of
 

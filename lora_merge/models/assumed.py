@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from ..algorithms import Shape
 from ..errors import AmbiguousName
+from ..shapes import Shape
 from .architectures import Architecture, shipped
 from .architectures.notation import Table, fill
 from .components import ENCODER_IDS, label

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ..algorithms import Shape
 from ..errors import InputError
+from ..shapes import Shape
 from .architectures import Architecture, recognise, shipped
 from .spellings import Component
 

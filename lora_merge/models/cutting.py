@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from ..algorithms import Shape
+from ..shapes import Shape
 from .architectures.notation import Hit, Path, Row, Table, fill
 from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Final, TypeAlias
 
-from ..algorithms import Shape
+from ..shapes import Shape
 from .architectures.notation import Row, Table, is_number
 from .cutting import Names, canonical, put, spelled
 from .weights import RowSlice, WeightView, whole

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
-from ..algorithms import Shape
+from ..shapes import Shape
 
 Split: TypeAlias = tuple[int, ...]
 """Rows of every layer in a fused weight, in order."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from ..algorithms import Shape
+from ..shapes import Shape
 from .architectures import Architecture, fits, shipped
 
 Seen: TypeAlias = frozenset[tuple[str, Shape]]

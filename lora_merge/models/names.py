@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..algorithms import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
+from ..shapes import Shape
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .fused import Split, splits

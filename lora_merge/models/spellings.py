@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from ..algorithms import Shape
+from ..shapes import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import Table
 from .cutting import canonical, spelled

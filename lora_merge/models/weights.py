@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
+from ..shapes import Shape, flat
 
 
 class Weight(NamedTuple):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from ..adapters.file import AdapterFile, group
-from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, spoken
 from ..errors import FitError, InputError, UsageError
@@ -24,6 +23,7 @@ from ..files.gguf.view import as_plain
 from ..files.headers import layout
 from ..job import Job
 from ..models.weights import Weight
+from ..shapes import Shape
 from .plan import OutputTensor
 
 GGUF: Final = ".gguf"

@@ -13,7 +13,6 @@ from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
-from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, spoken
@@ -45,6 +44,7 @@ from ..models.names import Names
 from ..models.strengths import Strengths, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
+from ..shapes import Shape
 from ..text import listed
 from .cache import CheckpointCache
 from .combining import Combining

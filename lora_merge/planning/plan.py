@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
 from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
@@ -20,6 +19,7 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
+from ..shapes import Shape, flat
 from ..text import Shown, by_component, by_pattern, size, stored
 from .quantising import NOTHING, Quantising
 

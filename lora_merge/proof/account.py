@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
@@ -26,6 +25,7 @@ from ..matching.patch import COPY, OFF, ZEROS, Match, Patch
 from ..models.weights import RowSlice
 from ..options import BLOCK_LIST
 from ..planning.plan import Plan
+from ..shapes import Shape
 from ..text import listed, quoted
 from .findings import NAMED, REPORT
 from .reference.floats import Array, decode

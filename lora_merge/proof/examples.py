@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..algorithms import ALGORITHMS, Shape, flat
+from ..algorithms import ALGORITHMS
+from ..shapes import Shape, flat
 from .reference import FormulaInput
 from .reference.floats import Array
 

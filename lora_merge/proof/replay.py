@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
-from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, FORMATS
@@ -24,6 +23,7 @@ from ..planning.outputs import contents, differing, misleading
 from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
+from ..shapes import Shape
 from ..text import listed, quoted
 from .find_inputs import different, find
 from .header_changes import beside, header_changes, notes

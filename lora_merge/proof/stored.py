@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.codecs.base import CODES, Packing
 from ..planning.plan import OutputTensor
+from ..shapes import Shape
 from .decoders import DECODERS, BadPart, alone
 from .grids import Grid, joined
 from .reference.floats import Array, decode

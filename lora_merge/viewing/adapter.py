@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..adapters.file import AdapterFile, FileValues, Module, weight_shapes
 from ..adapters.peft.rules import rules
 from ..adapters.suffixes import split_row_part
-from ..algorithms import ALGORITHMS, Shape
+from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
@@ -21,6 +21,7 @@ from ..models.module_blocks import block_name, in_order, network_of
 from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
+from ..shapes import Shape
 from ..text import by_pattern
 from .training import entry, training
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module
 from ..adapters.peft.rules import rules
-from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
+from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.blocks import BlockPart
@@ -30,6 +30,7 @@ from ..matching.context import AdapterContext
 from ..matching.patch import PatchPart
 from ..models.weights import unstored, whole
 from ..planning.plan import OutputTensor
+from ..shapes import Shape, flat
 from .adapter import algorithm_of
 
 SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed

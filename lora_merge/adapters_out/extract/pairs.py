@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from ...algorithms import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import AVERAGES, Names
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
+from ...shapes import flat
 from ...text import listed
 from ..dialects import Dialect
 from ..places import Place, places

@@ -7,12 +7,13 @@ from contextlib import suppress
 from typing import Final
 
 from ...adapters.file import AdapterFile, Module
-from ...algorithms import ALGORITHMS, Shape
+from ...algorithms import ALGORITHMS
 from ...errors import FitError, InputError, UsageError
 from ...models.assumed import Change, NotTold, assumed, candidates
 from ...models.guess import architectures, seen
 from ...models.names import of_the_denoiser
 from ...models.prefixes import prefixed
+from ...shapes import Shape
 
 GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
 SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}

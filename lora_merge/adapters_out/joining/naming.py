@@ -7,13 +7,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from ...algorithms import Shape
 from ...disk.files import StoredTensor
 from ...errors import AmbiguousName
 from ...files.checkpoint import Index
 from ...matching.patch import Match, PatchPart
 from ...models.names import Names
 from ...models.weights import RowSlice
+from ...shapes import Shape
 from ..dialects import DIALECTS
 from ..places import places
 from .names import styles_of

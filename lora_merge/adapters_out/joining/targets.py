@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from ...algorithms import Shape, flat
 from ...disk.files import StoredTensor
 from ...matching.patch import PatchPart
 from ...models.weights import RowSlice
+from ...shapes import Shape, flat
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Rows of a weight: (first row, end) of consecutive ones."""

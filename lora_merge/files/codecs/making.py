@@ -19,9 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...algorithms import Shape
 from ...disk.files import Memory, StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
+from ...shapes import Shape
 from .base import Packing, Part
 from .bitsandbytes import ABSMAX, MAP, fresh_four_bits
 from .compressed_tensors import METHOD

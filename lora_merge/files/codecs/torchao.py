@@ -13,10 +13,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...algorithms import Shape
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...limits import from_json
+from ...shapes import Shape
 from .base import Checkpoint, Claim, Packing, claimed
 from .fp4 import Fp4Tensors, fp4
 from .scaled import Stored, scaled

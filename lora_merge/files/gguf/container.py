@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from ...algorithms import Shape
 from ...disk.files import FileState, Header, StoredTensor, open_regular
 from ...errors import InputError
+from ...shapes import Shape
 from ...text import quoted
 from .types import BY_NUMBER, TYPES
 

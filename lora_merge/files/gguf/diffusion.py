@@ -12,8 +12,8 @@ from dataclasses import replace
 from math import prod
 from typing import Final, NamedTuple
 
-from ...algorithms import Shape
 from ...disk.files import StoredTensor
+from ...shapes import Shape
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh
 from .container import ARRAY, MAGIC

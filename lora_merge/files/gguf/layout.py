@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ...algorithms import Shape
 from ...disk.files import open_regular
 from ...disk.pages import PAGE
 from ...errors import InputError
+from ...shapes import Shape
 from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of, read_content
 from .types import TYPES
 

@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from ...algorithms import Shape
+from ...shapes import Shape
 
 
 class GgmlType(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ...algorithms import Shape
 from ...disk.files import StoredTensor
 from ...errors import InputError
+from ...shapes import Shape
 from ...text import quoted
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh, ggml, permuted, shifted

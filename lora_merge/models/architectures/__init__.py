@@ -31,9 +31,10 @@ from typing import Any, Final
 
 import yaml
 
-from ...algorithms import COUNT, Shape
+from ...algorithms import COUNT
 from ...errors import InputError
 from ...files.yaml_source import LOADER, check_depth, read_text
+from ...shapes import Shape
 from .notation import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent

@@ -50,6 +50,49 @@ def of_file(found: Found) -> dict[str, Any]:
     page = Content("Adapter" if found["kind"] == "adapter" else "Model", Path(found["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
+    _summary(page, found)
+    page.data["notes"] = list(found.get("notes", ()))
+    if incomplete := found.get("incomplete"):
+        page.data["warnings"].append(f"{len(incomplete)} modules lack a tensor: {listed(incomplete)}")
+    page.table(
+        "Parts",
+        ["part", "what it does", "modules", "parameters", "layers"],
+        (
+            [name, part["does"], part["modules"], part["parameters"], _counts(part["layers"])]
+            for name, part in found.get("parts", {}).items()
+        ),
+        first=True,
+    )
+    _trained(page, found.get("trained") or {}, found.get("metadata") or {})
+    hashes = (found.get("hashes") or {}).items()
+    page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
+    page.table(
+        "Layers",
+        ["names", "algorithm", "modules", "ranks", "alphas"],
+        (
+            [name, row["algorithm"], row["modules"], _few(row["ranks"]), _few(row["alphas"])]
+            for name, row in found.get("patterns", {}).items()
+        ),
+    )
+    if numbers := found.get("weights"):
+        _changed(page, numbers)
+    blocks = found.get("blocks") or {}
+    if found["kind"] == "adapter":
+        page.table(
+            "Blocks",
+            ["block", "modules", "ranks", "alphas"],
+            ([name, b["modules"], _range(b["ranks"]), _range(b["alphas"])] for name, b in blocks.items()),
+        )
+    elif not match:
+        if sizes := found.get("sizes"):
+            _sized(page, sizes)
+        page.bars("Parameters by block", "block", blocks.items())
+    if match:
+        _matched(page, found, match)
+    return page.data
+
+
+def _summary(page: Content, found: Found) -> None:
     page.summary(
         ("file", found["path"]),
         ("size", size(found["bytes"])),
@@ -73,66 +116,32 @@ def of_file(found: Found) -> dict[str, Any]:
         ("names", _plain(found.get("names", []))),
         ("made for", found.get("made_for")),
     )
-    page.data["notes"] = list(found.get("notes", ()))
-    if incomplete := found.get("incomplete"):
-        page.data["warnings"].append(f"{len(incomplete)} modules lack a tensor: {listed(incomplete)}")
-    page.table(
-        "Parts",
-        ["part", "what it does", "modules", "parameters", "layers"],
-        (
-            [name, part["does"], part["modules"], part["parameters"], _counts(part["layers"])]
-            for name, part in found.get("parts", {}).items()
-        ),
-        first=True,
-    )
-    trained = found.get("trained") or {}
-    page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
+
+
+def _trained(page: Content, trained: Found, metadata: Found) -> None:
+    """Add what the trainer noted, and the picture that shows what the adapter does."""
+    page.data["image"] = preview(trained.get("preview") or {}, metadata)
     page.table(
         "Training",
         ["fact", "value"],
         ([name.replace("_", " "), _fact(name, value)] for name, value in trained.items()),
         first=True,
     )
-    hashes = (found.get("hashes") or {}).items()
-    page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
-    page.table(
-        "Layers",
-        ["names", "algorithm", "modules", "ranks", "alphas"],
-        (
-            [name, row["algorithm"], row["modules"], _few(row["ranks"]), _few(row["alphas"])]
-            for name, row in found.get("patterns", {}).items()
+
+
+def _changed(page: Content, numbers: Found) -> None:
+    """Add how much an adapter changes, from its weights."""
+    page.summary(
+        ("norm of ΔW", f"{numbers['norm']:.4g}"),
+        ("stable rank", _range(numbers["stable_rank"])),
+        *(
+            (f"{share} of the energy", f"is in rank {rank['median']:g} (median), {rank['max']:g} at most")
+            for share, rank in numbers.get("rank_for_energy", {}).items()
         ),
     )
-    if numbers := found.get("weights"):
-        page.summary(
-            ("norm of ΔW", f"{numbers['norm']:.4g}"),
-            ("stable rank", _range(numbers["stable_rank"])),
-            *(
-                (f"{share} of the energy", f"is in rank {rank['median']:g} (median), {rank['max']:g} at most")
-                for share, rank in numbers.get("rank_for_energy", {}).items()
-            ),
-        )
-        page.heat_map(
-            "What it changes, by block and layer",
-            "At strength 1. Click a cell for its modules.",
-            MEASURED,
-            numbers["modules"],
-        )
-        page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
-    blocks = found.get("blocks") or {}
-    if found["kind"] == "adapter":
-        page.table(
-            "Blocks",
-            ["block", "modules", "ranks", "alphas"],
-            ([name, b["modules"], _range(b["ranks"]), _range(b["alphas"])] for name, b in blocks.items()),
-        )
-    elif not match:
-        if sizes := found.get("sizes"):
-            _sized(page, sizes)
-        page.bars("Parameters by block", "block", blocks.items())
-    if match:
-        _matched(page, found, match)
-    return page.data
+    page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
+                  numbers["modules"])  # fmt: skip
+    page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
 
 
 def _sized(page: Content, sizes: Found) -> None:
@@ -180,54 +189,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
     page = Content("Comparison", f"{Path(found['a']).name} ↔ {Path(found['b']).name}")
     page.summary(("A", found["a"]), ("B", found["b"]))
-    if found["kind"] == "adapters":
-        total = found["total"]
-        page.summary(
-            ("modules in both", found["common"]),
-            ("cosine of the changes", _six(total.get("cosine"))),
-            ("they fight", of_fight(found)),
-            ("common directions", _percent(total.get("overlap"))),
-            ("‖ΔW‖ of A", _six(total.get("a"))),
-            ("‖ΔW‖ of B", _six(total.get("b"))),
-        )
-        page.heat_map(
-            "How alike they are, by block and layer",
-            "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
-            ALIKE,
-            found["modules"],
-        )
-        page.bars(
-            "Cosine by block",
-            "block",
-            ((n, row["cosine"]) for n, row in zip(_short(found["blocks"]), found["blocks"].values(), strict=True)),
-        )
-        columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
-        rows = zip(_short(found["blocks"]), found["blocks"].values(), strict=True)
-        page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
-    else:
-        page.summary(
-            ("equal tensors", f"{found['equal']} of {found['compared']}"),
-            ("different", found["different"]),
-            *(("dtypes", f"{both}: {n} tensors") for both, n in found.get("dtypes", {}).items()),
-            ("norm of the difference", _six(found["total"].get("difference"))),
-            ("of the norm of A", _percent(found["total"].get("relative"))),
-            ("largest difference", _six(found["total"].get("largest"))),
-            ("numbers that differ", _of(found["total"].get("changed"), found["total"].get("of"))),
-            ("entries of metadata that differ", len(found.get("metadata", ())) or ""),
-        )
-        page.heat_map(
-            "Where they differ, by block and layer",
-            "Equal tensors are left out. Click a cell for its tensors.",
-            DIFFERENT,
-            found["tensors"],
-            "B − A",
-        )
-        _blocks_that_differ(page, found["blocks"])
-        page.bars(
-            "Norm of the difference by block",
-            "block",
-            ((n, row["difference"]) for n, row in found["blocks"].items() if row["difference"]),
-        )
+    (_alike if found["kind"] == "adapters" else _different)(page, found)
     page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
     page.table(
         "Only in one",
@@ -236,6 +198,49 @@ def of_comparison(found: Found) -> dict[str, Any]:
     )
     page.data["notes"] = list(found.get("notes", ()))
     return page.data
+
+
+def _alike(page: Content, found: Found) -> None:
+    total = found["total"]
+    page.summary(
+        ("modules in both", found["common"]),
+        ("cosine of the changes", _six(total.get("cosine"))),
+        ("they fight", of_fight(found)),
+        ("common directions", _percent(total.get("overlap"))),
+        ("‖ΔW‖ of A", _six(total.get("a"))),
+        ("‖ΔW‖ of B", _six(total.get("b"))),
+    )
+    page.heat_map(
+        "How alike they are, by block and layer",
+        "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
+        ALIKE,
+        found["modules"],
+    )
+    rows = list(_labelled(found["blocks"]))
+    page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows))
+    columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
+    page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
+
+
+def _different(page: Content, found: Found) -> None:
+    page.summary(
+        ("equal tensors", f"{found['equal']} of {found['compared']}"),
+        ("different", found["different"]),
+        *(("dtypes", f"{both}: {n} tensors") for both, n in found.get("dtypes", {}).items()),
+        ("norm of the difference", _six(found["total"].get("difference"))),
+        ("of the norm of A", _percent(found["total"].get("relative"))),
+        ("largest difference", _six(found["total"].get("largest"))),
+        ("numbers that differ", _of(found["total"].get("changed"), found["total"].get("of"))),
+        ("entries of metadata that differ", len(found.get("metadata", ())) or ""),
+    )
+    page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
+                  DIFFERENT, found["tensors"], "B − A")  # fmt: skip
+    _blocks_that_differ(page, found["blocks"])
+    page.bars(
+        "Norm of the difference by block",
+        "block",
+        ((n, row["difference"]) for n, row in found["blocks"].items() if row["difference"]),
+    )
 
 
 def _blocks_that_differ(page: Content, blocks: Found) -> None:
@@ -291,7 +296,7 @@ def _short(names: Mapping[str, Any]) -> list[str]:
     return [labels[name] for name in names]
 
 
-def _labelled(found: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+def _labelled(found: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return zip(_short(found), found.values(), strict=True)
 
 
