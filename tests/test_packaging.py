@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .test_structure import LIBRARIES
+
 ROOT = Path(__file__).parent.parent
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -19,6 +21,15 @@ def test_every_folder_with_code_is_packaged() -> None:
     folders = {p.parent.relative_to(ROOT).as_posix().replace("/", ".") for p in (ROOT / "lora_merge").rglob("*.py")}
     folders = {f for f in folders if "algorithms" not in f} | {"lora_merge.algorithms"}
     assert folders == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    """Also those that other libraries would bring."""
+    names = {"yaml": "PyYAML"}
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = " ".join([*PROJECT["project"]["dependencies"], *extras["plots"], *extras["ray"]])
+    for library in LIBRARIES:
+        assert re.search(rf"\b{names.get(library, library)}\b", declared), library
 
 
 def test_the_link_to_the_algorithms_points_where_it_should() -> None:
@@ -64,18 +75,10 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) 
 
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in (
-        "lora_merge/algorithms/lora.py",
-        "lora_merge/algorithms/wavelets.json",
-        "lora_merge/py.typed",
-        "lora_merge/proof/reference/layouts.txt",
-        "lora_merge/adapters/model_types.json",
-        "lora_merge/models/module_forms.json",
-        "lora_merge/models/module_orders.json",
-        "lora_merge/models/architectures/sdxl.yaml",
-        "lora_merge/cli/main.py",
-    ):
-        assert needed in names
+    files = [p.relative_to(ROOT) for p in (ROOT / "lora_merge").rglob("*") if p.is_file()]
+    files += [Path("lora_merge", p.relative_to(ROOT)) for p in (ROOT / "algorithms").rglob("*") if p.is_file()]
+    needed = {f.as_posix() for f in files if f.suffix not in (".md", ".pyc")}
+    assert needed <= {*names}, needed - {*names}
     assert "lora_merge/algorithms" not in names
     assert not any(n.startswith(("algorithms/", "tests/")) for n in names)
     (about,) = (n for n in names if n.endswith(".dist-info/METADATA"))

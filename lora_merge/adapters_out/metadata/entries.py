@@ -26,9 +26,6 @@ DOWNS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lo
 OF_WEBUI: Final = (".lora_down.weight", ".alpha", ".diff", ".diff_b", ".lokr_w1")
 """Endings of dialects whose readers know the hashes of webui."""
 
-OF_LYCORIS: Final = (".lora_mid.weight", ".dora_scale")
-"""Endings that a module of sd-scripts for plain factors does not read."""
-
 ARGUMENTS: Final = "ss_network_args"
 LONGEST: Final = 1 << 20  # letters of an input's arguments
 
