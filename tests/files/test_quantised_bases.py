@@ -400,3 +400,45 @@ def test_codes_are_decoded_in_fp32_whatever_the_sum_is_made_in(
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     lora_merge.merge(source, adapters, out, dtype=dtype, **how)
     assert lora_merge.verify(out, full=True)["tensors"] == 2
+
+
+@pytest.mark.parametrize("size", [2**14, 2**34, 10**30])
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+def test_a_block_larger_than_the_weight_is_the_weight(size: int, dtype: str, tmp_path: Path) -> None:
+    """Whatever the size is that a file tells: no memory is taken for numbers that are not there."""
+    weight, lora = rand(*SHAPE, scale=0.02), save(adapter(NAMES[:1]), tmp_path / "lora.safetensors")
+    scale = (weight.abs().max() / 448).reshape(1, 1)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    config = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    folder, out = tmp_path / "base", tmp_path / "out"
+    folder.mkdir()
+    save({f"{NAMES[0]}.weight": codes, f"{NAMES[0]}.weight_scale_inv": scale}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": config}))
+    lora_merge.merge(folder, lora, out, dtype=dtype)
+    made, (down, up) = load(out / "model.safetensors"), adapter(NAMES[:1]).values()
+    want = codes.double() * scale.double() + up.double() @ down.double()
+    new = made.get(f"{NAMES[0]}.weight_scale_inv", torch.ones(1, 1)).double()
+    got = made[f"{NAMES[0]}.weight"].double() * new
+    half = quantised_forms.fp8_half(new, want) if dtype == "keep" else want.abs().max() * 2.0**-20
+    assert ((got - want).abs() <= 1.001 * half).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "scales"),
+    [("bitsandbytes nf4", "blocksize", "absmax"), ("bitsandbytes nf4 doubled", "nested_blocksize", "nested_absmax")],
+)
+def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str, scales: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base", ALL[:1])
+    state, scale = f"{ALL[0]}.weight.quant_state.bitsandbytes__nf4", f"{ALL[0]}.weight.{scales}"
+    made = {}
+    for size in (2**20, 2**34):
+        told = json.loads(bytes(tensors[state].tolist())) | {entry: size}
+        mark = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+        save({**tensors, scale: tensors[scale][:1].clone(), state: mark}, source / "model.safetensors")
+        out = tmp_path / f"out{size}"
+        lora_merge.merge(source, save(adapter(ALL[:1]), tmp_path / "lora.safetensors"), out)
+        made[size] = load(out / "model.safetensors")
+        assert lora_merge.verify(out, full=True)["tensors"] == 1
+    one, other = made.values()
+    assert all(same(one[key], other[key]) for key in one if key != state)

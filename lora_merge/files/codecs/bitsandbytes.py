@@ -153,7 +153,9 @@ def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
     if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):
         return None
     total = prod(shape)
+    size = min(size, total + total % 2)  # a larger block, of any size that a file tells, is the whole weight
     blocks = -(-total // size)
+    nested = min(nested, blocks)
     wanted = {"absmax": ("U8" if doubled else "F32", blocks), "quant_map": ("F32", 16)}
     wanted |= {"nested_absmax": ("F32", -(-blocks // nested)), "nested_quant_map": ("F32", 256)} if doubled else {}
     tensors = {last: info for last in wanted if (info := found.get(name, last)) is not None}

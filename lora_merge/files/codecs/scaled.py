@@ -298,7 +298,8 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
         return None
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
         return Packing(_encoding(1, **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
-    (rows, cols), matrices, block = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
+    (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
+    block = min(high, rows), min(wide, cols)  # a larger one, of any size that a file tells, is the whole weight
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
     if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1):
         return None
