@@ -26,6 +26,7 @@ class Prediction(NamedTuple):
 
 MANY: Final = float("inf")
 PREDICTIONS: Final = (
+    Prediction("doctor_failed", "formulas against the reference (`lora-merge doctor`): runs that fail", 0, 0),
     Prediction("context_s", "context and first kernel", 0.2, 1.5, "s"),
     Prediction("cublas_s", "start of cuBLAS", 0.02, 1.0, "s"),
     Prediction("pinned_up", "pinned memory, up (PCIe 5: 53 to 55)", 20, 56, "GB/s"),
@@ -52,12 +53,18 @@ PREDICTIONS: Final = (
     Prediction("sdxl_kernels_per_gb", "kernels for each GB of SDXL that is folded", 0, 300),
     Prediction("flux_kernels_per_gb", "kernels for each GB of Flux that is folded", 0, 300),
     Prediction("sdxl_over_floor", "whole merge of SDXL, of the floor of its folder", 100, 110, "%", 100),
+    Prediction("disk_over_floor", "the same on a disk, programs' starts included", 90, 110, "%", 100),
+    Prediction("rank_128_ratio", "folds of Flux with rank 128, of rank 32 (before: 1.5 to 2)", 0.9, 1.5),
     Prediction("auto_loss", "what `auto` takes, of the faster one of CPU and GPU, whole merge of SDXL", 90, 115, "%", 100),
     Prediction("host_ms_per_gb", "processor time of the host for each GB folded", 0, 60, "ms"),
+    Prediction("host_operations", "operations of a device for each GB of SDXL, counted with `meta`", 0, 300),
     Prediction("keep_s", "merge_state_dict of SDXL on the GPU, device=keep", 0, 2.0, "s"),
     Prediction("keep_host_bytes", "bytes of the results that come to the host meanwhile", 0, 0),
     Prediction("together_different", "two merges at once in threads: files that differ from one alone", 0, 0),
     Prediction("allocators_different", "other allocators of torch: files that differ", 0, 0),
+    Prediction("crowded_s", "SDXL while another process leaves 1 GiB of the device", 0, 15, "s"),
+    Prediction("crowded_ulp", "its largest difference from a merge alone", 0, 1, "ulp"),
+    Prediction("hostile_lost", "jobs that fail beside a hostile one", 0, 0),
     Prediction("vram_peak_share", "peak of the device's memory, of --max-vram 512MiB", 0, 100, "%", 100),
     Prediction("interrupted_left", "files that an interrupted merge leaves", 0, 0),
 )  # fmt: skip

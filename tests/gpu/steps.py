@@ -8,142 +8,129 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-ROOT: Final = Path(__file__).parents[2]
-Figures = dict[str, Any]
+from .programs import ROOT, Figures, differences, merged, printed, program, python
+
+ALONE: Final = "memory or never_fits or busy_stream"
+"""Tests that fill the device's memory."""
+
+FLUX: Final = 80e9
+"""Bytes that Flux, an adapter and an output of it need, twice."""
+
+LEAST: Final = 5.0
+"""Seconds; with less a part is not begun."""
+
+Part = Callable[[float], Figures]
+"""Function of the seconds that are left that returns figures."""
 
 
 class Step(NamedTuple):
-    """A part of the checklist, and the minutes that it may take."""
+    """A chapter of the checklist, and the minutes that it may take."""
 
     name: str
     minutes: float
-    act: Callable[[Path, float], Figures]
-    """(folder for data, seconds) → figures"""
+    parts: Callable[[Path], Iterator[Part]]
+    """Folder for data → parts; one that fails leaves the figures of the others."""
 
 
-def program(*words: object, seconds: float, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the repository with other variables of the environment; its output is kept."""
-    return subprocess.run([str(w) for w in words], cwd=ROOT, env={**os.environ, **more}, text=True, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)  # fmt: skip
+def machine(data: Path) -> Iterator[Part]:
+    """What is there: facts, no figures; and every formula against the reference."""
+
+    def facts(seconds: float) -> Figures:
+        code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(), hasattr(torch._C, '_host_emptyCache'))"
+        found = {"torch": python("-c", code, seconds=seconds).stdout.strip(), "cores": os.cpu_count()}
+        if shutil.which("nvidia-smi"):
+            asked = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total"
+            query = program("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", seconds=30)
+            found["gpu"] = query.stdout.strip()
+        found["sanitizer"] = shutil.which("compute-sanitizer") or "not installed"
+        return {"machine": found}
+
+    def doctor(seconds: float) -> Figures:
+        done = python("-m", "lora_merge", "doctor", data, "--json", seconds=seconds)
+        return {"doctor_failed": int(done.returncode != 0), "doctor": done.stdout[-4000:]}
+
+    yield from (facts, doctor)
 
 
-def python(*words: object, seconds: float, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words."""
-    return program(sys.executable, *words, seconds=seconds, **more)
-
-
-def merged(*words: object, seconds: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a merge that must succeed."""
-    done = python("-m", "lora_merge", *words, "--overwrite", seconds=seconds, **more)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:])
-    return done
-
-
-def last_json(text: str) -> Figures:
-    """Return the last line that is a JSON object; nothing if there is none."""
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    return dict(json.loads(lines[-1])) if lines else {}
-
-
-def machine(_data: Path, seconds: float) -> Figures:
-    """What is there: facts, no figures."""
-    code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(), hasattr(torch._C, '_host_emptyCache'))"
-    found = {"torch": python("-c", code, seconds=seconds).stdout.strip(), "cores": os.cpu_count()}
-    if shutil.which("nvidia-smi"):
-        asked = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total"
-        found["gpu"] = program("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", seconds=30).stdout.strip()
-    return {"machine": found}
-
-
-def probe(_data: Path, seconds: float) -> Figures:
+def probe(_data: Path) -> Iterator[Part]:
     """What the device and the link can do."""
-    return last_json(python("-m", "tests.gpu.probe", seconds=seconds).stdout)
+    yield lambda seconds: printed("tests.gpu.probe", seconds=seconds)
 
 
-def right(_data: Path, seconds: float) -> Figures:
-    """The tests that are marked gpu."""
-    done = python("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/engine", seconds=seconds)
-    failed = [
-        line.split(" - ")[0].removeprefix("FAILED ") for line in done.stdout.splitlines() if line.startswith("FAILED")
-    ]
-    ran = done.returncode in {0, 1} and " passed" in done.stdout
-    return {
-        "gpu_tests_failed": len(failed) if ran else None,
-        "failed_tests": failed[:40],
-        "gpu_tests": done.stdout[-300:],
-    }
+def right(_data: Path) -> Iterator[Part]:
+    """The tests that are marked gpu: those that fill the device's memory one by one, after all others."""
+    failed: list[str] = []
+
+    def tests(*words: object, seconds: float) -> Figures:
+        done = python(
+            "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/engine", *words, seconds=seconds
+        )
+        lines = done.stdout.splitlines()
+        failed.extend(line.split(" - ")[0].removeprefix("FAILED ") for line in lines if line.startswith("FAILED"))
+        if done.returncode not in {0, 1} or " passed" not in done.stdout:
+            raise RuntimeError(done.stdout[-2000:])
+        return {"gpu_tests_failed": len(failed), "failed_tests": failed[:40]}
+
+    yield lambda seconds: tests("-n", 6, "-k", f"not ({ALONE})", seconds=seconds)
+    yield lambda seconds: tests("-n", 0, "-k", ALONE, seconds=seconds)
 
 
-def races(_data: Path, seconds: float) -> Figures:
+def races(_data: Path) -> Iterator[Part]:
     """torch's detector of races, and NVIDIA's checks of memory where they are installed."""
-    began = time.monotonic()
-    found = last_json(python("-m", "tests.gpu.races", seconds=seconds / 3).stdout)
-    scene = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/engine/test_cuda.py", "-k",
+    yield lambda seconds: printed("tests.gpu.races", seconds=seconds)
+    scene = ["-m", "pytest", "-m", "gpu", "-q", "-n", 0, "-p", "no:cacheprovider", "tests/engine/test_cuda.py", "-k",
              "windows_that and keep and 8MiB"]  # fmt: skip
-    for tool in ("memcheck", "initcheck"):
-        left = seconds - (time.monotonic() - began)
-        if shutil.which("compute-sanitizer") and left > 20:
-            done = program(
-                "compute-sanitizer", "--tool", tool, "--error-exitcode", 9, sys.executable, *scene, seconds=left
-            )
-            found[f"{tool}_errors"] = int(done.returncode == 9)
-            found[f"{tool}_tail"] = done.stdout[-300:]
-    return found
+
+    def checked(seconds: float, tool: str) -> Figures:
+        words = ["--tool", tool, "--error-exitcode", 9, sys.executable, *scene]
+        done = program("compute-sanitizer", *words, seconds=seconds)
+        if done.returncode not in {0, 9}:
+            raise RuntimeError(done.stdout[-2000:])
+        return {f"{tool}_errors": int(done.returncode == 9), f"{tool}_tail": done.stdout[-2000:]}
+
+    if shutil.which("compute-sanitizer"):
+        yield from (partial(checked, tool=tool) for tool in ("memcheck", "initcheck"))
 
 
-def files(data: Path, size: str) -> tuple[Path, Path]:
+def files(data: Path, size: str, rank: int = 32) -> tuple[Path, Path]:
     """A checkpoint of full size and an adapter for it, made once."""
     from ..bench import inputs
 
     dtype = "BF16" if size == "flux" else "F16"
-    lora = inputs.adapter(data / f"{size}-lora.safetensors", size)
+    lora = inputs.adapter(data / f"{size}-lora{'' if rank == 32 else rank}.safetensors", size, rank=rank)
     return inputs.base(data / f"{size}.safetensors", size, dtype), lora
 
 
-def whole(data: Path, _seconds: float) -> Figures:
+def whole(data: Path) -> Iterator[Part]:
     """SDXL merged on the GPU and on the CPU: how far they differ, and the proof of every number of each output."""
     base, lora = files(data, "sdxl")
     want, got = data / "want.safetensors", data / "got.safetensors"
     figures: Figures = {"full_proof_failed": 0, "different_share": 0.0, "worst_ulp": 0.0}
-    for options in ((), ("--max-memory", "16MiB"), ("--max-vram", "512MiB"), ("--dtype", "bf16")):
+
+    def compared(seconds: float, *options: str) -> Figures:
         if options[:1] in {(), ("--dtype",)}:
-            merged(base, f"{lora}:0.7", "-o", want, "--device", "cpu", "--no-verify", *options)
-        merged(base, f"{lora}:0.7", "-o", got, "--device", "cuda", "--no-verify", *options)
-        figures["full_proof_failed"] += bool(
-            python("-m", "lora_merge", "verify", "--full", got, seconds=300).returncode
-        )
+            merged(base, f"{lora}:0.7", "-o", want, "--device", "cpu", "--no-verify", *options, seconds=seconds)
+        merged(base, f"{lora}:0.7", "-o", got, "--device", "cuda", "--no-verify", *options, seconds=seconds)
         share, ulp = differences(got, want)
         figures["different_share"] = max(figures["different_share"], share)
         figures["worst_ulp"] = max(figures["worst_ulp"], ulp)
-    return figures
+        proof = python("-m", "lora_merge", "verify", "--full", got, seconds=seconds)
+        figures["full_proof_failed"] += bool(proof.returncode)
+        return figures
+
+    every = ((), ("--max-memory", "16MiB"), ("--max-vram", "512MiB"), ("--dtype", "bf16"))
+    yield from (partial(lambda seconds, o: compared(seconds, *o), o=options) for options in every)
 
 
-def differences(one: Path, other: Path) -> tuple[float, float]:
-    """Return the largest share of a tensor's elements that differ between two files, and the largest distance in units
-    of the last place."""
-    import torch
-    from safetensors import safe_open
-
-    share = worst = 0.0
-    with safe_open(one, "pt") as a, safe_open(other, "pt") as b:
-        for name in sorted(a.keys()):
-            x, y = (f.get_tensor(name).reshape(-1) for f in (a, b))
-            if x.dtype in {torch.float16, torch.bfloat16} and not torch.equal(x, y):
-                ordered = [t.view(torch.int16).int() for t in (x, y)]
-                ordered = [torch.where(t < 0, -32768 - t, t) for t in ordered]  # neighbours are one apart
-                apart = (ordered[0] - ordered[1]).abs()
-                share, worst = max(share, float((apart > 0).double().mean())), max(worst, float(apart.max()))
-    return share, worst
-
-
-def speed(data: Path, seconds: float, size: str, rounds: int) -> Figures:
-    """What the folds reach of the link, and whole merges against the CPU and the disk's floor."""
+def speed(data: Path, size: str, rounds: int, seconds: float) -> Figures:
+    """What the folds reach of the link, and whole merges against the CPU and the floor of the folder."""
     report = data / f"{size}-bench.json"
     command = ["-m", "tests.bench", "gpu", "--size", size, "--rounds", rounds, "--rivals", "", "--keep", "--data", data]
     done = python(*command, "--json", report, seconds=seconds)
@@ -160,65 +147,146 @@ def speed(data: Path, seconds: float, size: str, rounds: int) -> Figures:
     return found | ({"auto_loss": times["auto"] / fastest} if size == "sdxl" else {})
 
 
-def sdxl(data: Path, seconds: float) -> Figures:
-    """SDXL in memory, and what a device costs the host."""
-    found = speed(data, seconds * 0.8, "sdxl", 3)
+def sdxl(data: Path) -> Iterator[Part]:
+    """SDXL in memory, what a device costs the host, and SDXL on the disk of the repository."""
     base, lora = files(data, "sdxl")
-    hosted = last_json(python("-m", "tests.bench.host", base, lora, seconds=seconds * 0.2).stdout)
-    return found | {"host_ms_per_gb": hosted.get("ms_per_gb")}
+
+    def host(seconds: float) -> Figures:
+        found = printed("tests.bench.host", base, lora, seconds=seconds)
+        return {"host_ms_per_gb": found["ms_per_gb"], "host_operations": found["operations"]}
+
+    yield host
+    yield partial(speed, data, "sdxl", 3)
+    yield partial(on_disk, base, lora)
 
 
-def flux(data: Path, seconds: float) -> Figures:
-    """Flux, where there is room for three files of its size."""
-    if shutil.disk_usage(data).free < 80e9:
-        return {"flux_skipped": "80 GB are needed in the folder for data"}
-    return speed(data, seconds, "flux", 1)
+def on_disk(base: Path, lora: Path, seconds: float) -> Figures:
+    """A merge with its output on a disk, against a copy of the base to it."""
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix="bench-data-") as folder:
+        if shutil.disk_usage(folder).free < 2 * base.stat().st_size:
+            return {"disk_skipped": "no room on the disk of the repository"}
+        out, took = Path(folder) / "out.safetensors", dict[str, float]()
+        for name in ("floor", "cuda"):
+            began = time.monotonic()
+            if name == "floor":
+                python("-m", "tests.bench.floor", base, out, seconds=seconds)
+                out.unlink()
+            else:
+                merged(base, lora, "-o", out, "--device", "cuda", "--no-verify", seconds=seconds)
+            took[name] = time.monotonic() - began
+    return {"disk_seconds": took, "disk_over_floor": took["cuda"] / took["floor"]}
 
 
-def rest(data: Path, seconds: float) -> Figures:
-    """Tensors in memory, two merges at once, torch's other allocators, a bound, and an interrupted merge."""
+def flux(data: Path) -> Iterator[Part]:
+    """Flux, where there is room for three files of its size; and its folds with an adapter of rank 128."""
+    if shutil.disk_usage(data).free < FLUX:
+        yield lambda _: {"flux_skipped": "80 GB are needed in the folder for data"}
+        return
+    yield partial(speed, data, "flux", 1)
+
+    def wide(seconds: float) -> Figures:
+        took = []
+        for rank in (32, 128):
+            words = ("tests.bench.device", "cuda", *files(data, "flux", rank), 1)
+            took.append(printed(*words, seconds=seconds)["folds"]["seconds"])
+        return {"rank_128_ratio": took[1] / took[0]}
+
+    yield wide
+
+
+def rest(data: Path) -> Iterator[Part]:
+    """Tensors in memory, two merges at once, a bound, torch's other allocators, a device that is nearly full, a hostile
+    adapter in a batch, and an interrupted merge."""
     base, lora = files(data, "sdxl")
-    found = last_json(python("-m", "tests.gpu.memory", base, lora, data, seconds=seconds / 2).stdout)
     want, got = data / "want.safetensors", data / "got.safetensors"
-    merged(base, lora, "-o", want, "--device", "cuda", "--no-verify")
-    found["allocators_different"] = 0
-    for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
-        merged(base, lora, "-o", got, "--device", "cuda", "--no-verify", PYTORCH_CUDA_ALLOC_CONF=setting)
-        found["allocators_different"] += differences(got, want) != (0.0, 0.0)
-    return found | interrupted(base, lora, data)
+    yield lambda seconds: printed("tests.gpu.memory", base, lora, data, seconds=seconds)
+
+    def first(seconds: float) -> Figures:
+        merged(base, lora, "-o", want, "--device", "cuda", "--no-verify", seconds=seconds)
+        return {"allocators_different": 0}
+
+    yield first
+    different: list[bool] = []
+
+    def other(seconds: float, setting: str) -> Figures:
+        words = (base, lora, "-o", got, "--device", "cuda", "--no-verify")
+        merged(*words, seconds=seconds, PYTORCH_CUDA_ALLOC_CONF=setting)
+        different.append(differences(got, want) != (0.0, 0.0))
+        return {"allocators_different": sum(different)}
+
+    yield from (partial(other, setting=s) for s in ("expandable_segments:True", "backend:cudaMallocAsync"))
+    yield partial(crowded, base, lora, got, want)
+    yield lambda seconds: printed("tests.gpu.hostile", seconds=seconds)
+    yield partial(interrupted, base, lora, data)
 
 
-def interrupted(base: Path, lora: Path, data: Path) -> Figures:
+def crowded(base: Path, lora: Path, got: Path, want: Path, seconds: float) -> Figures:
+    """Merge while another process holds all but 1 GiB of the device's memory."""
+    hold = "import torch; n = torch.cuda.mem_get_info()[0] - 2**30; t = torch.empty(max(n, 1), dtype=torch.uint8, device='cuda'); print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout is not None, "it was asked for"
+            other.stdout.readline()
+            began = time.monotonic()
+            done = merged(base, lora, "-o", got, "--device", "cuda", "--no-verify", seconds=seconds)
+            took = time.monotonic() - began
+        finally:
+            other.kill()
+    return {"crowded_s": took, "crowded_ulp": differences(got, want)[1], "crowded_says": done.stdout[-1000:]}
+
+
+def interrupted(base: Path, lora: Path, data: Path, seconds: float) -> Figures:
     """Send SIGINT in the middle of a merge."""
     folder = data / "interrupted"
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     words = [sys.executable, "-m", "lora_merge", base, lora, "-o", folder / "o.safetensors", "--device", "cuda"]
     with subprocess.Popen(
         [str(w) for w in words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        end = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < end and not any(folder.iterdir()):
-            time.sleep(0.01)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        code = process.wait(60)
+        try:
+            end = time.monotonic() + seconds / 2
+            while process.poll() is None and time.monotonic() < end and not any(folder.iterdir()):
+                time.sleep(0.01)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(seconds / 2)
+        finally:
+            process.kill()
+    if code == 0:
+        return {"interrupted_code": 0}  # it was too fast
     return {"interrupted_left": len([*folder.iterdir()]), "interrupted_code": code}
 
 
 STEPS: Final[Sequence[Step]] = (
-    Step("machine", 0.5, machine), Step("probe", 3, probe), Step("right", 6, right), Step("races", 4, races),
-    Step("whole", 4, whole), Step("sdxl", 4, sdxl), Step("flux", 5, flux), Step("rest", 3, rest),
+    Step("machine", 1, machine), Step("probe", 3, probe), Step("right", 5, right), Step("races", 4, races),
+    Step("whole", 4, whole), Step("sdxl", 4.5, sdxl), Step("flux", 5, flux), Step("rest", 3.5, rest),
 )  # fmt: skip
 
 
-def carry_out(steps: Sequence[Step], data: Path, say: Callable[[str], object] = print) -> Mapping[str, Any]:
-    """Run the steps; an error of one is a figure of its own, and the others go on."""
+def carry_out(
+    steps: Sequence[Step], data: Path, say: Callable[[str], object] = print,
+    keep: Callable[[Figures], object] = lambda _: None,
+) -> Figures:  # fmt: skip
+    """Run the steps; a part that fails is told, and the others go on. `keep` is given the figures so far after each."""
     figures: Figures = {}
     for step in steps:
-        began = time.monotonic()
-        try:
-            figures |= step.act(data, step.minutes * 60)
-        except (RuntimeError, OSError, ValueError, KeyError, StopIteration, subprocess.TimeoutExpired) as e:
-            figures[f"{step.name}_error"] = f"{type(e).__name__}: {e}"[:2000]
-        say(f"{step.name}: {time.monotonic() - began:.0f} s")
+        began, errors = time.monotonic(), list[str]()
+        figures[f"{step.name}_errors"] = errors
+        parts = step.parts(data)
+        while True:
+            try:
+                if (part := next(parts, None)) is None:
+                    break
+                left = step.minutes * 60 - (time.monotonic() - began)
+                if left < LEAST:
+                    raise TimeoutError(f"{step.minutes} minutes were not enough for all parts")
+                figures |= part(left)
+            except Exception as e:  # noqa: BLE001  # whatever it is, the rest of the half hour is worth more
+                figures |= getattr(e, "figures", {})
+                errors.append(f"{type(e).__name__}: {e}"[:2000])
+            keep(figures)
+        say(f"{step.name}: {time.monotonic() - began:.0f} s" + "".join(f"\n  {e}" for e in errors))
     return figures

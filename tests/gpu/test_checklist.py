@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 
 from ..support import save
 from . import __main__ as checklist
-from . import memory, probe, races
+from . import hostile, memory, probe, races
 from .predictions import PREDICTIONS, Prediction, table
-from .steps import ROOT, STEPS, Step, carry_out, differences
+from .programs import ROOT, Failed, Figures, differences, printed
+from .steps import STEPS, Part, Step, carry_out
 
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
@@ -25,7 +28,7 @@ def test_the_page_holds_every_prediction_and_every_step() -> None:
     assert words == [p.words for p in PREDICTIONS]
     assert all(f"`{s.name}`" in PAGE for s in STEPS)
     assert sum(s.minutes for s in STEPS) <= 30
-    assert all(hasattr(module, "main") for module in (memory, probe, races))
+    assert all(hasattr(module, "main") for module in (hostile, memory, probe, races))
 
 
 def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
@@ -37,12 +40,41 @@ def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
     assert checklist.written({}, page) == checklist.written({}, PAGE)
 
 
-def test_a_step_that_fails_is_told_and_the_others_go_on() -> None:
-    def failing(_data: Path, _seconds: float) -> dict[str, object]:
-        raise RuntimeError("no luck")
+def test_a_part_that_fails_is_told_and_the_others_go_on() -> None:
+    """Also one that ends its step, has no time left, or fails after it has found something."""
+    kept = list[Figures]()
 
-    steps = [Step("one", 1, failing), Step("two", 1, lambda _, seconds: {"seconds": seconds})]
-    assert carry_out(steps, Path(), say=str) == {"one_error": "RuntimeError: no luck", "seconds": 60.0}
+    def one(_data: Path) -> Iterator[Part]:
+        yield lambda _: {"first": 1}
+        yield lambda _: 1 / 0  # type: ignore[arg-type, return-value]
+        yield lambda _: printed("tests.gpu.test_checklist", seconds=60)
+        yield lambda seconds: {"left": seconds}
+        raise LookupError("no file")
+
+    late = Step("late", 0.0, lambda _: iter([lambda _: {"never": 1}]))
+    found = carry_out([Step("one", 1, one), late], Path(), say=str, keep=lambda f: kept.append(dict(f)))
+    errors = [e.split(":")[0] for e in found["one_errors"]]
+    assert errors == ["ZeroDivisionError", "Failed", "LookupError"] and 0 < found["left"] < 60
+    assert "never" not in found and "TimeoutError" in found["late_errors"][0]
+    assert kept[0]["first"] == 1 and len(kept) == 6
+    assert checklist.failed(found | {"probe_errors": ["x"]}) and not checklist.failed({})
+
+
+def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "halfway.py").write_text(
+        "print('{\"a\": 1}', flush=True)\nimport time, sys\nif len(sys.argv) > 1: time.sleep(60)\nraise SystemExit('no luck')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for words, text in (((), "no luck"), (("wait",), "timed out")):
+        with pytest.raises(Failed, match=text) as e:
+            printed("halfway", *words, seconds=4)
+        assert e.value.figures == {"a": 1}
+
+
+def test_a_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile.main("cpu")
+    found = json.loads(capsys.readouterr().out)
+    assert found["hostile_lost"] == 0 and "numbers outside of" in found["hostile_refused"]
 
 
 def test_differences_are_counted_in_units_of_the_last_place(tmp_path: Path) -> None:
