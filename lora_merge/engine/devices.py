@@ -163,22 +163,28 @@ def precise(at: Placement) -> Placement:
 
     In fp32 they would change the rounding of up to 1 % of an fp16 output's elements.
     """
-    if at.device.type not in WHOLE:
-        return Placement(torch.device("cpu"), torch.float64)
-    if at.device.type == "cuda" and torch.cuda.is_available():
-        _load_decompositions(at.device)
-    return Placement(at.device, torch.float64)
+    load_decompositions(at.device)
+    return _precise(at)
+
+
+def _precise(at: Placement) -> Placement:
+    return Placement(at.device if at.device.type in WHOLE else torch.device("cpu"), torch.float64)
 
 
 def precise_at(at: Placement, block: Block) -> Placement:
     """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
-    chooses entries by their size: in fp32 the choice would depend on rounding."""
+    chooses entries by their size: in fp32 the choice would depend on rounding. The device is not touched."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    return precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
+    return _precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
+
+
+def load_decompositions(device: torch.device) -> None:
+    """Load torch's decompositions for CUDA: torch loads them at the first call, and fails if two threads make it."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        _load_decompositions(device)
 
 
 def _load_decompositions(device: torch.device) -> None:
-    """Load torch's decompositions for CUDA: torch loads them at the first call, and fails if two threads make it."""
     with _loading:
         if not _loaded:
             torch.linalg.inv(torch.ones(1, 1, device=device))

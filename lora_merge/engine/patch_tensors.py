@@ -18,7 +18,7 @@ from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .device.adapters import AdaptersOnDevice
-from .devices import precise
+from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
 from .placement import DeviceStream, Placement, move, numbers, one_number, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
@@ -61,6 +61,8 @@ class PatchTensors:
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
         to = at if row.prepare is None else precise(at)
+        if row.decomposes:
+            load_decompositions(at.device)  # here, where a device that is full is told
         fields: dict[str, Any] = dict(patch.settings)
         for s in slices:
             self._check(s.use.patch)

@@ -173,6 +173,23 @@ def test_a_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
     assert lora_merge.merge(*files, tmp_path / "other", device="cuda:1").device == "cuda:1"
 
 
+def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batches(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter(["CUDA out of memory. Tried to allocate 2.00 MiB"])
+
+    def load_once(_: torch.device) -> None:
+        for text in texts:
+            raise torch.cuda.OutOfMemoryError(text)
+
+    monkeypatch.setattr("lora_merge.engine.devices._load_decompositions", load_once)
+    hra = save({f"base_model.model.m.{n}.hra_u": rand(64, 4, seed=n) for n in range(24)}, tmp_path / "hra")
+    report = lora_merge.merge(files[0], [hra], tmp_path / "got", device="cuda:0", verify=False)
+    lora_merge.merge(files[0], [hra], tmp_path / "want", device="cpu", verify=False)
+    assert close(load(tmp_path / "got"), load(tmp_path / "want"))
+    assert any("was short of memory" in note for note in report.notes)
+
+
 @pytest.mark.filterwarnings("ignore:.* were tied")
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
