@@ -205,13 +205,13 @@ def validated(job: Job) -> Job:
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    """Return the path of the output, for a file with its ending; the name in a folder that the user names for a file
-    is the default one."""
+    """Return the path of the output; words for a file get its ending, a Path is taken as it is. The name in a folder
+    that the user names for a file is the default one."""
     found = expand(path)
     inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
     if inside:
         return found / _default_name(base, adapters)
-    return with_ending(found, _ending(base)) if is_file(base) else found
+    return with_ending(found, _ending(base)) if isinstance(path, str) and is_file(base) else found
 
 
 def _holds_others(folder: Path) -> bool:
