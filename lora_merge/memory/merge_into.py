@@ -78,7 +78,7 @@ class MergedModel(Shown):
                 now: then nothing is restored. Also for numbers that were changed since, where only a difference from
                 the merged ones is kept; all other tensors are restored.
         """
-        with self.alone():
+        with self._alone():
             now, failed = live_tensors(self._model), list[str]()
             found = {name: now.get(name, self._tensors[name]) for name in reversed(self._originals)}
             self._check(found)
@@ -95,7 +95,7 @@ class MergedModel(Shown):
                              listed(failed), "load the model again; with keep='host' all numbers are kept")  # fmt: skip
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         """Change the model's tensors in this block; UsageError if another thread changes some of them now."""
         own = set(map(id, self._tensors.values()))
         with _lock:
@@ -216,7 +216,7 @@ def merge_into(
         if not (target.copied and merge.of_base(target)):
             merged.replace(target.name, made)
 
-    with merged.alone():
+    with merged._alone():
         try:
             with watched(progress) as watcher:
                 told = merge.run(give, watcher)

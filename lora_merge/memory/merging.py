@@ -164,10 +164,10 @@ def warn_of(made: Made) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in made.lost:
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=5)
     if saturated := made.saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
-                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=4)  # fmt: skip
+                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=5)  # fmt: skip
 
 
 def _device(tensors: Iterable[Tensor]) -> str:

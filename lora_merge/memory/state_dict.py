@@ -63,5 +63,5 @@ def merge_state_dict(
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:
         warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
-                      "such as with tie_word_embeddings=False, or one is lost", stacklevel=3)  # fmt: skip
+                      "such as with tie_word_embeddings=False, or one is lost", stacklevel=4)  # fmt: skip
     return merged

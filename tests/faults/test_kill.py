@@ -286,7 +286,7 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
     (folder / "jobs.yaml").write_text(f"version: 1\njobs: [{', '.join(jobs)}]\n")
     code = at('then(lora_merge.disk.publish, "remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
     assert code == 128 + signal.SIGTERM, scene.log()
-    assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x"}
+    assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x.safetensors"}
 
 
 @pytest.mark.parametrize(
