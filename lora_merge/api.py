@@ -35,8 +35,8 @@ def merge(
         base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength.
-        output: The file or folder to write; a file's name gets `.safetensors` if it lacks an ending. None:
-            `<base>+<adapter>.safetensors` in the current folder.
+        output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
+            `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
             `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or

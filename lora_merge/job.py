@@ -33,7 +33,7 @@ from .options import (
     shown,
     text,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, with_ending
+from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
@@ -205,13 +205,12 @@ def validated(job: Job) -> Job:
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    """Return the path of the output; words for a file get its ending, a Path is taken as it is. The name in a folder
-    that the user names for a file is the default one."""
+    """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
     found = expand(path)
     inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
     if inside:
         return found / _default_name(base, adapters)
-    return with_ending(found, _ending(base)) if isinstance(path, str) and is_file(base) else found
+    return output_file(path, _ending(base)) if is_file(base) else found
 
 
 def _holds_others(folder: Path) -> bool:

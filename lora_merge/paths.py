@@ -97,6 +97,12 @@ def with_found_ending(path: str) -> str:
     return path if exists(path) else next((f"{path}{e}" for e in ENDINGS if exists(f"{path}{e}")), path)
 
 
+def output_file(given: str | Path, ending: str = ".safetensors") -> Path:
+    """Return the path of a new file of weights as `expand` does: words get an ending, see `with_ending`, and a Path is
+    taken as it is."""
+    return expand(given) if isinstance(given, Path) else with_ending(expand(given), ending)
+
+
 def with_ending(path: Path, ending: str = ".safetensors") -> Path:
     """Return the path of a new file of weights with an ending by which programs find it: the .5 of v1.5 is none.
 

@@ -120,7 +120,7 @@ def test_the_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() ->
 def test_a_library_is_imported_only_where_it_belongs() -> None:
     for module, path in modules():
         for name in (n.partition(".")[0] for n in imports(module, path, typed=False)):
-            if name != "lora_merge" and name not in sys.stdlib_module_names and name not in ("sre_parse"):
+            if name != "lora_merge" and name not in sys.stdlib_module_names and name != "sre_parse":
                 assert room(module) in LIBRARIES.get(name, ()), f"{module} imports {name}"
 
 

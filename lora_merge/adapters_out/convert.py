@@ -22,7 +22,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..matching.choose import ALPHA
 from ..options import pairs, shown
-from ..paths import is_folder, names_folder, with_ending
+from ..paths import is_folder, names_folder, output_file
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from .changes import SINGLE, Evaluator, is_plain
@@ -90,10 +90,10 @@ def make_conversion(
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
-    file = output is not None and _writes_file(found, made.inputs.adapters[0].path)
-    inside = file and names_folder(str(output))
-    if file:
-        path = made.output / "named when it is opened" if inside else with_ending(made.output)
+    inside = False
+    if output is not None and _writes_file(found, made.inputs.adapters[0].path):
+        inside = names_folder(output)
+        path = made.output / "named when it is opened" if inside else output_file(output)
         made = replace(made, inputs=replace(made.inputs, output=path))
     told = {"to": found.name, "algorithm": algorithm, **ranks}
     recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))

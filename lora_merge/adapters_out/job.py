@@ -17,7 +17,7 @@ from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, expand, input_path, is_folder, names_folder, with_ending
+from ..paths import absolute, expand, input_path, is_folder, names_folder, output_file
 from .dialects import Dialect, dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
@@ -130,10 +130,10 @@ def make_adapter_job(
 
 
 def _output(job: Job, command: str, rule: str, given: str | Path | None, *, file: bool) -> Path:
-    """Return the path of the output, for a `file` with its ending; `given`: None, or what the user names."""
+    """Return the path of the output, which may be a `file`; `given`: None, or what the user names."""
     if given is None or (file and names_folder(given)):
         return _named(job, command, rule, absolute(Path()) if given is None else expand(given))
-    return with_ending(expand(given)) if file else expand(given)
+    return output_file(given) if file else expand(given)
 
 
 def _named(job: Job, command: str, rule: str, folder: Path) -> Path:

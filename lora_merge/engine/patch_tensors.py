@@ -130,8 +130,9 @@ class PatchTensors:
 
     def _held(self, wanted: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
         """Return what is at the placement already, see `AdaptersOnDevice.get`."""
-        ours = self.held is not None and at == lane.at and at.device.type != "cpu"
-        return self.held.get(wanted, lane) if self.held is not None and ours else None
+        if self.held is None or at != lane.at or at.device.type == "cpu":
+            return None
+        return self.held.get(wanted, lane)
 
     def _numbers(
         self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool

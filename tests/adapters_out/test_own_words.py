@@ -113,14 +113,12 @@ def test_xlabs_files_hold_the_attention_of_flux(based: bool, tmp_path: Path) -> 
 
 def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
     """Flux.1 as diffusers does; models that came later under diffusion_model."""
-    lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "flux.safetensors", to="ai-toolkit")
-    assert all(
-        n.startswith("transformer.") and not n.endswith("alpha") for n in load_file(tmp_path / "flux.safetensors")
-    )
+    lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "flux", to="ai-toolkit")
+    assert all(n.startswith("transformer.") and not n.endswith("alpha") for n in load_file(tmp_path / "flux"))
     name = "lora_unet_layers_0_attention_to_q"
     tensors = {f"{name}.lora_up.weight": rand(3840, 1), f"{name}.lora_down.weight": rand(1, 3840)}
-    lora_merge.convert(stored(tmp_path, tensors), tmp_path / "zimage.safetensors", to="ai-toolkit")
-    assert "diffusion_model.layers.0.attention.to_q.lora_A.weight" in load_file(tmp_path / "zimage.safetensors")
+    lora_merge.convert(stored(tmp_path, tensors), tmp_path / "zimage", to="ai-toolkit")
+    assert "diffusion_model.layers.0.attention.to_q.lora_A.weight" in load_file(tmp_path / "zimage")
 
 
 def test_a_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,3 +269,20 @@ def test_names_of_files_are_completed(tmp_path: Path, monkeypatch: pytest.Monkey
     ]  # fmt: skip
     names = ["both", "small", "other", "mean", "gone", "again", "back"]
     assert [Path(report.output).name for report in made] == [f"{name}.safetensors" for name in names]
+
+
+def test_a_path_names_the_output_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every function that writes a file; a str gets an ending."""
+    base, ink = save(sd1(), tmp_path / "base.safetensors"), save(kohya(sd1()), tmp_path / "ink.safetensors")
+    monkeypatch.chdir(tmp_path)
+    merged = lora_merge.merge(base, ink, Path("merged"))
+    made = [
+        merged, lora_merge.combine([ink, ink], Path("both")), lora_merge.resize(ink, Path("small"), rank=2),
+        lora_merge.convert(ink, Path("other"), to="comfy", base=base), lora_merge.average([ink, ink], Path("mean")),
+        lora_merge.extract(base, "merged", Path("gone"), rank=4), lora_merge.extract(base, "merged", Path("kohya"), format="kohya"),
+        lora_merge.replay("merged", Path("again")), lora_merge.unmerge("merged", ink, Path("back")),
+        lora_merge.load_adapter(ink).save(Path("saved"), format="comfy", base=base),
+    ]  # fmt: skip
+    names = ["merged", "both", "small", "other", "mean", "gone", "kohya", "again", "back", "saved"]
+    assert [report.output for report in made] == [str(tmp_path / name) for name in names]
+    assert all((tmp_path / name).is_file() for name in names)

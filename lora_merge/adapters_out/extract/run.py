@@ -67,7 +67,7 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
     to = task.to or _usual(names, task.job.output)
     output = task.job.output
-    if not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
+    if task.to is None and not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
         raise UsageError("the output is a file, and its name has no ending", str(output), f"name it {right.name}")
     check_output(output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip

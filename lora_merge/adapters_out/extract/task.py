@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...options import shown
-from ...paths import is_folder, names_folder, with_ending
+from ...paths import is_folder, names_folder, output_file
 from ..dialects import DIALECTS, Dialect, dialect
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
@@ -48,12 +48,13 @@ class Extraction:
         return replace(self, job=replace(self.job, inputs=replace(self.job.inputs, output=output)))
 
     def written_as(self, to: Dialect, output: str | Path) -> Extraction:
-        """Return the extraction whose output is what the user names for this dialect: a file has an ending, and in a
-        folder the default name."""
+        """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
+        default name."""
+        made = replace(self, to=to)
         if to.folder:
-            return self
+            return made
         inside = names_folder(output)
-        return self.at(self.job.output / _named(self.base, self.tuned, to) if inside else with_ending(self.job.output))
+        return made.at(self.job.output / _named(self.base, self.tuned, to) if inside else output_file(output))
 
 
 def make_extraction(
