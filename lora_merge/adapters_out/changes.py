@@ -62,11 +62,15 @@ class Change:
 
 
 class Evaluator:
-    """Computes changes from the stored tensors of the sources. `wide`: they are brought to fp64 after that."""
+    """Computes changes from the stored tensors of the sources. `wide`: they are brought to fp64 after that. `fetch`
+    returns a tensor of the adapters, if not as it is stored."""
 
-    def __init__(self, sources: Sources, cache: TensorCache, at: Placement, *, wide: bool = False) -> None:
+    def __init__(
+        self, sources: Sources, cache: TensorCache, at: Placement, *, wide: bool = False,
+        fetch: Callable[[StoredTensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.sources, self.cache, self.at, self.wide = sources, cache, at, wide
-        self.tensors = PatchTensors(cache.fetch, sources.weights)
+        self.tensors = PatchTensors(fetch or cache.fetch, sources.weights)
 
     def changes(self, target: Target) -> list[Change]:
         """Return one change for each adapter that changes the weight, in the order of the adapters."""
@@ -82,9 +86,8 @@ class Evaluator:
 
     def altered(self, alter: Callable[[StoredTensor, Tensor], Tensor]) -> Evaluator:
         """Return an evaluator that reads every tensor of the adapters as a function gives it."""
-        made = Evaluator(self.sources, self.cache, self.at, wide=self.wide)
-        made.tensors = PatchTensors(lambda info: alter(info, self.cache.fetch(info)), self.sources.weights)
-        return made
+        fetch = self.cache.fetch
+        return Evaluator(self.sources, self.cache, self.at, wide=self.wide, fetch=lambda info: alter(info, fetch(info)))
 
     def forget(self) -> None:
         """Drop the tensors that were read."""

@@ -75,11 +75,14 @@ NOT_MEANT: Final = {
 class Names:
     """The names of one base; built once, used for every module."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a base says of itself
         self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({}),
-        config: Mapping[str, Any] = MappingProxyType({}),
+        config: Mapping[str, Any] = MappingProxyType({}), *, second: bool = False,
+        presets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.parts = parts
+        self.second = second  # whether the base lies in the folder of a pipeline's second expert
+        self.presets = presets  # the user's lists of block weights
         self.shapes = shapes
         self._config = config
         self._stored = stored  # name without wrappers → key; empty if no key has any
@@ -93,8 +96,6 @@ class Names:
         ]
         self._numbers = numbers((*dict(PREFIXES), *dict(self._prefixes)))
         self._by_pattern: dict[tuple[str, str], list[tuple[int, list[Component]]]] = {}
-        self.second = False  # whether the base lies in the folder of a pipeline's second expert
-        self.presets: Mapping[str, str] = MappingProxyType({})  # the user's lists of block weights
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or UNKNOWN
@@ -103,6 +104,7 @@ class Names:
         self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
+        self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
 
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
         """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do."""
@@ -286,12 +288,8 @@ def names(index: Index, extra: Path | None = None) -> Names:
     for part in parts:
         files = [tensors[key].file for key in part.keys.values()]
         part.sharded = any(file is not files[0] and file != files[0] for file in files)
-    found = Names(parts, shapes, stored, index.config)
-    if stored:
-        found.notes = (*found.notes, *wrapper_notes(stored))
-    found.second = "transformer_2" in index.path.parts[-2:]
-    found.presets = given.lbw if given else found.presets
-    return found
+    second = "transformer_2" in index.path.parts[-2:]
+    return Names(parts, shapes, stored, index.config, second=second, presets=given.lbw if given else {})
 
 
 def guess(modules: Mapping[str, Shape]) -> str:

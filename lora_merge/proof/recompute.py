@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -39,19 +40,25 @@ UNASKED: Final = (
 
 
 class Recomputation:
-    """The recomputation of one output."""
+    """The recomputation of one output.
 
-    def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
+    `outputs`: the merged weights in the written files that are not plain numbers. `recorded`: what the merge recorded
+    of some rows of some tensors.
+    """
+
+    def __init__(  # noqa: PLR0913  # one output, its inputs, how far
+        self, plan: Plan, reader: Reader, pool: Executor, *, full: bool,
+        outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = Stored(reader, plan.base)
-        self.outputs: dict[str, Coded] = {}  # merged weights that are not plain numbers, in the written files
+        self.outputs, self.recorded = outputs, recorded
         merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
         self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
         self.rounding, self.underflow = (table[plan.job.compute_dtype] for table in (ROUNDING, UNDERFLOW))
         self.findings = Findings()
-        self.recorded: Mapping[str, Checked] = {}  # what the merge recorded of some rows of some tensors
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
         self._together: dict[int, Sequence[Together]] = {}

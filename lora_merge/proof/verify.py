@@ -61,8 +61,6 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
-        merged = Recomputation(plan, reader, pool, full=full)
-        merged.recorded = seen or {}
         told = _telling(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
         checked, notes = [], list[str]()
@@ -70,7 +68,8 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
         for file, path, header in zip(plan.files, paths, headers, strict=True):
             checked.append(check_header(file, path, header))
             notes += check_opened(file, path, header)
-        merged.outputs = _coded_outputs(paths, checked)
+        coded = _coded_outputs(paths, checked)
+        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=seen or {})
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, told)
     check_folder(plan, part, new=written is not None)

@@ -22,7 +22,6 @@ from ...disk.destination import check_output
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import spoken
-from ...engine.patch_tensors import PatchTensors
 from ...engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
 from ...engine.tensors import Fetch, TensorCache
 from ...engine.torch_state import undisturbed
@@ -152,8 +151,7 @@ def _layers(
 ) -> Iterator[tuple[str, Layer]]:
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum."""
     stored = Evaluator(sources, cache, HOST)
-    own = Evaluator(sources, cache, HOST)
-    own.tensors = PatchTensors(means.of, sources.weights)
+    own = Evaluator(sources, cache, HOST, fetch=means.of)
     told = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
     for target in sources.targets:
         wanted = combine(job, target, changes := stored.changes(target), [""] * len(changes))
