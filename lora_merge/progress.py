@@ -132,7 +132,8 @@ class JobBar:
 
 @contextmanager
 def watched(progress: bool | Progress, *, jobs: int = 0) -> Iterator[Progress]:  # noqa: FBT001  # the public keyword
-    """Give the block what a run calls with its steps: the caller's function, a bar for True, nothing for False.
+    """Give the block the function that a run calls with each step: the caller's own, a bar for True, one that does
+    nothing for False.
 
     `jobs`: how many runs there are, whose bar counts them. Raises UsageError for other values.
     """

@@ -241,7 +241,7 @@ class _Loader:
     def _job(
         self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
     ) -> Job | Request | None:
-        """Return one combination as a job; None, or something of no use, where a mistake was noted."""
+        """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
         base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
         command = entry.command or defaults.command or MERGE
         if (base is None and command in (MERGE, UNMERGE)) or adapters is None:

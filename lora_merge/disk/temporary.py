@@ -58,7 +58,7 @@ def create(target: Path, *, folder: bool) -> tuple[Path, int]:
 
 
 def release(part: Path, lock: int) -> None:
-    """Give up the lock of a temporary file. Where a file beside it was locked, remove that once the part is gone."""
+    """Give up the lock of a temporary file. Where the lock is a file of its own, remove it if the part is gone."""
     if lock >= 0:
         with suppress(OSError):
             os.close(lock)

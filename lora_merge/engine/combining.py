@@ -220,7 +220,7 @@ def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
 def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) -> list[float]:
     """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
 
-    The mean, and every tangent at it, is a sum of the changes, so that products of pairs tell everything.
+    The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
     """
     norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
     there = [i for i, size in enumerate(norms) if size > 0]

@@ -70,7 +70,7 @@ class Changes:
             base: The model that the adapters were trained on, where a formula reads it, or dialects differ.
 
         Returns:
-            As many numbers as the change has directions.
+            One number for each direction, as many as `rank` says.
 
         Raises:
             UsageError: The adapter has no such module.

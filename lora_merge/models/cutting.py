@@ -17,11 +17,11 @@ from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
 MOST_EXPERTS: Final = 4096
 """The most experts in a stack. Without a limit, a tensor of no bytes could claim any number."""
 
-Names: TypeAlias = dict[str, WeightView | None]
+Views: TypeAlias = dict[str, WeightView | None]
 """Name → the rows with that name; None if the name fits two places."""
 
 
-def put(names: Names, name: str, view: WeightView | None) -> None:
+def put(names: Views, name: str, view: WeightView | None) -> None:
     """Add a name; one that fits two places becomes None."""
     known = names.setdefault(name, view)
     if known is not view and known != view:
@@ -30,13 +30,13 @@ def put(names: Names, name: str, view: WeightView | None) -> None:
 
 def canonical(
     bodies: Iterable[str], keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
-) -> tuple[Names, list[tuple[str, WeightView]]]:
+) -> tuple[Views, list[tuple[str, WeightView]]]:
     """Return (canonical name → its rows, the tensors' own names with their rows if they differ) of some tensors.
 
     `bodies`: names in the network; `keys`: name in the network → name in the base, of all tensors; `shapes`: by name in
     the base; `table`: the table of the base's layout.
     """
-    found: Names = {}
+    found: Views = {}
     halves: dict[str, dict[int, WeightView]] = defaultdict(dict)
     own: list[tuple[str, WeightView]] = []
     for body in bodies:
@@ -130,7 +130,7 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
 
 
 def spelled(
-    names: Names, tables: Iterable[Table], wanted: Container[Row] | None = None
+    names: Views, tables: Iterable[Table], wanted: Container[Row] | None = None
 ) -> Iterator[tuple[str, WeightView | None]]:
     """Yield (name, view) of every weight of some spelling whose canonical parts are all present.
 

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from ..shapes import Shape
 from .architectures.notation import Row, Table, is_number
-from .cutting import Names, canonical, put, spelled
+from .cutting import Views, canonical, put, spelled
 from .weights import RowSlice, WeightView, whole
 
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
@@ -66,7 +66,7 @@ class NameTable:
         """Form of a name → forms of the tensors that may have it, each with the rows of the tables that say so."""
         for body in self._bodies:
             self._trace(body)
-        self._made: dict[str, Names] = {}
+        self._made: dict[str, Views] = {}
         self._rules: dict[str, Row | bool] = {}
         self._live: dict[str, list[Way]] = {}  # weak form → the ways to strong forms
         self._layers: dict[str, list[RowSlice]] = {}
@@ -112,7 +112,7 @@ class NameTable:
             self._layers |= {one: sorted(slices.get(self._keys[one], ())) for one in self._bodies[of]}
         return self._layers[body]
 
-    def _canonical(self, sources: Iterable[str]) -> tuple[Names, list[tuple[str, WeightView]]]:
+    def _canonical(self, sources: Iterable[str]) -> tuple[Views, list[tuple[str, WeightView]]]:
         bodies = (body for source in sources for body in self._bodies[source])
         return canonical(bodies, self._keys, self._shapes, self._native)
 
@@ -149,7 +149,7 @@ class NameTable:
         key = self._keys.get(body)
         return UNKNOWN if key is None else (whole(key, self._shapes[key]), True)
 
-    def _names(self, of: str) -> Names:
+    def _names(self, of: str) -> Views:
         """Return all names of one form."""
         if of not in self._made:
             sources = self._sources[of]

@@ -172,7 +172,8 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
 
 
 def _on_base(a: Index, b: Index, base: Path, *, pictures: bool) -> Iterator[tuple[str, str, Alike | str | None]]:
-    """Yield (tensor of the base, block, sums) for the tensors that both change, and those that one changes."""
+    """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
+    "" as its block and then the side, "a" or "b"."""
     opened = CheckpointCache()
     plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
     lookup = names(plans[0].base)

@@ -67,7 +67,7 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
 
 
 def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield every changed block of a weight, its numbers [1, rows, cols], and the merged ones."""
+    """Yield each changed block of a weight with its numbers before and after the merge, both [1, rows, cols]."""
     wide = target.combining is not None or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName
-from lora_merge.models.cutting import Names, canonical, put, spelled
+from lora_merge.models.cutting import Views, canonical, put, spelled
 from lora_merge.models.forms import PARAMETERS, NameTable, form
-from lora_merge.models.names import Names as Naming
+from lora_merge.models.names import Names
 from lora_merge.models.names import names, written
 from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
@@ -46,29 +46,29 @@ def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
         yield path.split(".", 1)[1]
 
 
-def flattened(found: Names) -> Names:
-    flat: Names = {}
+def flattened(found: Views) -> Views:
+    flat: Views = {}
     for path, view in found.items():
         module, dot, leaf = path.rpartition(".")
         put(flat, f"{module.replace('.', '_')}{dot}{leaf}", view)
     return flat
 
 
-def all_at_once(t: NameTable, heads: tuple[str, ...] = ()) -> tuple[Names, Names]:
+def all_at_once(t: NameTable, heads: tuple[str, ...] = ()) -> tuple[Views, Views]:
     """Every dotted and every flat name, by the definition: strong names, then weaker ones, where they are not taken."""
     whole, own = canonical(t._keys, t._keys, t._shapes, t._native)
     strong = dict(whole)
     for name, view in [*own, *spelled(whole, t._spellings)]:
         put(strong, name, view)
     inner = (*(USUAL[:1] if any(n.startswith("model.") for n in strong) else USUAL), *heads)
-    weak: Names = {}
+    weak: Views = {}
     for path, view in strong.items():
         for other in others(path, inner):
             put(weak, other, view)
     return weak | strong, flattened(weak) | flattened(strong)
 
 
-def check(t: NameTable, dotted: Names, flat: Names, asked: list[str]) -> None:
+def check(t: NameTable, dotted: Names, flat: Views, asked: list[str]) -> None:
     for name in asked:
         assert t.dotted(name) == (dotted.get(name), name in dotted), name
         assert t.flat(name) == (flat.get(name), name in flat), name
@@ -107,7 +107,7 @@ def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
     check(part._table, dotted, flat, [*asked, *dotted, *flat])
 
 
-def one_by_one(found: Naming, module: str, parameter: str) -> Any:
+def one_by_one(found: Names, module: str, parameter: str) -> Any:
     """What `find` gives, by the definition: every reading of this one name, looked up in every component."""
     for name in written(module):
         views: list[WeightView | None] = []
@@ -121,14 +121,14 @@ def one_by_one(found: Naming, module: str, parameter: str) -> Any:
     return None
 
 
-def by_pattern(found: Naming, module: str, parameter: str) -> Any:
+def by_pattern(found: Names, module: str, parameter: str) -> Any:
     try:
         return found.find(module, parameter)
     except AmbiguousName:
         return AmbiguousName
 
 
-def asked(found: Naming, random: Random, count: int) -> Iterator[tuple[str, str]]:
+def asked(found: Names, random: Random, count: int) -> Iterator[tuple[str, str]]:
     """Names of every spelling, dotted and flat, behind all kinds of prefixes, with numbers that there are or are not."""
     starts = [*(p for p, _ in found._prefixes), *sorted(dict(PREFIXES)), "text_encoders.t5."]
     for part in found.parts:

@@ -159,7 +159,10 @@ class PeftConfig:
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def is_ambiguous(self, name: str, module: str) -> bool:
-        """Return whether keys of a pattern field that `pattern` was asked for match the module with other values."""
+        """Return whether several keys of a pattern field match the module and have different values.
+
+        False for a field that `pattern` was not called for yet.
+        """
         if name not in self.matching.tables:
             return False
         try:

@@ -198,7 +198,10 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
 
 
 def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[str]]:
-    """Return the role of the next word, "" for an option that nobody has, and what is typed here for this one."""
+    """Return the role of the word after this one, and the words of our command line in its place.
+
+    The role is "" if `word` is an option of no known program.
+    """
     meant = FOREIGN.get(word, "")
     if word in known:
         return "plain" if known[word] else "value", [word]

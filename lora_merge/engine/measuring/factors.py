@@ -27,8 +27,11 @@ tells the norm."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
-    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum. Weights whose factors do not tell it, or
-    where rows tell it at less cost, or for which it is too large, are left out."""
+    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum.
+
+    Left out are weights whose changes have no factors, those whose rows give the norm at less cost, and norms that
+    overflow.
+    """
     at = Placement(lane.at.device, torch.promote_types(lane.at.dtype, torch.float32))
     told = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _told(t)]
     every: Norms = {}

@@ -123,12 +123,12 @@ def largest(values: Tensor) -> float:
     return largest(values[values.isfinite()])
 
 
-def largest_of_each(blocks: Tensor, room: Tensor | None = None) -> Tensor:
-    """Return the largest magnitude in each row of [..., k]. `room`: memory of the same shape, which is overwritten.
+def largest_of_each(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of [..., k].
 
     Bits of numbers that are not negative grow with them; the largest whole number is found in a third of the time.
     """
-    size = torch.abs(blocks, out=room)
+    size = torch.abs(blocks)
     return size.view(torch.int32).amax(-1).view(torch.float32) if size.dtype == torch.float32 else size.amax(-1)
 
 

@@ -75,7 +75,7 @@ def _encoded(kind: Kind, numbers: Tensor, old: Tensor, fields: Fields, uniform: 
 
 
 def _levels(numbers: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
-    """Return the levels of numbers, in `room` where that is given."""
+    """Return (number + shift) / scale, which `Levels` rounds to codes; `room`: a tensor for the result."""
     divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(numbers.dtype)  # 0 / inf is code 0
     if shift is None:
         return torch.div(numbers, divisor, out=room)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .arithmetic import a_table
 from .base import InvalidPart
+from .ggml_layouts import half
 from .ggml_points import POINTS
 
 SHIFT: Final = 0.125  # of a level, by which IQ1 moves its points up or down
@@ -40,10 +41,6 @@ def _fields(words: Tensor, bits: int, count: int) -> Tensor:
     return (words[:, :, None] >> bits * torch.arange(count)).bitwise_and_(2**bits - 1).flatten(1)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
 def _even(seven: Tensor) -> Tensor:
     """Return eight signs by seven of them: the number of negative ones is even."""
     parity = seven.clone()
@@ -55,38 +52,38 @@ def _even(seven: Tensor) -> Tensor:
 def _iq2_xxs(blocks: Tensor) -> Block:
     words = _words(blocks, 2, 16, 4)
     points, rest = words[:, 0::2], words[:, 1::2]
-    scale = _half(blocks, 0) * ((rest >> 28) + 0.5) * 0.25
+    scale = half(blocks, 0) * ((rest >> 28) + 0.5) * 0.25
     return Block(_fields(points, 8, 4), scale, _even(_fields(rest, 7, 4)))
 
 
 def _iq2_xs(blocks: Tensor) -> Block:
     words = _words(blocks, 2, 32, 2)
-    scale = _half(blocks, 0) * (_fields(_words(blocks, 66, 8, 1), 4, 2) + 0.5) * 0.25
+    scale = half(blocks, 0) * (_fields(_words(blocks, 66, 8, 1), 4, 2) + 0.5) * 0.25
     return Block(words & 511, scale, _even(words >> 9))
 
 
 def _iq2_s(blocks: Tensor) -> Block:
     points = _words(blocks, 2, 32, 1) | _fields(_words(blocks, 66, 8, 1), 2, 4) << 8
-    scale = _half(blocks, 0) * (_fields(_words(blocks, 74, 8, 1), 4, 2) + 0.5) * 0.25
+    scale = half(blocks, 0) * (_fields(_words(blocks, 74, 8, 1), 4, 2) + 0.5) * 0.25
     return Block(points, scale, _words(blocks, 34, 32, 1))
 
 
 def _iq3_xxs(blocks: Tensor) -> Block:
     rest = _words(blocks, 66, 8, 4)
-    scale = _half(blocks, 0) * ((rest >> 28) + 0.5) * 0.5
+    scale = half(blocks, 0) * ((rest >> 28) + 0.5) * 0.5
     return Block(_words(blocks, 2, 64, 1), scale, _even(_fields(rest, 7, 4)))
 
 
 def _iq3_s(blocks: Tensor) -> Block:
     points = _words(blocks, 2, 64, 1) | _fields(_words(blocks, 66, 8, 1), 1, 8) << 8
-    scale = _half(blocks, 0) * (2 * _fields(_words(blocks, 106, 4, 1), 4, 2) + 1)
+    scale = half(blocks, 0) * (2 * _fields(_words(blocks, 106, 4, 1), 4, 2) + 1)
     return Block(points, scale, _words(blocks, 74, 32, 1))
 
 
 def _iq1_s(blocks: Tensor) -> Block:
     high = _words(blocks, 34, 8, 2)
     points = _words(blocks, 2, 32, 1) | _fields(high, 3, 4) << 8
-    scale = _half(blocks, 0) * (2 * (high >> 12 & 7) + 1)
+    scale = half(blocks, 0) * (2 * (high >> 12 & 7) + 1)
     return Block(points, scale, None, high >> 15)
 
 
