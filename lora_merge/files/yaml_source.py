@@ -208,7 +208,7 @@ def _line(of: Any) -> int:
 
 def _bomb(where: str) -> InputError:
     return InputError(
-        "the YAML has an absurd depth, or its aliases expand to an absurd size",
+        "the YAML is nested too deeply, or its aliases expand to an absurd size",
         where,
         "use fewer aliases; for many jobs use a matrix",
     )

@@ -29,5 +29,7 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     found = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
     if not CHECKS[patch.algorithm](Remade(found, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(found))}"
-        raise VerificationFailed("what the adapter's method makes of the base is not what defines it", where, REPORT)
+        raise VerificationFailed(
+            "tensors computed from the base do not satisfy the definition of the adapter's method", where, REPORT
+        )
     return found

@@ -18,8 +18,7 @@ from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName
 from lora_merge.models.cutting import Views, canonical, put, spelled
 from lora_merge.models.forms import PARAMETERS, NameTable, form
-from lora_merge.models.names import Names
-from lora_merge.models.names import names, written
+from lora_merge.models.names import Names, names, written
 from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
 from lora_merge.models.weights import WeightView

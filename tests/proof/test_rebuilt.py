@@ -136,6 +136,6 @@ def test_a_merge_that_makes_them_wrong_does_not_get_its_name(tmp_path: Path, mon
     assert prove(out, full=True)["proven"]
     right = torch.linalg.svd
     monkeypatch.setattr(torch.linalg, "svd", lambda m, **k: (lambda u, s, v: (u, s, v.roll(1, 1)))(*right(m, **k)))
-    with pytest.raises(VerificationFailed, match="is not what defines it"):
+    with pytest.raises(VerificationFailed, match="do not satisfy the definition"):
         lora_merge.merge(base, folder, tmp_path / "wrong.safetensors")
     assert not (tmp_path / "wrong.safetensors").exists()

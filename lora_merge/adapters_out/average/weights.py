@@ -30,7 +30,7 @@ def average_weights(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both give the weights", f"--{given[1]}", "use one of them")
     if others.get("ema_to") is not None and ema is None:
-        raise UsageError("ema-to needs a beginning", "--ema-to", "give --ema too")
+        raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
         if len(weights) != count or not all(is_finite(w) for w in weights):
             raise UsageError(
@@ -71,7 +71,9 @@ def _moving(betas: Sequence[float]) -> list[float]:
 def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST:
-        raise UsageError(f"sigma-rel {shown(sigma)} has no average", "--sigma-rel", "use a number above 0, up to 0.288")
+        raise UsageError(
+            "no average has this width", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+        )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
         low, high = high, 2 * high

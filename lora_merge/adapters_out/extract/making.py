@@ -326,7 +326,11 @@ class Extractor:
         if self.task.others == SKIP:
             return None
         if self.task.others == ERROR:
-            raise FitError("a vector changed", where.name, "write it with --others diff, or drop it with --others skip")
+            raise FitError(
+                "a bias, norm or other vector changed, which has no factors",
+                where.name,
+                "write it with --others diff, or drop it with --others skip",
+            )
         assert self.task.to is not None, "it is chosen when the files are opened"
         shape = where.view.shape
         ending = vector_ending(where, self.task.to)

@@ -75,10 +75,10 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     chosen = Chosen(task.job.include, task.job.exclude)
     pairs = paired((base, names), (tuned, theirs), to, chosen, lenient=lenient)
     if not pairs.pairs and chosen:
-        raise UsageError("no weight is compared", "--include and --exclude", "choose other parts of the model")
+        raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")
     if not pairs.pairs:
         where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model, or name its parts: --include"
-        raise FitError("no weight is compared", where, fix)
+        raise FitError("no weight is left to compare", where, fix)
     if to.folder:
         expect_one((p.place.component for p in pairs.pairs), "the base has")
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
