@@ -89,9 +89,7 @@ def sizes(
         old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
         if info.dtype != base[key].dtype and not WHOLE.isdisjoint({info.dtype, base[key].dtype}):
             where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(base[key].dtype)}"
-            unfit.append(
-                InputError("a new value and the weight must have one dtype, as one holds integers", where, IN_ITS_DTYPE)
-            )
+            unfit.append(InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE))
         if info.shape == old:
             continue
         if len(old) == 1 and (weight is None or weight.shape[0] != info.shape[0]):
