@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -18,7 +19,7 @@ from ..errors import AmbiguousName
 from ..shapes import Shape
 from .architectures import Architecture, shipped
 from .architectures.notation import Table, fill
-from .components import ENCODER_IDS, label
+from .components import ENCODER_IDS, labelled
 from .forms import FlatForms, filled, form, numbers_in, others
 from .guess import architectures, seen
 from .names import Names, of_the_denoiser, written
@@ -71,20 +72,17 @@ def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Compo
         hint, _ = innermost(change.module)
         by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
     made = [_component(network, architecture, some) for network, some in by_network.items()]
-    made.sort(key=lambda c: c.role != "denoiser")  # stable
-    label(made)
     shapes = {key: shape for c in made for key, shape in c.shapes.items()}
-    for component in made:
-        component.shapes = shapes
-    return made
+    return labelled(replace(c, shapes=shapes) for c in made)
 
 
-def complete(component: Component, layout: str) -> None:
-    """Add the parts of fused weights of a layout that the adapter leaves out; NotTold where their rows are unknown."""
+def complete(component: Component, layout: str) -> Component:
+    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold where their
+    rows are unknown."""
     architecture = component.architecture
     tables = architecture.spellings if architecture else {}
     if layout not in tables or layout == component.layout:
-        return
+        return component
     there = {name: view.shape for name, view in component.views(CANONICAL).items()}
     table, added = tables[layout].settled(there), dict[str, Shape]()
     for name, own in there.items():
@@ -100,8 +98,9 @@ def complete(component: Component, layout: str) -> None:
                 if component.layout != CANONICAL or not (sized or equal):
                     raise NotTold(f"it leaves out {lacking}, whose rows it does not show")
                 added[lacking] = (own[1] if sized else equal, *own[1:])
-    component.keys |= {name: component.prefix + name for name in added}
-    component.shapes = {**component.shapes, **{component.prefix + name: shape for name, shape in added.items()}}
+    keys = {name: component.prefix + name for name in added}
+    shapes = {component.prefix + name: shape for name, shape in added.items()}
+    return replace(component, keys={**component.keys, **keys}, shapes={**component.shapes, **shapes})
 
 
 def _network(hint: str, architecture: Architecture, module: str) -> str:
@@ -130,10 +129,11 @@ def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> 
         not layout and any(_renames(own.spellings[other], names.values()) for other in found if other)
     ):
         raise NotTold(f"its names fit {own.title} in two ways")
-    made = Component("te" if kind else "denoiser", SECOND if network == SECOND else own.component, prefix, own, layout,
-                     kind=kind)  # fmt: skip
-    made.keys = {name: prefix + name for name in names.values()}
-    made.shapes = {prefix + names[change]: change.shape for change in some}
+    made = Component(
+        "te" if kind else "denoiser", SECOND if network == SECOND else own.component, prefix, own, layout, kind=kind,
+        keys={name: prefix + name for name in names.values()},
+        shapes={prefix + names[change]: change.shape for change in some},
+    )  # fmt: skip
     if layout:
         table = own.spellings[layout]
         for name in names.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ..errors import InputError
@@ -79,30 +80,23 @@ def components(
     `folders`: the sub-folders of a pipeline, whose keys are `<folder>.<name>`. `extra`: the user's architecture;
     InputError if no network is of that architecture.
     """
-    found: dict[str, Component] = {}
-    loose: dict[str, str] = {}
+    keys: dict[str, dict[str, str]] = {}
+    loose: list[str] = []
     for key in shapes:
         if (prefix := _prefix(key, folders)) is None:
-            loose[key] = key
-            continue
-        if prefix not in found:
-            found[prefix] = _container(prefix, folders)
-        found[prefix].keys[key[len(prefix) :]] = key
-    if len(found) > MOST and not folders:
-        found, loose = {}, {key: key for key in shapes}
-    made = [_identified(c, shapes, extra) for c in found.values() if c.role != "ignored"]
+            loose.append(key)
+        else:
+            keys.setdefault(prefix, {})[key[len(prefix) :]] = key
+    if len(keys) > MOST and not folders:
+        keys, loose = {}, [*shapes]
+    found = [_container(prefix, own, shapes, folders) for prefix, own in keys.items()]
+    made = [_identified(c, extra) for c in found if c.role != "ignored"]
     if loose:
         made.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in made)))
-        kind = str(config.get("model_type") or "")
-        made[-1].inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct the layouts in the map, or leave --map out")  # fmt: skip
-    for component in made:
-        component.shapes = shapes
-    made.sort(key=lambda c: c.role != "denoiser")  # stable
-    label(made)
-    return made
+    return labelled(made)
 
 
 def _prefix(key: str, folders: Collection[str]) -> str | None:
@@ -112,37 +106,38 @@ def _prefix(key: str, folders: Collection[str]) -> str | None:
     return m[0] if m else None
 
 
-def _container(prefix: str, folders: Collection[str]) -> Component:
-    """Return a component without keys for a prefix of CONTAINERS, or of FOLDERS."""
+def _container(
+    prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Shape], folders: Collection[str]
+) -> Component:  # fmt: skip
+    """Return the component under a prefix of CONTAINERS, or of FOLDERS; its architecture is not known yet."""
     for pattern, role in FOLDERS if folders else CONTAINERS:
         if m := pattern.fullmatch(prefix.removesuffix(".") if folders else prefix):
             named = m.groupdict()
             kind = str(named.get("id") or "")
-            made = Component(role, role, prefix, kind=ENCODER_IDS.get(kind, kind))
-            if named.get("zero") or named.get("one"):
-                made.number = int(named["one"]) if named.get("one") else int(str(named["zero"])) + 1
-            if folders and role == "denoiser":
-                made.label = prefix.removesuffix(".")
-            return made
+            number = int(named.get("one") or 0) or int(named.get("zero") or -1) + 1
+            label = prefix.removesuffix(".") if folders and role == "denoiser" else role
+            return Component(role, label, prefix, kind=ENCODER_IDS.get(kind, kind), number=number, keys=keys,
+                             shapes=shapes)  # fmt: skip
     raise AssertionError(f"{prefix} was just matched")
 
 
-def _identified(component: Component, shapes: Mapping[str, Shape], extra: Architecture | None) -> Component:
-    """Return the component with its architecture, kind and label filled in."""
-    keys = component.keys
+def _identified(component: Component, extra: Architecture | None) -> Component:
+    """Return the component with its architecture and layout, and the kind and label that follow from them."""
+    keys, shapes, kind, label = component.keys, component.shapes, component.kind, component.label
 
     def shape_of(body: str) -> Shape | None:
         key = keys.get(body)
         return None if key is None else shapes[key]
 
-    if hit := _one(shape_of, [a for a in shipped() if _may_be(a, component.role)], extra):
-        component.architecture, component.layout = hit
-        component.kind = component.kind or _kind(hit[0], component, shapes)
-    if component.label == "denoiser":
-        component.label = component.architecture.component if component.architecture else "model"
-    if component.role == "te" and not component.kind:
-        component.kind = "unknown"
-    return component
+    hit = _one(shape_of, [a for a in shipped() if _may_be(a, component.role)], extra)
+    if hit:
+        kind = kind or _kind(hit[0], keys, shapes)
+    if component.role == "te":
+        kind = kind or "unknown"
+    if label == "denoiser":
+        label = hit[0].component if hit else "model"
+    architecture, layout = hit or (None, component.layout)
+    return replace(component, architecture=architecture, layout=layout, kind=kind, label=label)
 
 
 def _may_be(architecture: Architecture, role: str) -> bool:
@@ -156,20 +151,22 @@ def _role(architecture: Architecture) -> str:
     return {"vae": "vae", "connectors": "other"}.get(architecture.component, "denoiser")
 
 
-def _kind(architecture: Architecture, component: Component, shapes: Mapping[str, Shape]) -> str:
+def _kind(architecture: Architecture, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> str:
     """Return clip_l, clip_h or clip_g by the width of the embeddings; else the kind of the architecture."""
     if architecture.kind != "clip":
         return architecture.kind
-    name = next((k for b, k in component.keys.items() if b.endswith("token_embedding.weight")), None)
+    name = next((k for b, k in keys.items() if b.endswith("token_embedding.weight")), None)
     return CLIP_WIDTHS.get(shapes[name][-1] if name else 0, "clip")
 
 
 def _rest(
-    loose: dict[str, str], shapes: Mapping[str, Shape], config: Mapping[str, Any],
+    loose: Sequence[str], shapes: Mapping[str, Shape], config: Mapping[str, Any],
     extra: Architecture | None, *, aside: bool,
 ) -> Component:  # fmt: skip
     """Return the component of the keys without a known prefix; `aside`: whether another component is the denoiser."""
     levels = {key.partition(".")[0] for key in loose}
+    kind = str(config.get("model_type") or "")
+    inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
     for prefix in () if aside else LOOSE:
         if prefix and prefix.partition(".")[0] not in levels:
             continue
@@ -178,15 +175,14 @@ def _rest(
             return shapes.get(prefix + body)
 
         if hit := _one(shape_of, shipped(), extra):
-            made = Component(_role(hit[0]), hit[0].component, prefix, *hit, keys=_without(prefix, loose))
-            made.kind = _kind(hit[0], made, shapes)
-            return made
-    heads = {key.split(".", 1)[0] + "." for key in loose}
+            keys = _without(prefix, loose)
+            return Component(_role(hit[0]), hit[0].component, prefix, *hit, kind=_kind(hit[0], keys, shapes),
+                             inner=inner, keys=keys, shapes=shapes)  # fmt: skip
+    heads = {f"{level}." for level in levels}
     prefix = next(iter(heads)) if len(heads) == 1 and heads <= set(LOOSE) else ""
-    made = Component("other" if aside else "denoiser", "other" if aside else "model", prefix)
-    made.keys = _without(prefix, loose)
-    made.title = _class_of(config)
-    return made
+    role, label = ("other", "other") if aside else ("denoiser", "model")
+    return Component(role, label, prefix, title=_class_of(config), inner=inner, keys=_without(prefix, loose),
+                     shapes=shapes)  # fmt: skip
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
@@ -211,10 +207,15 @@ def _one(
     return hits[0] if len(hits) == 1 else None
 
 
-def label(made: Sequence[Component]) -> None:
-    """Label the encoders te, te1, te2 … as the denoiser's architecture does, else by their own numbers."""
+def labelled(networks: Iterable[Component]) -> list[Component]:
+    """Return the networks, the denoiser first, with encoders called te, te1, te2 … as the denoiser's architecture calls
+    them, else by their own numbers."""
+    made = sorted(networks, key=lambda c: c.role != "denoiser")  # stable
     encoders = [c for c in made if c.kind]
     main = made[0].architecture if made and made[0].role == "denoiser" else None
     names = {kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))}
-    for order, c in enumerate(encoders, 1):
-        c.label = names.get(c.kind) or ("te" if len(encoders) == 1 else f"te{c.number or order}")
+    labels = {
+        c.prefix: names.get(c.kind) or ("te" if len(encoders) == 1 else f"te{c.number or order}")
+        for order, c in enumerate(encoders, 1)
+    }
+    return [replace(c, label=labels.get(c.prefix, c.label)) for c in made]

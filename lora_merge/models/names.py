@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -284,12 +285,16 @@ def names(index: Index, extra: Path | None = None) -> Names:
     tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
     given = load(extra) if extra else None
-    parts = components(shapes, index.config, index.components, given if given and given.title else None)
-    for part in parts:
-        files = [tensors[key].file for key in part.keys.values()]
-        part.sharded = any(file is not files[0] and file != files[0] for file in files)
+    parts = [
+        replace(part, sharded=_in_several_files([tensors[key].file for key in part.keys.values()]))
+        for part in components(shapes, index.config, index.components, given if given and given.title else None)
+    ]
     second = "transformer_2" in index.path.parts[-2:]
     return Names(parts, shapes, stored, index.config, second=second, presets=given.lbw if given else {})
+
+
+def _in_several_files(files: Sequence[Path]) -> bool:
+    return any(file is not files[0] and file != files[0] for file in files)
 
 
 def guess(modules: Mapping[str, Shape]) -> str:

@@ -17,7 +17,7 @@ from .weights import RowSlice, WeightView, whole
 NO_TABLE: Final = Table(())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Component:
     """One network of a checkpoint: a denoiser, a text encoder, a VAE."""
 
@@ -31,7 +31,7 @@ class Component:
     title: str = ""  # its class by the base's configuration
     inner: str = ""  # first level of names in a model with a head, absent in the model without the head
     sharded: bool = False  # whether several files hold the network
-    keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
+    keys: Mapping[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
     def knows(self, module: str, parameter: str) -> bool:

@@ -104,9 +104,8 @@ def alone(adapter: Mapping[str, WeightView], to: str) -> Iterator[dict[str, Rows
     changes = [Change(name, "weight", view.shape) for name, view in adapter.items()]
     for architecture in candidates(changes):
         with suppress(OtherModel):
-            parts = assumed(changes, architecture)
-            for part in parts:
-                complete(part, DIALECTS[to].of(architecture).layout(part))
+            dialect = DIALECTS[to].of(architecture)
+            parts = [complete(part, dialect.layout(part)) for part in assumed(changes, architecture)]
             found = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
             own = Words({c.module: view for c in changes if (view := found.find(c.module))})
             yield {name: own.of(view) for name, view in matrices(found, to).items()}

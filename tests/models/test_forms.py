@@ -100,8 +100,8 @@ PATHS = st.lists(WORDS, min_size=1, max_size=6).map(".".join)
 def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
     llm = names(index({"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)})).parts[0]
     own = {key: key for key in sorted(keys)}
-    part = Component("denoiser", "model", "", llm.architecture, llm.layout, inner=inner, keys=own)
-    part.shapes = dict.fromkeys(own, (2, 2))
+    part = Component("denoiser", "model", "", llm.architecture, llm.layout, inner=inner, keys=own,
+                     shapes=dict.fromkeys(own, (2, 2)))  # fmt: skip
     dotted, flat = all_at_once(part._table, (inner,) if inner else ())
     check(part._table, dotted, flat, [*asked, *dotted, *flat])
 

@@ -44,9 +44,7 @@ def without_base(job: AdapterJob, to: Dialect) -> Sources:
                 why = f"{to.name} has no names for {architecture.title}"
                 continue
             try:
-                parts = assumed(changes, architecture)
-                for part in parts:
-                    complete(part, to.of(architecture).layout(part))
+                parts = [complete(p, to.of(architecture).layout(p)) for p in assumed(changes, architecture)]
             except OtherModel as e:
                 why = str(e)
                 continue
