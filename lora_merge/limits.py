@@ -47,19 +47,14 @@ Node: TypeAlias = tuple[str, Any]
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply.
-
-    The library's own limit depends on the version of Python: 990 levels in 3.11, thousands from 3.12 on.
-    """
+    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply."""
     try:
         value = json.loads(text)
-    except RecursionError as e:
+    except RecursionError as e:  # the library's own limit: 990 levels in Python 3.11, thousands from 3.12 on
         raise ValueError("nested too deeply") from e
     level = [value]
     for _ in range(DEEPEST):
-        level = [
-            item for v in level if type(v) is dict or type(v) is list for item in (v.values() if type(v) is dict else v)
-        ]
+        level = [item for v in level if type(v) in (dict, list) for item in (v.values() if type(v) is dict else v)]
         if not level:
             return value
     raise ValueError("nested too deeply")
@@ -77,14 +72,17 @@ class Steps:
         self._parsed: dict[tuple[str, str], Pattern] = {}
 
     def __reduce__(self) -> tuple[type[Steps], tuple[int]]:
-        """Pickle the count alone: constants in the trees of Python's parser cannot be pickled."""
-        return Steps, (self.left,)
+        return Steps, (self.left,)  # constants in the trees of Python's parser cannot be pickled
 
     def take(self, count: int = 1) -> None:
         """Use up steps; Refused if none are left."""
         self.left -= count
         if self.left < 0:
             raise Refused("too complex to run safely")
+
+    def allow(self, names: int = 1) -> None:
+        """Allow the further steps that looking up some names may take."""
+        self.left += STEPS_A_NAME * names
 
     def pattern(self, text: str, form: str = "%s") -> Pattern:
         """Return the pattern for `form % text`, parsed once; Refused as by `pattern`, or if no steps are left."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .limits import STEPS_A_NAME, Steps
+from .limits import Steps
 from .ranges import Rows
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
@@ -43,7 +43,7 @@ class Ends:
     def first(self, path: str, steps: Steps) -> str | None:
         """Return the first key that matches the path of a module, or None; Refused if that takes too many steps."""
         if path not in self._found:
-            steps.left += STEPS_A_NAME
+            steps.allow()
             best = min(self._of_plain(path, steps), default=len(self.keys))
             best = next((at for at in self._others if at < best and _matches(self.keys[at], path, steps)), best)
             self._found[path] = self.keys[best] if best < len(self.keys) else None
@@ -51,7 +51,7 @@ class Ends:
 
     def every(self, path: str, steps: Steps) -> list[str]:
         """Return all keys that match the path of a module, in their order; Refused if that takes too many steps."""
-        steps.left += STEPS_A_NAME
+        steps.allow()
         found = {*self._of_plain(path, steps), *(at for at in self._others if _matches(self.keys[at], path, steps))}
         return [self.keys[at] for at in sorted(found)]
 
@@ -86,6 +86,10 @@ def _matches(key: str, path: str, steps: Steps) -> bool:
     return steps.pattern(key, END).matches(path, steps)
 
 
+Owners: TypeAlias = tuple[Mapping[str, list[tuple[int, str]]], list[str]]
+"""End of a module's path → (position, parameter); and the parameters of any module."""
+
+
 @dataclass
 class Matching:
     """The parsed patterns of one configuration, and the number of steps that they may still take."""
@@ -96,5 +100,5 @@ class Matching:
     """Lists of ends of names, as sets, with the lengths of the ends."""
     rows: dict[int, Rows] = field(default_factory=dict)
     """`id` of a list in the configuration → its row numbers, checked."""
-    parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
-    """The index of `target_parameters` that target_parameters.py uses."""
+    owners: dict[str, Owners] = field(default_factory=dict)
+    """List of parameters in the configuration → the same by their modules, which target_parameters.py makes."""

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -211,6 +211,35 @@ def test_a_file_and_a_function_are_no_longer_than_one_can_hold_in_mind() -> None
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 assert not body or node.end_lineno - body[0].lineno < 50, f"{path.name}: {node.name}"
+
+
+OF_OTHERS = (
+    "sys.stdout", "sys.stderr", "error.__cause__", "found.__cause__", "failure.filename", "timed.__name__",
+    "call.argtypes", "backend.fp32_precision", "self._here.made", "command.get_params", "command.format_options",
+    "command.collect_usage_pieces", "command.__signature__", "command.__annotations__", "parameter.process_value",
+)  # fmt: skip
+"""Attributes of objects of Python's library, of torch and of typer that are set as those libraries want it."""
+
+
+def test_fields_are_written_by_the_module_of_their_class_alone() -> None:
+    """Other modules call a method, or make another object."""
+    for _, path in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        owners = [n for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in ast.walk(c)]
+        own = {n.attr if isinstance(n, ast.Attribute) else n.id for n in written(owners)
+               if isinstance(n, ast.Name) or (isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self")}  # fmt: skip
+        for node in written(ast.walk(tree)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+                name = ast.unparse(node)
+                assert node.attr in own or name in OF_OTHERS, f"{path.name}:{node.lineno}: {name}"
+
+
+def written(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the targets of assignments, and of loops."""
+    for node in nodes:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            yield from target.elts if isinstance(target, ast.Tuple) else [target] if target is not None else ()
 
 
 def test_type_checkers_see_every_public_name() -> None:

@@ -15,6 +15,7 @@ from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
+from ..disk.reader import Reader
 from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.placement import HOST
@@ -126,8 +127,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
         cache = cache_of(job, reader, sources)
-        at = SINGLE if job.compute_dtype == "fp32" else HOST
-        alone = PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
+        alone = _evaluators(job, reader, sources)
         converter = Converter(job, task.to, task.rules, alone.get())
         heap = heap_of(job, stack)
         made, zeros = _made(converter, alone, there, heap, this.counted)
@@ -150,9 +150,15 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         facts = Facts(told, dtype, notes, task.to.name, _weights(there))
 
         def proven(part: Path) -> Mapping[str, Any]:
-            return prove(Claim(job, part, worst), sources, alone, this.counted)
+            before = _evaluators(job, reader, sources, drawn=True)
+            return prove(Claim(job, part, worst), sources, before, this.counted)
 
         return outcome.finish(reader, facts, proven, this)
+
+
+def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> PerThread[Evaluator]:
+    at = SINGLE if job.compute_dtype == "fp32" else HOST
+    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources, drawn=drawn), at, wide=at is SINGLE))
 
 
 def plan(task: Conversion) -> AdapterReport:

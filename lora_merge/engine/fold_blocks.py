@@ -148,13 +148,13 @@ class BlockMerger:
                 if isinstance(found, str) and self.fallback_device is not None:
                     found = self._attempt(group, DeviceStream(self.fallback_device))
                     note = "a block was folded on the CPU"
-                    self.room.spilled += 1
+                    self.room.spill()
                 if isinstance(found, str):
                     raise ResourceError("the device is out of memory", f"{name}: {found}", FULL)
                 self.note(note)
             if not isinstance(found, str):
                 return found
-            self.room.most = min(self.room.most, numbers // 2)
+            self.room.halve(numbers)
             self.note("smaller batches were used")
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..errors import UsageError
 from ..job import BLOCKS, Adapter
-from ..limits import STEPS_A_NAME, Refused, Steps
+from ..limits import Refused, Steps
 from ..options import BLOCK_LIST, REGEX
 from ..text import listed, plural
 from .blocks import Blocks, blocks, words
@@ -96,7 +96,7 @@ class Strengths:
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
         found = self.strength
-        self._steps.left += STEPS_A_NAME
+        self._steps.allow()
         block = self._blocks.of(key) if self._blocks else ""
         for part, value in self._parts:
             if part in self._weights:
@@ -137,7 +137,7 @@ class Strengths:
             raise self._unknown(part, [*components], set(components.values()))
 
     def _covers_any(self, part: str, components: Mapping[str, str]) -> bool:
-        self._steps.left += STEPS_A_NAME * len(components)
+        self._steps.allow(len(components))
         return any(self._covers(part, key, of) for key, of in components.items())
 
     def _unknown(self, part: str, keys: Sequence[str], known: Collection[str]) -> UsageError:

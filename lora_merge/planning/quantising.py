@@ -22,7 +22,7 @@ from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
-from ..limits import STEPS_A_NAME, Refused, Steps
+from ..limits import Refused, Steps
 from ..models.names import Names
 from ..options import NO_DEFAULTS, REGEX
 
@@ -203,7 +203,7 @@ def _given(job: Job) -> Callable[[str], bool]:
     steps, patterns = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
 
     def found(key: str) -> bool:
-        steps.left += STEPS_A_NAME
+        steps.allow()
         return any(_matches(text, key, steps) for text in patterns)
 
     return found

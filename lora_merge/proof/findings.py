@@ -35,7 +35,7 @@ def remedy(plan: Plan) -> tuple[str, str, str]:
     return ", ".join(sorted({spoken(e.title) for e in changed})), wider, ", or ".join(ways)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Exact:
     """Exact rows, in float64, before they are rounded."""
 
@@ -104,6 +104,11 @@ class Findings:
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
     measures: Measures = field(default_factory=Measures)
+
+    def count(self, tensors: int = 0, cut: int = 0) -> None:
+        """Count tensors that are looked at, and elements that are cut."""
+        self.tensors += tensors
+        self.cut += cut
 
     def add(self, part: Findings) -> None:
         """Add the results of other rows."""

@@ -96,7 +96,7 @@ class Recomputation:
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
         look = partial(self._look, target, fd, rows / max(len(chosen), 1))
-        self.findings.tensors += 1
+        self.findings.count(tensors=1)
         for n, found in enumerate(self.pool.map(look, parts) if len(parts) > 1 else map(look, parts)):
             self.findings.add(found)
             before, after = (target.nbytes * done // len(parts) for done in (n, n + 1))
@@ -138,33 +138,32 @@ class Recomputation:
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
         """Return the exact rows."""
         base = self._base(target.weight, rows, cols)
-        exact = Exact(base, base.copy(), np.abs(base))
         if target.combining is not None:
-            return self._combined(target, rows, exact)
-        made = Made(target)
+            return self._combined(target, rows, base)
+        made, value, terms = Made(target), base.copy(), np.abs(base)
+        changes: dict[int, Array] = {}
+        losses = [1.0]
         for part in self._parts(target.uses):
             found = self._change(part, rows, made.on(target.name))
             if found is None:
                 continue
             at, change = found
-            exact.value[at] += change
-            exact.terms[at] = np.maximum(exact.terms[at], np.maximum(np.abs(change), np.abs(exact.value[at])))
-            exact.changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
-            loss = REFERENCE[part.patch.algorithm].loss
-            exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
-        exact.growth = max(made.growth)
-        return exact
+            value[at] += change
+            terms[at] = np.maximum(terms[at], np.maximum(np.abs(change), np.abs(value[at])))
+            changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
+            losses.append(REFERENCE[part.patch.algorithm].loss)
+        loss = sum(losses) if target.method.in_turn else max(losses)
+        return Exact(base, value, terms, loss, max(made.growth), changes)
 
-    def _combined(self, target: OutputTensor, rows: Array, exact: Exact) -> Exact:
-        """Add to rows of the base the one change that all changes of the weight become."""
+    def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
+        """Return rows of the base with the one change that all changes of the weight become."""
         everything = np.arange(target.matrix[0])
         one = of_weight(target, self._parts(target.uses), rows, lambda part: self.whole(part, everything, Made(target)))
-        exact.slack, exact.changes = one.slack, one.parts
-        exact.value += one.total
-        for part in (exact.value, *exact.changes.values()):
-            exact.terms = np.maximum(exact.terms, np.abs(part))
-        exact.loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)
-        return exact
+        value, terms = base + one.total, np.abs(base)
+        for part in (value, *one.parts.values()):
+            terms = np.maximum(terms, np.abs(part))
+        loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)
+        return Exact(base, value, terms, loss, changes=one.parts, slack=one.slack)
 
     def _judged(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.

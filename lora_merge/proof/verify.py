@@ -113,7 +113,7 @@ def _check(
             for some in together:
                 if len(some) == 1 or not _same(*stretch(some), fd, reader):
                     for target, first, count in some:
-                        merged.findings.cut += _compare(target, first, count, fd, merged)
+                        merged.findings.count(cut=_compare(target, first, count, fd, merged))
                 if merged.full:
                     told(sum(count for _, _, count in some))
             for target in targets:

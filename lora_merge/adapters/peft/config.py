@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
-from ...limits import STEPS_A_NAME, Refused
+from ...limits import Refused
 from ...module_patterns import Ends, Matching
 from ...options import beginning
 from ...ranges import Rows
@@ -174,8 +174,8 @@ class PeftConfig:
     def matches(self, expression: str, module: str, name: str) -> bool:
         """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):
-            self.matching.steps.left += STEPS_A_NAME
             steps = self.matching.steps
+            steps.allow()
             return steps.pattern(expression, WHOLE).matches(self._path(module), steps)
 
     def _path(self, module: str) -> str:

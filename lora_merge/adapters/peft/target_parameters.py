@@ -18,6 +18,7 @@ from ...files.layouts import PEFT
 from ...models.prefixes import TRAINING
 from .config import PeftConfig
 
+FIELD: Final = "target_parameters"
 _LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
 """Prefix that a training loop may add to the names of the model that PEFT wrapped."""
@@ -80,7 +81,7 @@ def saved_inside(fields: PeftConfig, name: str) -> bool:
 
 def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Return the whole names of the parameters that a module may change; none where the module is a layer."""
-    if not fields.get("target_parameters"):
+    if not fields.get(FIELD):
         return ()
     named, loose = _by_owner(fields)
     path = bare(module)
@@ -97,18 +98,19 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
 
 def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
     """Return end of a module's path → (position, parameter), and the parameters of any module; computed once."""
-    if fields.matching.parameters is None:
+    owners = fields.matching.owners
+    if FIELD not in owners:
         named: dict[str, list[tuple[int, str]]] = {}
         loose: dict[str, None] = {}
-        for at, (of, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts("target_parameters")):
+        for at, (of, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts(FIELD)):
             if of:
                 named.setdefault(of, []).append((at, leaf))
             else:
                 loose[leaf] = None
         if len(loose) > MOST_LOOSE:
-            raise fields.odd("target_parameters", f"at most {MOST_LOOSE} parameters without a module")
-        fields.matching.parameters = named, list(loose)
-    return fields.matching.parameters
+            raise fields.odd(FIELD, f"at most {MOST_LOOSE} parameters without a module")
+        owners[FIELD] = named, list(loose)
+    return owners[FIELD]
 
 
 def is_layer(fields: PeftConfig, path: str) -> bool:

@@ -100,19 +100,21 @@ class WithoutBase(TensorCache):
     An equation between two formulas that holds for random weights holds for all weights.
     """
 
-    drawn = False
+    def __init__(self, reader: Reader, adapters: frozenset[Path], *, drawn: bool) -> None:
+        super().__init__(reader, adapters)
+        self._drawn = drawn
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored; UsageError for one of the base."""
         if info.file != NOWHERE:
             return super().fetch(info)
-        if not self.drawn:
+        if not self._drawn:
             raise UsageError("a formula reads the weights of the base", info.name, GIVE_BASE)
         generator = torch.Generator().manual_seed(sum(info.name.encode()))
         return torch.randn(info.shape, generator=generator)
 
 
-def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
-    """Return the reader of tensors; without a base, one that refuses those of the base."""
+def cache_of(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> TensorCache:
+    """Return the reader of tensors; without a base, one that refuses those of the base, or draws them."""
     own = frozenset(p for a in sources.adapters for p in a.index.files)
-    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own)
+    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own, drawn=drawn)

@@ -24,7 +24,7 @@ from ..layers import beyond_fp64
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
 from ..truncation.storing import squares_of
-from .assumed import WithoutBase, cache_of, same_base
+from .assumed import cache_of, same_base
 from .kept import copies_of
 
 BUDGET: Final = 2**30
@@ -53,7 +53,7 @@ class Claim(NamedTuple):
 
 def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
     """Compare the changes of an output with those of the input; VerificationFailed where one differs by more than it
-    should. `before`: computes those of the input."""
+    should. `before`: computes those of the input, of a base that is drawn where none was given."""
     job = replace(claim.job, inputs=replace(claim.job.inputs, adapters=(Adapter(claim.part),)))
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
@@ -62,13 +62,10 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
     worst, name, allowed = 0.0, "", 1.01 * claim.residual + SLACK
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
-        after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again), HOST))
+        after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again, drawn=True), HOST))
 
         def work(target: Target) -> float:
             one, other = before.get(), after.get()
-            for cache in (one.cache, other.cache):
-                if isinstance(cache, WithoutBase):
-                    cache.drawn = True
             written = theirs.get(target.key)
             if written is not None and _stored_alike(target, written, one, other):
                 off = 0.0

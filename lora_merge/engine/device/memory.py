@@ -57,6 +57,14 @@ class DeviceMemory:
         """Whether the device has no room for blocks like these: further tries would only take time."""
         return self.spilled >= SPILLED
 
+    def halve(self, numbers: int) -> None:
+        """Limit later calls to half of the numbers that did not fit."""
+        self.most = min(self.most, numbers // 2)
+
+    def spill(self) -> None:
+        """Count a block that did not fit even alone."""
+        self.spilled += 1
+
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Use the device side by side with other threads; waits while a thread holds `alone` or waits for it."""

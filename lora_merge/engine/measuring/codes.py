@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,6 @@ def told(
     if target.weight.padded:
         return own.measured(own.sums(None), known=False), ()
     base, merged, _ = own.work.unbind()
-    own.found = _each(merged, lambda n, _: made[n].seen)
     size = target.weight.packing.encoding.nbytes(looked(own))
 
     def nearest(values: Tensor) -> Tensor:
@@ -44,7 +44,8 @@ def told(
 
         return _each(values, one)
 
-    own.before = None if same(target) else nearest(base)
+    own = replace(own, found=_each(merged, lambda n, _: made[n].seen),
+                  before=None if same(target) else nearest(base))  # fmt: skip
     if not own.parts:
         return (), (own.thinned(),)
     return own.measured(own.sums(Stored(nearest, same(target))), known=True), ()

@@ -110,9 +110,8 @@ class Base:
 def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
     """Yield what is certain of an adapter's modules; modules that claim the same place are left out."""
     uncertain = _uncertain_prefix(tensors, base)
-    read = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
-    for group in read:
-        group.kind = variant(group, numbers)
+    certain = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
+    read = [replace(group, kind=variant(group, numbers)) for group in certain]
     yield from _experts(read, numbers, base, strength)
     yield from _tokens(tensors, numbers, base, strength)
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]

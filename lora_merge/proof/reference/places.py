@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
@@ -98,14 +98,14 @@ class Cut(NamedTuple):
     split: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Network:
     """One of the networks of a base."""
 
     prefix: str
     label: str  # denoiser, te, te1, te2, te3, vae; "" where that is not known
     called: tuple[str, ...]  # networks of PREFIXES that may mean this one
-    shapes: dict[str, Shape] = field(default_factory=dict)  # names without the prefix
+    shapes: Mapping[str, Shape]  # names without the prefix
 
     def direct(self, module: str, parameter: str) -> Place | None:
         """Return the place of a parameter that the base has under its own name."""
@@ -213,21 +213,20 @@ class Places:
     """All networks of a base."""
 
     def __init__(self, shapes: Mapping[str, Shape], folders: Collection[str] = ()) -> None:
-        found: dict[str, Network] = {}
-        table = FOLDERS if folders else CONTAINERS
+        found: dict[str, dict[str, Shape]] = {}
         for key, shape in shapes.items():
             prefix = f"{key.partition('.')[0]}." if folders else _container(key)
-            if prefix not in found:
-                found[prefix] = Network(prefix, *table.get(prefix, ("", ())))
-            found[prefix].shapes[key[len(prefix) :]] = shape
-        self.networks = tuple(found.values())
-        self._found: dict[tuple[str, str], Place | None] = {}
-        encoders = [n for n in self.networks if n.label.startswith("te")]
+            found.setdefault(prefix, {})[key[len(prefix) :]] = shape
+        table = FOLDERS if folders else CONTAINERS
+        named = {prefix: table.get(prefix, ("", ())) for prefix in found}
+        encoders = [prefix for prefix, (label, _) in named.items() if label.startswith("te")]
         if folders and len(encoders) == 1:
-            encoders[0].label = ""  # whether it is called te or te1 depends on the denoiser
-            unet = found.get("unet.")
-            if unet is not None and OF_SDXL not in unet.shapes:  # Stable Diffusion 1 or 2
-                encoders[0].label, encoders[0].called = "te", (*encoders[0].called, "te")
+            _, called = named[encoders[0]]
+            of_sd = "unet." in found and OF_SDXL not in found["unet."]  # Stable Diffusion 1 or 2
+            # In others, whether it is called te or te1 depends on the denoiser.
+            named[encoders[0]] = ("te", (*called, "te")) if of_sd else ("", called)
+        self.networks = tuple(Network(prefix, *named[prefix], own) for prefix, own in found.items())
+        self._found: dict[tuple[str, str], Place | None] = {}
 
     def find(self, stem: str, parameter: str) -> Place | None:
         """Return the one place that a module's name means; None if there is none or more than one."""

@@ -6,9 +6,8 @@ with any other spelling is left out, so that a rare spelling is never a false al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -80,18 +79,13 @@ class Group:
     part: int | None = None
     roles: dict[str, StoredTensor] = field(default_factory=dict)
     twice: dict[str, list[StoredTensor]] = field(default_factory=dict)  # role → all tensors, where there are several
+    kind: str = ""  # "" until all tensors are added, and where no kind has these roles
 
     def put(self, role: str, info: StoredTensor) -> None:
         """Add a tensor."""
         first = self.roles.setdefault(role, info)
         if first is not info:
             self.twice.setdefault(role, [first]).append(info)
-
-    @cached_property
-    def kind(self) -> str:
-        """The kind of the module, once all tensors are added; "" where no kind has these roles."""
-        own = self.roles.keys() - NUMBERS
-        return next((kind for kind, needs, may in KINDS if own and needs <= own <= needs | may), "")
 
 
 def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
@@ -112,7 +106,13 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
         if part is not None and (whole := found.get((stem, parameter, None))) is not None:
             for role in NUMBERS & whole.roles.keys():  # one α for all parts
                 group.put(role, whole.roles[role])
-    return [g for g in found.values() if g.kind and g.stem not in odd]
+    made = (replace(group, kind=_kind(group.roles)) for group in found.values() if group.stem not in odd)
+    return [group for group in made if group.kind]
+
+
+def _kind(roles: Collection[str]) -> str:
+    own = {*roles} - NUMBERS
+    return next((kind for kind, needs, may in KINDS if own and needs <= own <= needs | may), "")
 
 
 def ending(name: str) -> tuple[str, str, int | None] | None:
