@@ -8,13 +8,13 @@ import re
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
-from ..errors import MergeError, UsageError
+from ..errors import DeviceFailed, MergeError, UsageError
 from ..options import shown
 from ..planning.cache import CheckpointCache
 from ..process import command
@@ -47,13 +47,24 @@ class Executor:
 
 
 def local(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> Iterator[JobReport]:
-    """Run groups in this process, or in several others on this machine."""
-    if workers.count in (None, 1):
-        opened = CheckpointCache()
-        for group in groups:
-            yield from carry_out(group, opened, progress)
-    else:
-        yield from _Local(groups, workers.count or 1).reports(progress)
+    """Run groups in this process, or in several others on this machine.
+
+    Where a device fails, this process cannot use it again: another one takes over.
+    """
+    if workers.count not in (None, 1):
+        yield from _Local(groups, workers.count).reports(progress)
+        return
+    opened, left, failures = CheckpointCache(), deque(groups), dict[int, MergeError]()
+    while left and not failures:
+        group = left.popleft()
+        for report in carry_out(group, opened, progress):
+            if isinstance(report.error, DeviceFailed):
+                failures[report.number] = report.error
+            else:
+                yield report
+        left.extendleft(replace(group, entries=(e,)) for e in reversed(group.entries) if e.number in failures)
+    if left:
+        yield from _Local(left, 1, failures).reports(progress)
 
 
 RAY: Final = (2, 60)
@@ -120,14 +131,20 @@ class _Worker:
 
 
 class _Local:
-    """Distributes groups over child processes. Another child does the jobs of one that dies."""
+    """Distributes groups over child processes. Another child does the jobs of one that dies, or whose device fails.
 
-    def __init__(self, groups: Sequence[JobGroup], workers: int) -> None:
+    `failures`: jobs that a process was lost with already, with their errors.
+    """
+
+    def __init__(
+        self, groups: Collection[JobGroup], workers: int, failures: Mapping[int, MergeError] = MappingProxyType({})
+    ) -> None:
         self.queue = deque(groups)
         self.count = min(workers, len(groups))
         self.workers: dict[int, _Worker] = {}
         self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self.deaths: dict[int, int] = {}  # job → workers that died over it
+        self.failures = dict(failures)  # job → the last failure of a device under it
+        self.deaths = dict.fromkeys(failures, 1)  # job → workers that died over it
 
     def reports(self, progress: Progress) -> Iterator[JobReport]:
         """Return every job's report as it ends."""
@@ -138,6 +155,8 @@ class _Local:
                 number, message = self.inbox.get()
                 if isinstance(message, Step):
                     progress(message)
+                elif isinstance(message, JobReport) and isinstance(message.error, DeviceFailed):
+                    self.failures[message.number] = message.error  # the worker ends, and the job is run again
                 elif isinstance(message, JobReport):
                     self.workers[number].left.pop(message.number)
                     yield message
@@ -186,7 +205,7 @@ class _Local:
                 if self.deaths[entry.number] < LIVES:
                     again.append(entry)
                 else:
-                    yield failed(entry, _death(entry, code), tries=LIVES)
+                    yield failed(entry, self.failures.get(entry.number) or _death(entry, code), tries=LIVES)
             if again:
                 # One by one, so that a job that takes its worker down takes no other with it.
                 self.queue.extend(replace(worker.group, entries=(e,)) for e in again)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
-from ..errors import MergeError, ResourceError, UsageError
+from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.cache import CheckpointCache
 from ..progress import Gathered, Progress, Step
 from .groups import JobGroup, carry_out
@@ -107,13 +107,15 @@ class _Ray:
         self.gpus = max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)  # of a node
         self.running: dict[Any, JobGroup] = {}
         self.left: dict[int, BatchJob] = {}  # jobs without a report
+        self.waiting: list[JobGroup] = []
+        self.again: set[int] = set()  # jobs that are run once more, as a device failed under them
 
     def reports(self, waiting: list[JobGroup], limit: int) -> Iterator[JobReport]:
-        self.left = {e.number: e for group in waiting for e in group.entries}
+        self.waiting, self.left = waiting, {e.number: e for group in waiting for e in group.entries}
         try:
-            while waiting or self.running:
-                while waiting and len(self.running) < limit:
-                    self._start(waiting.pop(0))
+            while self.waiting or self.running:
+                while self.waiting and len(self.running) < limit:
+                    self._start(self.waiting.pop(0))
                 ended, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL)
                 yield from self._news()
                 for task in ended:
@@ -139,7 +141,7 @@ class _Ray:
         for message in messages:
             if isinstance(message, Step):
                 self.progress(message)
-            else:
+            elif not isinstance(message.error, DeviceFailed):  # those come with their task
                 yield from self._seen(message)
 
     def _end(self, task: Any, group: JobGroup) -> Iterator[JobReport]:
@@ -149,7 +151,11 @@ class _Ray:
         except self.ray.exceptions.RayError as e:
             found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in group.entries]
         for report in found:
-            yield from self._seen(report)
+            if isinstance(report.error, DeviceFailed) and report.number in self.left.keys() - self.again:
+                self.again.add(report.number)  # Ray runs no second task in a process that had a GPU
+                self.waiting.append(replace(group, entries=(self.left[report.number],)))
+            else:
+                yield from self._seen(report)
 
     def _seen(self, report: JobReport) -> Iterator[JobReport]:
         """Return the first report of each job; an output that cannot be seen from here is a failure."""

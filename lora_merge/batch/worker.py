@@ -40,6 +40,7 @@ def main() -> None:
 def _work() -> None:
     """Make groups until stdin ends. What anything prints goes to stderr: stdout carries reports alone."""
     from ..engine.torch_preload import preload
+    from ..errors import DeviceFailed
     from ..planning.cache import CheckpointCache
     from .groups import carry_out
 
@@ -55,9 +56,13 @@ def _work() -> None:
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
         steps = Gathered(lambda step: _send(reports, step))
+        failed = False
         for report in carry_out(spread(task), opened, steps):
             steps.flush()
             _send(reports, report)
+            failed = failed or isinstance(report.error, DeviceFailed)
+        if failed:  # this process cannot use the device again
+            raise SystemExit(1)
         _send(reports, None)
 
 

@@ -26,11 +26,12 @@ from lora_merge.batch import executors, groups
 from lora_merge.batch import ray as on_ray
 from lora_merge.batch import run as batch
 from lora_merge.batch.executors import EXECUTORS, Workers, executor
-from lora_merge.batch.groups import JobGroup
-from lora_merge.batch.report import JobReport
+from lora_merge.batch.groups import JobGroup, carry_out
+from lora_merge.batch.jobs_file import BatchJob
+from lora_merge.batch.report import JobReport, failed
 from lora_merge.batch.run import make_batch
 from lora_merge.batch.worker import Task
-from lora_merge.errors import MergeError, ResourceError, UsageError
+from lora_merge.errors import DeviceFailed, MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.progress import Step
@@ -119,6 +120,74 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
     reports = lora_merge.run_batch(jobs(models, 2), workers=2)
     assert [r.status for r in reports] == ["failed"] * 2
     assert all(r.error is not None and "signal 9" in r.error.what for r in reports)
+
+
+def failing(entry: BatchJob) -> JobReport:
+    return failed(entry, DeviceFailed("cuda:0", "CUDA error: device-side assert triggered"))
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_where_a_device_fails_another_process_takes_over(
+    models: Path, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """This process fails in its second group; jobs of that group are run again, and later ones in the new process."""
+    monkeypatch.setattr(batch, "TOGETHER", together)
+    begun: list[JobGroup] = []
+
+    def half(group: JobGroup, *given: Any) -> Iterator[JobReport]:
+        begun.append(group)
+        yield from carry_out(group, *given) if len(begun) == 1 else map(failing, group.entries)
+
+    monkeypatch.setattr(executors, "carry_out", half)
+    reports = lora_merge.run_batch(jobs(models, 8))
+    assert [r.status for r in reports] == ["merged"] * 8
+    assert len(begun) == 2
+    assert len({r.worker for r in reports}) == 2
+    assert {r.number for r in reports if r.worker == reports[0].worker} == set(range(1, together + 1))
+
+
+BROKEN = """
+    from lora_merge.batch import groups, worker
+    from lora_merge.errors import DeviceFailed
+
+    def run_together(plans, progress):
+        for n, plan in enumerate(plans):
+            bad = len(plans) > 1 or plan.job.output.name == "1.safetensors"
+            yield n, DeviceFailed("cuda:0", "CUDA error") if bad else next(real([plan], progress))[1]
+
+    real, groups.run_together = groups.run_together, run_together
+    worker.main()
+"""
+"""A worker whose device fails under every group with the first job."""
+
+
+def test_a_job_under_which_the_device_always_fails_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(BROKEN)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
+        ))  # fmt: skip
+        return started[-1]
+
+    monkeypatch.setattr(executors, "_start", start)
+    reports = {r.number: r for r in lora_merge.run_batch(jobs(models, 6), workers=2)}
+    assert [reports[n].status for n in range(1, 7)] == ["failed"] + ["merged"] * 5
+    assert isinstance(reports[1].error, DeviceFailed)
+    assert len(started) == 5, "two groups of three, the first job alone, and two that go on"
+    assert not strays(models)
+
+
+def test_on_ray_jobs_of_a_failed_device_are_run_once_more_alone(models: Path) -> None:
+    entries = tuple(s.entry for s in make_batch(jobs(models, 2)).planned)
+    driver = on_ray._Ray(FakeRay(1), lambda _: None)
+    driver.left = {e.number: e for e in entries}
+    driver.ray.get, driver.ray.exceptions = lambda task: [failing(e) for e in task], SimpleNamespace(RayError=OSError)
+    assert list(driver._end(entries, JobGroup(entries))) == []
+    assert [group.entries for group in driver.waiting] == [entries[:1], entries[1:]]
+    (report,) = driver._end(entries[:1], driver.waiting[0])
+    assert isinstance(report.error, DeviceFailed)
 
 
 STOPPING = """

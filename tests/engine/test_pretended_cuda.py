@@ -19,6 +19,7 @@ from lora_merge.engine.device import choice
 from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import _stream, odd
 from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
+from lora_merge.process import here
 
 from ..pretended_cuda import Pretended, Stream, pretended_cuda
 from ..support import Tensors, load, rand, save
@@ -214,16 +215,28 @@ def test_a_device_that_fails_under_tensors_in_memory_is_told(
     assert failed
 
 
-def test_jobs_after_a_device_failed_are_made_on_the_cpu(
+def test_jobs_are_made_by_another_process_after_a_device_failed(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, adapter = files
     failing(monkeypatch)
     jobs = [{"base": str(b), "adapters": [str(adapter)], "output": f"{n}.safetensors"} for n, b in enumerate([base, save(model(), tmp_path / "c")])]  # fmt: skip
     (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs}))
-    first, second = lora_merge.run_batch(tmp_path / "jobs.yaml")
-    assert first.error is not None and first.error.what == "the device failed"
-    assert second.status == "merged", second.error
+    reports = lora_merge.run_batch(tmp_path / "jobs.yaml")
+    assert [(r.number, r.status) for r in reports] == [(1, "merged"), (2, "merged")]
+    assert here() not in {r.worker for r in reports}
+
+
+def test_a_device_that_failed_is_not_used_again(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `auto`, later merges are made on the CPU; by its name, the device has failed."""
+    failing(monkeypatch)
+    with pytest.raises(DeviceFailed):
+        lora_merge.merge(*files, tmp_path / "first", device="cuda:0")
+    assert lora_merge.merge(*files, tmp_path / "second").verified
+    with pytest.raises(DeviceFailed, match="failed before in this process"):
+        lora_merge.merge(*files, tmp_path / "third", device="cuda:0")
 
 
 def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
