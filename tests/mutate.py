@@ -55,7 +55,7 @@ AREAS: Final = {
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
-    ("lora_merge/proof/verify.py", "merged.findings.cut += _compare(target, first, count, fd, merged)", "pass"),
+    ("lora_merge/proof/verify.py", "merged.findings.count(cut=_compare(target, first, count, fd, merged))", "pass"),
     ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
     ("lora_merge/matching/match.py", "self.ref.factor(into, component := self.names.component(into))", "self.ref.factor(component := self.names.component(into), into)"),
