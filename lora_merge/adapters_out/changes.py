@@ -12,8 +12,11 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
+from ..algorithms.whole import FULL
 from ..disk.files import StoredTensor
 from ..engine.blocks import BlockPart
+from ..engine.by_rows.rows import Rows
+from ..engine.combining import total
 from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
@@ -24,7 +27,7 @@ from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .joining.targets import Target
 from .sources import Sources, reshaped
-from .truncation.dense import squares_of_matrix
+from .truncation.effect import squares
 from .truncation.storing import squares_of
 
 Norms: TypeAlias = Mapping[int, float]
@@ -41,7 +44,7 @@ class Change:
     strength: float
     left: Tensor | None = None  # [out, R]
     right: Tensor | None = None  # [R, cols]
-    whole: Tensor | None = None  # [out, cols]
+    whole: Rows | None = None  # [out, cols]
 
     @property
     def rank(self) -> int | None:
@@ -50,15 +53,21 @@ class Change:
 
     def wide(self) -> Change:
         """Return the change in fp64."""
-        left, right, whole = (None if t is None else t.double() for t in (self.left, self.right, self.whole))
-        return replace(self, left=left, right=right, whole=whole)
+        left, right = (None if t is None else t.double() for t in (self.left, self.right))
+        whole = self.whole
+        wide = None if whole is None else Rows(whole.shape, lambda rows: whole.read(rows).double())
+        return replace(self, left=left, right=right, whole=wide)
 
-    def dense(self) -> Tensor:
-        """Return ΔW [out, cols]."""
+    def rows(self) -> Rows:
+        """Return ΔW [out, cols] by rows."""
         if self.whole is not None:
             return self.whole
         assert self.left is not None and self.right is not None, "factors come in pairs"
-        return self.left @ self.right
+        return Rows.product(self.left, self.right).held()
+
+    def dense(self) -> Tensor:
+        """Return ΔW [out, cols]."""
+        return self.rows().dense()
 
 
 class Evaluator:
@@ -100,6 +109,9 @@ class Evaluator:
         rows, cols = patch.view.matrix
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row = ALGORITHMS[patch.algorithm]
+        if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
+            stored = self._stored(patch)[cut].reshape(-1, width)
+            return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank if patch.magnitude is None else None
         if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
             if is_plain(patch) and row is LORA:
@@ -116,7 +128,13 @@ class Evaluator:
         whole = change(stack, base)[0][cut]
         whole = whole.mT if piece.transposed else whole
         whole = whole.reshape(whole.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
-        return Change(patch.adapter, use.strength, whole=_placed(whole, piece.start, out))
+        return Change(patch.adapter, use.strength, whole=Rows.of(_placed(whole, piece.start, out)))
+
+    def _stored(self, patch: Patch) -> Tensor:
+        """Return a whole change [rows, cols] as it is stored: its rows are widened when they are read, as all of them
+        take several times the memory."""
+        (slot,) = patch.shapes
+        return self.tensors.fetch(patch.module.slots[slot]).reshape(patch.view.matrix)
 
     def _staged(self, target: Target, use: PatchPart) -> tuple[StackedPatch, Tensor]:
         """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,
@@ -143,12 +161,21 @@ class Evaluator:
         """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
         if prod(info.shape) != prod(self.sources.weights[target.key].shape):
             raise reshaped(target.key)
-        value = stage([self.cache.fetch(info).reshape(target.matrix)], self.at)[0]
-        return Change(number, strength, whole=value - self.values(target.key).reshape(target.matrix))
+        value, base = self.cache.fetch(info).reshape(target.matrix), self.stored_values(target.key)
+        base = base.reshape(target.matrix)
+
+        def read(rows: slice) -> Tensor:
+            return stage([value[rows]], self.at)[0].sub_(stage([base[rows]], self.at)[0])
+
+        return Change(number, strength, whole=Rows(target.matrix, read))
+
+    def stored_values(self, key: str) -> Tensor:
+        """Return the numbers of a weight of the base, in the dtype in which they are stored."""
+        return weight_values(self.sources.weights[key], self.cache.fetch)
 
     def values(self, key: str) -> Tensor:
         """Return the numbers of a weight of the base."""
-        return stage([weight_values(self.sources.weights[key], self.cache.fetch)], self.at)[0]
+        return stage([self.stored_values(key)], self.at)[0]
 
     def _whole(self, piece: RowSlice) -> Tensor:
         return self.tensors.whole(piece.key).reshape(-1, piece.cols)
@@ -181,6 +208,19 @@ def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> t
     return (left if left.shape[0] == out else _placed(left, start, out)), right
 
 
+def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
+    """Return stored rows at a placement, in a matrix that has zeros outside of them."""
+
+    def read(rows: slice) -> Tensor:
+        found = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
+        low, high = max(rows.start, start), min(rows.stop, start + len(stored))
+        if low < high:
+            found[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
+        return found
+
+    return Rows((out, stored.shape[1]), read)
+
+
 def _placed(rows: Tensor, start: int, out: int) -> Tensor:
     if rows.shape[0] == out:
         return rows
@@ -199,8 +239,12 @@ def joined(parts: Sequence[Change]) -> Change:
     if all(p.left is not None for p in parts):
         left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
         return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))
-    whole = sum((r * p.dense() for r, p in zip(ratios, parts, strict=True)), torch.zeros_like(parts[0].dense()))
-    return Change(one.adapter, one.strength, whole=whole)
+    all_rows = [p.rows() for p in parts]
+
+    def read(rows: slice) -> Tensor:
+        return total([own.read(rows).mul_(r) for r, own in zip(ratios, all_rows, strict=True)])
+
+    return Change(one.adapter, one.strength, whole=Rows(all_rows[0].shape, read))
 
 
 def change_of(patch: Patch, evaluator: Evaluator) -> Change:
@@ -211,16 +255,32 @@ def change_of(patch: Patch, evaluator: Evaluator) -> Change:
     return evaluator.changes(target)[0]
 
 
-def whole_change(patch: Patch, evaluator: Evaluator) -> Tensor:
-    """Return that change as a matrix [out, cols]."""
-    return change_of(patch, evaluator).dense()
+def whole_change(patch: Patch, evaluator: Evaluator) -> Rows:
+    """Return that change as a matrix [out, cols] by rows."""
+    return change_of(patch, evaluator).rows()
+
+
+def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, Rows]]) -> Rows:
+    """Return the sum of matrices times a number each."""
+
+    def read(rows: slice) -> Tensor:
+        zero = torch.zeros(rows.stop - rows.start, shape[1], dtype=torch.float64)
+        return total([zero, *(own.read(rows).mul_(factor) for factor, own in terms)])
+
+    return Rows(shape, read)
+
+
+def squares_between(one: Rows, other: Rows, factor: float = 1.0) -> float:
+    """Return ‖A − factor · B‖²."""
+    blocks = zip(one.blocks(), other.blocks(), strict=True)
+    return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
 
 
 def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
     """Return the norms of the changes of a weight in each layer that it is stored as."""
     found = {}
     for part in target.stored:
-        runs = [slice(*run) for run in part.runs] or [slice(None)]
+        runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
         norms = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
         found[part.label] = {adapter: norm for adapter, norm in norms if norm}
     return found
@@ -229,6 +289,6 @@ def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
 def _squares(change: Change, rows: slice) -> float:
     """Return ‖ΔW‖² of some rows."""
     if change.whole is not None:
-        return squares_of_matrix(change.whole[rows])
+        return squares(change.whole.part(rows))
     assert change.left is not None and change.right is not None, "factors come in pairs"
     return squares_of(change.left[rows], change.right)

@@ -15,15 +15,17 @@ from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
 from ..disk.spool import Ranges
 from ..dtypes import DTYPES
+from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
 from ..engine.placement import TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
-from .changes import Evaluator, change_of, is_plain, whole_change
+from .changes import Evaluator, change_of, in_place, is_plain, squares_between, sum_of, whole_change
 from .conversion.kept import copies_of
 from .conversion.made import Made, value_made, vector_ending, whole_made
+from .conversion.placed import placed, placed_rows
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import KEEP, Dialect
 from .job import FACTORS, WHOLE, AdapterJob, form
@@ -32,6 +34,7 @@ from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
+from .truncation.effect import look
 from .truncation.storing import LARGE, SMALL, alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
@@ -156,7 +159,7 @@ class Converter:
             return value.to(dtype).to(value.dtype) if id(info) in names and value.is_floating_point() else value
 
         rounded = whole_change(patch, self.evaluator.altered(alter))
-        return float(stored.square().sum()), float((stored - rounded).square().sum())
+        return look(stored).squares, squares_between(stored, rounded)
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()
@@ -196,7 +199,7 @@ class Converter:
         rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
         layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
-            return self._new_value(place, shares, wanted.dense().reshape(place.view.shape))
+            return self._new_value(place, shares, wanted.rows)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
                            "give --rank, or convert to kohya or comfy")  # fmt: skip
@@ -228,15 +231,13 @@ class Converter:
         scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
         before = max((c.rank or 0) for c in changes)
         if any(c.left is None for c in changes):
-            total = torch.zeros(out, cols, dtype=torch.float64)
-            for s, c in zip(shares, changes, strict=True):
-                total += s.strength * _placed(c.dense(), s, out)
-            return Wanted(None, None, total, before), 0.0
+            terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
+            return Wanted(None, None, sum_of((out, cols), terms), before), 0.0
         lefts: list[Tensor] = []
         rights: list[Tensor] = []
         for s, c in zip(shares, changes, strict=True):
             assert c.left is not None and c.right is not None, "factors come in pairs"
-            left, right = s.strength * _placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
+            left, right = s.strength * placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             same = next((i for i, r in enumerate(rights) if alike(r, right)), None)
@@ -265,7 +266,7 @@ class Converter:
                 raise FitError(f"{self.to.name} has no place for this magnitude of DoRA", place.name,
                                "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
-            total += _placed(value, s, out)
+            total += placed(value, s, out)
             seen += sum(run.rows for run in s.runs)
         if seen != out or any(s.strength != 1 for s in shares):
             raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
@@ -275,26 +276,31 @@ class Converter:
 
     def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
         """Return the change of a bias or a norm."""
-        size = place.view.matrix[0]
-        total = torch.zeros(place.view.matrix, dtype=torch.float64)
-        for s in shares:
-            total += s.strength * _placed(whole_change(s.patch, self.evaluator), s, size)
-        ending = vector_ending(place, self.to)
-        change = total.reshape(place.view.shape)
+        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
+        ending, change = vector_ending(place, self.to), sum_of(place.view.matrix, changes)
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
         return whole_made(place, ending, change, self._dtype(shares))
 
-    def _new_value(self, place: Place, shares: Sequence[Share], change: Tensor) -> Made:
+    def _new_value(self, place: Place, shares: Sequence[Share], change: Rows) -> Made:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
         dtype = self._dtype(shares)
         if self.job.inputs.dtype == KEEP:
             stored = self.evaluator.sources.weights[place.view.row_slices[0].key].stored.dtype
             own = TORCH_DTYPES.get(stored, dtype)
             dtype = torch.promote_types(dtype, own) if own.is_floating_point and own.itemsize > 1 else dtype
-        return value_made(place, self.value(place).double() + change, change, dtype)
+        new = sum_of(change.shape, [(1.0, self._value_rows(place)), (1.0, change)])
+        return value_made(place, new, change, dtype)
+
+    def _value_rows(self, place: Place) -> Rows:
+        """Return a parameter of the base by rows."""
+        (piece, *others), at = place.view.row_slices, self.evaluator.at
+        if others or piece.transposed:
+            return Rows.of(self.value(place).reshape(place.view.matrix))
+        stored = self.evaluator.stored_values(piece.key).reshape(-1, piece.cols)[piece.start : piece.stop]
+        return in_place(stored.reshape(place.view.matrix), 0, place.view.matrix[0], at)
 
     def value(self, place: Place) -> Tensor:
         """Return a parameter of the base."""
@@ -316,9 +322,10 @@ class Converter:
         if ending is None:
             raise FitError(f"{self.to.name} has no place for whole tensors", place.name,
                            "convert to kohya, comfy or peft")  # fmt: skip
-        base = self.evaluator.values(place.view.row_slices[0].key)
-        change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
-        return whole_made(place, ending, change, torch.float32)
+        shape, at = place.view.matrix, self.evaluator.at
+        base = self.evaluator.stored_values(place.view.row_slices[0].key)
+        own, before = (in_place(t.reshape(shape), 0, shape[0], at) for t in (value, base))
+        return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
 
 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:
@@ -332,11 +339,3 @@ def _magnitude(patch: Patch) -> tuple[int, ...]:
     _, shape = patch.magnitude
     ones = (1,) * (len(patch.view.shape) - 2)
     return (*shape, *ones)
-
-
-def _placed(rows: Tensor, share: Share, out: int) -> Tensor:
-    """Return the rows of a share in a matrix of the place's rows; the others are zero."""
-    found = rows.new_zeros(out, rows.shape[1])
-    for source, target, count in share.runs:
-        found[target : target + count] = rows[source : source + count]
-    return found

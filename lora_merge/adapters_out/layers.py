@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..disk.spool import Ranges
-from ..engine.combining import coefficients, combined
+from ..engine.by_rows.rows import Rows
+from ..engine.combining import coefficients, combined_rows
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
@@ -21,10 +22,10 @@ from .changes import Change, Norms
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
 from .rank_rules import EXACT, Rule, choose, share_out
-from .truncation.dense import of_dense, squares_of_matrix, values_of
-from .truncation.effect import Effect, effect_of_matrix, effect_of_product
+from .truncation.dense import of_dense, values_of
+from .truncation.effect import Effect, Look, effect_of_product, look
 from .truncation.factored import of_factors
-from .truncation.storing import Grams, alike, apart, apart_from, apart_in_rounding, in_range, inner, squares_of, stored
+from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
@@ -41,21 +42,19 @@ PLAIN: Final = 1e-3
 
 @dataclass(frozen=True)
 class Wanted:
-    """Δ of one layer before it is cut to a rank: factors, or a whole matrix."""
+    """Δ of one layer before it is cut to a rank: factors, or a whole matrix by its rows."""
 
     left: Tensor | None
     right: Tensor | None
-    whole: Tensor | None
+    whole: Rows | None
     before: int  # the largest rank of the inputs
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    seen: Look | None = None  # what a look at a whole matrix told, where it was looked at
 
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) of Δ."""
-        if self.whole is not None:
-            return self.whole.shape[0], self.whole.shape[1]
-        left, right = self.factors
-        return left.shape[0], right.shape[1]
+        return self.rows.shape
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -66,36 +65,38 @@ class Wanted:
     def part(self, runs: Runs) -> Wanted:
         """Return rows of Δ; of its factors, those that are not zero there."""
 
-        def cut(matrix: Tensor) -> Tensor:
-            pieces = [matrix[start:stop] for start, stop in runs]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
+        order = torch.cat([torch.arange(start, stop) for start, stop in runs])
         if self.whole is not None:
-            return Wanted(None, None, cut(self.whole), self.before)
+            return Wanted(None, None, self.whole.of_rows(order), self.before)
         left, right = self.factors
-        left = cut(left)
+        left = left[order]
         used = left.any(0)
         return Wanted(left[:, used], right[used], None, self.before) if bool(used.any()) else replace(
             self, left=left[:, :1], right=right[:1])  # fmt: skip
 
+    @property
+    def rows(self) -> Rows:
+        """Δ [out, cols] by rows."""
+        return Rows.product(*self.factors) if self.whole is None else self.whole
+
     def dense(self) -> Tensor:
         """Return Δ [out, cols]."""
-        if self.whole is not None:
-            return self.whole
-        left, right = self.factors
-        return left @ right
+        return self.rows.dense()
+
+    @cached_property
+    def looked(self) -> Look:
+        """‖Δ‖² and the numbers of a whole Δ, in one look at it."""
+        return self.seen or look(self.rows)
 
     @cached_property
     def squares(self) -> float:
         """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
-        if self.whole is not None:
-            return squares_of_matrix(self.whole)
-        return squares_of(*self.factors, self.grams)
+        return squares_of(*self.factors, self.grams) if self.whole is None else self.looked.squares
 
     @property
     def effect(self) -> Effect:
         """The numbers of Δ, as far as they are looked at."""
-        return effect_of_product(*self.factors) if self.whole is None else effect_of_matrix(self.whole)
+        return effect_of_product(*self.factors) if self.whole is None else self.looked.effect
 
     @cached_property
     def grams(self) -> Grams:
@@ -128,9 +129,9 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
     before = max((c.rank or 0) for c in changes)
     if not factored:
-        owned = [c.dense().clone(memory_format=torch.contiguous_format) for c in changes]  # `combined` overwrites them
-        whole = combined(job.method, owned, [c.strength for c in changes], job.numbers, seeds, vector=target.vector)
-        return Wanted(None, None, whole, before)
+        whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
+                              seeds, vector=target.vector)  # fmt: skip
+        return Wanted(None, None, whole.held(), before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     left, right = _stacked(changes, weights)
@@ -183,8 +184,7 @@ def spectrum(wanted: Wanted, rule: Rule, noise: float, at: Placement = HOST) -> 
         left, right = wanted.factors
         if left.shape[1] <= min(left.shape[0], right.shape[1]):
             return of_factors(left[None], right[None], noise)[0]
-        return of_dense(left @ right, rule.of_inputs(wanted.before), noise, at)
-    return of_dense(wanted.whole, rule.of_inputs(wanted.before), noise, at)
+    return of_dense(wanted.rows, rule.of_inputs(wanted.before), noise, at, wanted.squares)
 
 
 def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, noise: float) -> dict[str, int]:
@@ -254,20 +254,20 @@ class Storage:
         if target.stacked:
             raise FitError("the weights of stacked experts have no factors in these formats", target.name,
                            "store whole matrices with --algorithm full")  # fmt: skip
-        with decomposing(target.name):
-            found = triples or spectrum(wanted, cut.rule, self.noise, self.at)
         rank = cut.rank
+        rule = cut.rule if rank is None else replace(cut.rule, most=rank)  # no more vectors than are stored
+        with decomposing(target.name):
+            found = triples or spectrum(wanted, rule, self.noise, self.at)
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)
         return self._cut(target, wanted, found, rank, cut.alpha_of(rank))
 
     def _whole(self, target: Target, wanted: Wanted) -> Layer:
         """Return the whole matrix, rounded once."""
-        value = wanted.dense()
-        rounded = value.to(self.dtype)
-        off = apart_in_rounding(value, rounded)
-        tensors = {"diff": rounded.reshape(target.shape).contiguous()}
-        return Layer(tensors, WHOLE, 0, wanted.before, None, wanted.squares, off)
+        made = rounded(wanted.rows, self.dtype)
+        effect = None if wanted.whole is None else made.look.effect
+        tensors = {"diff": made.numbers.reshape(target.shape)}
+        return Layer(tensors, WHOLE, 0, wanted.before, None, made.look.squares, made.lost, effect=effect)
 
     def _exact(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
         """Return the factors side by side; where they have more columns than the weight has rank, one becomes the

@@ -90,7 +90,8 @@ class Maker:
             where = f"{self.job.output}: {part.label}"
             expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
             zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
-            found.append(None if zero else replace(layer, effect=own.effect, norms=wanted.norms[part.label]))
+            effect = layer.effect or own.effect
+            found.append(None if zero else replace(layer, effect=effect, norms=wanted.norms[part.label]))
         return found
 
     def _wanted(self, target: Target) -> Wanted | None:

@@ -17,6 +17,7 @@ import numpy as np
 from ..adapters.file import group
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import ITEM_BYTES
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Job
@@ -189,8 +190,14 @@ def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Held | None:
         return decode(bytes(reader.read(info, 0, info.nbytes)), info.dtype).reshape(info.shape or (1,))
 
     if "diff" in module.slots:
-        whole = read(module.slots["diff"]).reshape(shape)
-        return lambda rows: whole[rows]
+        info, (_, cols) = module.slots["diff"], shape
+        width = cols * ITEM_BYTES[info.dtype]
+
+        def some(rows: slice) -> Array:
+            raw = reader.read(info, rows.start * width, (rows.stop - rows.start) * width)
+            return decode(raw, info.dtype).reshape(-1, cols)
+
+        return some
     up, down = read(module.slots["up"]), read(module.slots["down"])
     rank = down.shape[0]
     alpha = float(read(module.shared["alpha"])[0]) if "alpha" in module.shared else float(rank)

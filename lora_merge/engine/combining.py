@@ -19,16 +19,15 @@ from ..errors import UsageError
 from ..files.codecs.draws import draws
 from ..method_numbers import SMALLEST, Numbers
 from ..methods import COMBINATIONS, SUM, UNDIRECTED
+from .by_rows.largest import largest
+from .by_rows.rows import Rows
 from .placement import Placement, stage
 
 STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
 
-PART: Final = 2**20
-"""The number of entries that are looked at together, where that needs further memory."""
-
-SAMPLE: Final = 2**14
-"""The number of sampled entries that tell about where the n-th largest one lies."""
+PRODUCTS: Final = ("slerp", "karcher", "model_stock")
+"""Methods whose coefficients depend on the products of all pairs of changes."""
 
 OPPOSITE: Final = 1e-12
 """Directions whose sum has a smaller square cancel each other: the search for their mean begins at the first one."""
@@ -91,32 +90,57 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     *,
     vector: bool = False,
 ) -> Tensor:
-    """Return Δ of one weight from τᵢ [out, cols] in fp64, one of each adapter that changes it; they are overwritten.
+    """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
+    found = changes[0]
+    made = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    for rows, block in made.blocks():
+        found[rows] = block
+    return found
+
+
+def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
+    method: str,
+    changes: Sequence[Rows],
+    strengths: Sequence[float],
+    n: Numbers,
+    seeds: Sequence[str],
+    *,
+    vector: bool = False,
+) -> Rows:
+    """Return Δ of one weight from τᵢ [out, cols] in fp64, one of each adapter that changes it.
 
     `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which
     slerp and karcher add, and which are one row for della.
     """
-    row = COMBINATIONS[method]
+    row, shape = COMBINATIONS[method], changes[0].shape
     if row.linear or method == "karcher" or (len(changes) == 1 and not row.keeps):
-        added = vector and method in UNDIRECTED
-        weights = coefficients(SUM if added else method, () if added else gram(changes), strengths, n)
-        for weight, t in zip(weights, changes, strict=True):
-            t.mul_(weight)
-        return total(changes)
-    for t, strength, seed in zip(changes, strengths, seeds, strict=True):
-        if row.keeps:
-            thin(row.keeps, t.view(1, -1) if vector else t, n, seed)
-        t.mul_(strength)
-    found = changes[0]
-    step = max(1, PART // max(found.shape[-1], 1))
-    for first in range(0, len(found), step):
-        scaled = torch.stack([t[first : first + step] for t in changes])
+        own = SUM if vector and method in UNDIRECTED else method
+        weights = coefficients(own, gram(changes) if own in PRODUCTS else (), strengths, n)
+        return Rows(shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)]))
+    if row.keeps:
+        lines = [_one_line(c) if vector else c for c in changes]
+        thin = [thinned(row.keeps, c, n, seed) for c, seed in zip(lines, seeds, strict=True)]
+        changes = [_column(c, shape) for c in thin] if vector else thin
+
+    def read(rows: slice) -> Tensor:
+        scaled = torch.stack([c.read(rows).mul_(s) for c, s in zip(changes, strengths, strict=True)])
         if method == "consensus":
             made = _consensus(scaled, n.agree)
         else:
             made = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
-        found[first : first + step] = n.scale * made
-    return found
+        return n.scale * made
+
+    return Rows(shape, read)
+
+
+def _one_line(vector: Rows) -> Rows:
+    """Return all numbers of a vector as one row."""
+    return Rows.of(vector.dense().view(1, -1))
+
+
+def _column(line: Rows, shape: tuple[int, int]) -> Rows:
+    """Return the numbers of one row as those of a vector again."""
+    return Rows.of(line.dense().view(shape))
 
 
 def total(changes: Sequence[Tensor]) -> Tensor:
@@ -126,61 +150,41 @@ def total(changes: Sequence[Tensor]) -> Tensor:
     return changes[0]
 
 
-def gram(changes: Sequence[Tensor]) -> list[list[float]]:
+def gram(changes: Sequence[Rows]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩."""
-    flat = [t.flatten() for t in changes]
-    return [[float((a @ b).item()) for b in flat] for a in flat]
+    found = [[0.0 for _ in changes] for _ in changes]
+    for blocks in zip(*(c.blocks() for c in changes), strict=True):
+        flat = [block.reshape(-1) for _, block in blocks]
+        for i, a in enumerate(flat):
+            for j, b in enumerate(flat):
+                found[i][j] += float((a @ b).item())
+    return found
 
 
-def thin(how: str, change: Tensor, n: Numbers, seed: str) -> None:
-    """Set some entries of a change to 0, and for random choices scale the others up."""
-    count, flat = change.numel(), change.view(-1)
+def thinned(how: str, change: Rows, n: Numbers, seed: str) -> Rows:
+    """Return a change with some entries set to 0, and for random choices the others scaled up."""
+    count, cols = change.numel(), change.shape[1]
     kept = math.floor(n.density * count)
-    if how == "largest":
-        change.mul_(largest(change, kept))
-        return
-    if how == "middle":
-        top = math.floor(n.gamma * count)
-        change.mul_(largest(change, min(count, top + kept)).logical_and_(largest(change, top).logical_not_()))
-        return
-    draw, chances = draws(n.seed), None if how == "random" else _by_rank(change, n.density, n.epsilon).view(-1)
-    for first in range(0, count, PART):
-        part = flat[first : first + PART]
-        drawn = _like(draw(seed, first, len(part)), part)
-        chance = torch.full_like(part, n.density) if chances is None else chances[first : first + PART]
-        part.mul_(torch.where(drawn < chance, 1 / chance, torch.zeros_like(part)))
+    top = math.floor(n.gamma * count) if how == "middle" else 0
+    if how in ("largest", "middle"):
+        most = largest(change, min(count, top + kept))
+        above = largest(change, top) if top else None
 
+        def cut(rows: slice) -> Tensor:
+            part = change.read(rows)
+            mask = most.of(part, rows.start)
+            return part.mul_(mask if above is None else mask.logical_and_(above.of(part, rows.start).logical_not_()))
 
-def largest(change: Tensor, count: int) -> Tensor:
-    """Return whether each entry is one of the largest `count` in magnitude; of equal ones the earlier are."""
-    if count <= 0 or count >= change.numel():
-        return torch.full_like(change, count > 0, dtype=torch.bool)
-    size = change.abs()
-    least = nth(size.view(-1), size.numel() - count)
-    kept = size >= least
-    surplus = int(kept.sum().item()) - count
-    if surplus:
-        equal = (size == least).view(-1).nonzero().view(-1)
-        kept.view(-1)[equal[len(equal) - surplus :]] = False
-    return kept
+        return Rows(change.shape, cut)
+    draw = draws(n.seed)
 
+    def drawn(rows: slice) -> Tensor:
+        part = change.read(rows)
+        some = _like(draw(seed, rows.start * cols, part.numel()), part).view_as(part)
+        chance = torch.full_like(part, n.density) if how == "random" else _by_rank(part, n.density, n.epsilon)
+        return part.mul_(torch.where(some < chance, 1 / chance, torch.zeros_like(part)))
 
-def nth(values: Tensor, place: int) -> Tensor:
-    """Return the number at a place of the numbers in rising order, from 0 on.
-
-    A sample of the numbers tells two bounds; only numbers between them are sorted. Where the number is not between
-    them, all are.
-    """
-    count = len(values)
-    if count > 16 * SAMPLE:
-        sample = values[:: count // SAMPLE].sort().values
-        near, margin = place * len(sample) // count, len(sample) // 64
-        low, high = sample[max(0, near - margin)], sample[min(len(sample) - 1, near + margin)]
-        below = int((values < low).sum().item())
-        inside = values[(values >= low) & (values <= high)]
-        if below <= place < below + len(inside):
-            return inside.kthvalue(place - below + 1).values
-    return values.kthvalue(place + 1).values
+    return Rows(change.shape, drawn)
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.engine.combining import combined, gram, nth, thin
+from lora_merge.engine import combining
+from lora_merge.engine.by_rows.largest import largest
+from lora_merge.engine.by_rows.rows import Rows
+from lora_merge.engine.combining import combined, gram
 from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS
 
@@ -27,10 +30,7 @@ def run(method: str, given: list[torch.Tensor], strengths: list[float], **number
 
 
 def thinned(how: str, change: torch.Tensor, n: Numbers, seed: str) -> torch.Tensor:
-    """A thinned copy of a change."""
-    found = change.clone()
-    thin(how, found, n, seed)
-    return found
+    return combining.thinned(how, Rows.of(change), n, seed).dense()
 
 
 @pytest.mark.parametrize("elect", ["total", "frequency"])
@@ -106,7 +106,7 @@ def test_karcher_of_two_is_halfway_and_its_tangents_cancel() -> None:
 
 def test_model_stock_scales_the_mean_by_the_agreement() -> None:
     given = changes(3)
-    products = gram(given)
+    products = gram([Rows.of(t) for t in given])
     cosines = [products[i][j] / math.sqrt(products[i][i] * products[j][j]) for i, j in ((0, 1), (0, 2), (1, 2))]
     rho = sum(cosines) / 3
     right = max(0.0, 3 * rho / (1 + 2 * rho)) * sum(given, torch.zeros(SHAPE)) / 3
@@ -136,18 +136,28 @@ def test_the_order_of_adapters_does_not_matter(method: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "few values", "rising", "one far out"])
-def test_the_nth_number_is_that_of_the_sorted_numbers(kind: str) -> None:
-    """Also where a sample misleads."""
-    values = torch.randn(2**18 + 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+@pytest.mark.parametrize("few", [10, 2**21])
+def test_the_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal ones the first; however many bits are counted before the rest is sorted, and however rows are cut."""
+    monkeypatch.setattr("lora_merge.engine.by_rows.largest.FEW", few)
+    values = torch.randn(34_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if kind == "few values":
         values = values.mul(2).round()
     if kind == "rising":
         values = values.sort().values
     if kind == "one far out":
-        values[:: len(values) // 2**14] = 1e9
-    right = values.sort().values
-    for place in (0, 1, 1000, len(values) // 2, len(values) - 1):
-        assert float(nth(values, place)) == float(right[place])
+        values[::7] = 1e9
+    values[5] = -values[4]
+    order = values.abs().argsort(descending=True, stable=True)
+    matrix = values.view(-1, 17)
+    monkeypatch.setattr("lora_merge.engine.by_rows.rows.PIECE", 17 * 50)
+    for dtype in (torch.float64, torch.float32):
+        whole = Rows.of(matrix.to(dtype))
+        order = whole.dense().abs().view(-1).argsort(descending=True, stable=True)
+        for count in (0, 1, 1000, len(values) // 2, len(values) - 1, len(values)):
+            found = largest(whole, count)
+            kept = torch.cat([found.of(block, rows.start) for rows, block in whole.blocks()]).view(-1)
+            assert set(kept.nonzero().view(-1).tolist()) == set(order[:count].tolist())
 
 
 def test_opposite_directions_have_the_first_one_as_their_mean() -> None:

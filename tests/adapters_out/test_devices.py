@@ -16,6 +16,7 @@ from lora_merge.adapters_out.extract import batches, making
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
 from lora_merge.adapters_out.truncation import dense
 from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
+from lora_merge.engine.by_rows.rows import Rows
 from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import Placement, _stream
 from lora_merge.errors import ResourceError
@@ -41,7 +42,7 @@ GPU = Placement(torch.device("cuda", 0), torch.float32)
 def test_a_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -> None:
     delta = example(spectrum).float()
     for rule in (Rule(COUNT, 7), parse("sum:0.5")):
-        here, there = of_dense(delta, rule), of_dense(delta, rule, at=GPU)
+        here, there = of_dense(Rows.of(delta), rule), of_dense(Rows.of(delta), rule, at=GPU)
         rank = min(len(here.values), len(there.values), 7)
         assert torch.allclose(here.values[:rank], there.values[:rank], rtol=1e-4, atol=1e-5 * float(here.values[0]))
         up, down = there.pair(rank)
@@ -53,8 +54,8 @@ def test_a_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended)
 def test_weights_of_one_shape_go_there_together(cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
     changes, rule = [example("slow", seed).float() for seed in range(3)], Rule(COUNT, 7)
-    for found, change in zip(of_stack(changes, [rule] * 3, 0.0, GPU), changes, strict=True):
-        alone = of_dense(change, rule)
+    for found, change in zip(of_stack([Rows.of(m) for m in changes], [rule] * 3, 0.0, GPU), changes, strict=True):
+        alone = of_dense(Rows.of(change), rule)
         assert torch.allclose(found.values, alone.values, rtol=1e-3)
     assert not cuda.races and not cuda.faults
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.engine import blocks, combining
+from lora_merge.engine.by_rows.rows import Rows
 from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS, DIVISORS, SUM
@@ -99,9 +101,13 @@ def test_bytes_depend_on_no_window_and_replay_makes_them_again(
 MUTANTS = {
     "one entry too many is kept": lambda make: lambda change, count: make(change, count + 1),
     "one entry too few is kept": lambda make: lambda change, count: make(change, count - 1),
-    "the smallest are kept": lambda make: lambda change, count: ~make(change, change.numel() - count),
-    "each row has a threshold of its own": lambda make: lambda change, count: torch.stack(
-        [make(row, count * row.numel() // change.numel()) for row in change]
+    "the smallest are kept": lambda make: lambda change, count: SimpleNamespace(
+        of=lambda block, first: ~make(change, change.numel() - count).of(block, first)
+    ),
+    "each row has a threshold of its own": lambda make: lambda change, count: SimpleNamespace(
+        of=lambda block, _: torch.cat(
+            [make(Rows.of(row[None]), count * row.numel() // change.numel()).of(row[None], 0) for row in block]
+        )
     ),
 }  # fmt: skip
 

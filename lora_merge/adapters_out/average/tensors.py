@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,8 @@ from ...adapters.peft.rules import METADATA
 from ...disk.destination import check_output
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
-from ...dtypes import spoken
+from ...dtypes import ITEM_BYTES, spoken
+from ...engine.by_rows.rows import PIECE
 from ...engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
 from ...engine.tensors import Fetch, TensorCache
 from ...engine.torch_state import undisturbed
@@ -29,7 +31,7 @@ from ...errors import FitError, VerificationFailed
 from ...files.checkpoint import Index, open_checkpoint
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
-from ..changes import Change, Evaluator, norms_of
+from ..changes import Change, Evaluator, norms_of, squares_between
 from ..conversion.kept import entry, held
 from ..job import AdapterJob
 from ..joining.targets import Target
@@ -61,7 +63,11 @@ class Averages:
             if any(not torch.equal(t.double(), found[0].double()) for t in found):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
             return found[0]
-        made: Tensor = averaged(found, self.weights, self.betas).to(self.dtype)
+        made = torch.empty(found[0].shape, dtype=self.dtype)
+        into, flat = made.view(-1), [t.reshape(-1) for t in found]
+        for first in range(0, len(into), PIECE):
+            part = slice(first, first + PIECE)
+            into[part] = averaged([t[part] for t in flat], self.weights, self.betas)
         return made
 
 
@@ -177,7 +183,7 @@ def _apart(wanted: Wanted, made: Change) -> float:
     if wanted.whole is None and made.left is not None and made.right is not None:
         left, right = wanted.factors
         return squares_of(torch.cat((left, -made.left), 1), torch.cat((right, made.right), 0))
-    return float((wanted.dense() - made.dense()).square().sum())
+    return squares_between(wanted.rows, made.rows())
 
 
 def prove(means: Averages, reader: Reader, path: Path, begin: Counting) -> dict[str, Any]:
@@ -189,16 +195,19 @@ def prove(means: Averages, reader: Reader, path: Path, begin: Counting) -> dict[
     chosen = names[:: max(1, -(-numbers // BUDGET))]
     told: Callable[[int], object] = begin("prove", sum(made.tensors[n].nbytes for n in chosen))
 
-    def read(info: StoredTensor, source: Reader) -> Any:
-        return decode(bytes(source.read(info, 0, info.nbytes)), info.dtype)
+    def read(info: StoredTensor, source: Reader, first: int) -> Any:
+        size = ITEM_BYTES[info.dtype]
+        return decode(source.read(info, first * size, min(PIECE * size, info.nbytes - first * size)), info.dtype)
 
     with Reader([made]) as own:
         for name in chosen:
             info = made.tensors[name]
-            wanted = averaged([read(i.tensors[name], reader) for i in means.snapshots], means.weights, means.betas)
-            wanted, held = wanted.astype(np.float64), read(info, own).astype(np.float64)
-            if bool((np.abs(held - wanted) > step(wanted, info.dtype)).any()):
-                raise VerificationFailed("a written tensor is not the average", f"{path}: {name}", REDO)
+            for first in range(0, prod(info.shape), PIECE):
+                some = [read(i.tensors[name], reader, first) for i in means.snapshots]
+                wanted = averaged(some, means.weights, means.betas).astype(np.float64)
+                held = read(info, own, first).astype(np.float64)
+                if bool((np.abs(held - wanted) > step(wanted, info.dtype)).any()):
+                    raise VerificationFailed("a written tensor is not the average", f"{path}: {name}", REDO)
             told(info.nbytes)
     layers: Mapping[str, object] = dict.fromkeys(chosen)
     return {"ok": True, "layers": len(names), "recomputed": len(layers), "worst_residual": 0.0, "worst_layer": ""}

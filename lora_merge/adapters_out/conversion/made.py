@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...engine.by_rows.rows import Rows
 from ..dialects import Dialect
 from ..job import WHOLE
 from ..layers import Layer
 from ..places import Place
-from ..truncation.dense import squares_of_matrix
-from ..truncation.storing import apart_in_rounding
+from ..truncation.effect import look
+from ..truncation.storing import rounded
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,15 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
     return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 
-def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
+def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> Made:
     """Return a parameter's whole change, rounded once."""
-    rounded = change.to(dtype)
-    tensors, lost = {ending: rounded.contiguous()}, apart_in_rounding(change, rounded)
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, _squares(change), lost))
+    made = rounded(change, dtype)
+    tensors = {ending: made.numbers.reshape(place.view.shape)}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, made.look.squares, made.lost))
 
 
-def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) -> Made:
+def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> Made:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
-    rounded = value.to(dtype)
-    tensors, lost = {f".{place.parameter}": rounded.contiguous()}, apart_in_rounding(value, rounded)
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, _squares(change), lost))
-
-
-def _squares(change: Tensor) -> float:
-    return squares_of_matrix(change.reshape(len(change), -1)) if change.ndim else float(change.double().square())
+    made = rounded(value, dtype)
+    tensors = {f".{place.parameter}": made.numbers.reshape(place.view.shape)}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, look(change).squares, made.lost))

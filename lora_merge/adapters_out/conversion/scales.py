@@ -18,9 +18,10 @@ from ...algorithms import ALGORITHMS
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from ...matching.patch import Patch
-from ..changes import Evaluator, whole_change
+from ..changes import Evaluator, squares_between, whole_change
 from ..dialects import KEEP, Dialect
 from ..places import Share
+from ..truncation.effect import look
 
 IN_A_FACTOR: Final = "the scale of some modules is in one of their factors: their algorithm has no other place for it"
 EXACT: Final = 1e-9
@@ -64,8 +65,8 @@ class Scales:
         if strength == 1:
             return True
         scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
-        wanted = strength * whole_change(patch, self.evaluator)
-        return float((whole_change(scaled, self.evaluator) - wanted).norm()) <= EXACT * float(wanted.norm())
+        held, own = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
+        return squares_between(held, own, strength) <= EXACT**2 * strength**2 * look(own).squares
 
     def _named(self, alpha: float) -> dict[str, Tensor]:
         return {self.to.endings.get("alpha", ".alpha"): torch.tensor(alpha, dtype=torch.float32)}
@@ -109,8 +110,8 @@ def in_a_factor(share: Share, alpha: float | None, evaluator: Evaluator, dtype: 
     if "scale" in patch.numbers:
         read = _scale(patch, alpha)
         patch = replace(patch, numbers={**patch.numbers, "scale": read})
-    whole = share.strength * whole_change(share.patch, evaluator)
-    squares = float(whole.square().sum())
+    strength, whole = share.strength, whole_change(share.patch, evaluator)
+    squares = strength**2 * look(whole).squares
     for slot, info in patch.module.slots.items() if read and squares else ():
         found = Moved(slot, wanted / read, squares, 0.0)
 
@@ -123,7 +124,7 @@ def in_a_factor(share: Share, alpha: float | None, evaluator: Evaluator, dtype: 
             return (found.times(rounded) if other is info else rounded).to(value.dtype)
 
         def off(alter: Callable[[StoredTensor, Tensor], Tensor], patch: Patch = patch) -> float:
-            return float((whole - whole_change(patch, evaluator.altered(alter))).square().sum())
+            return squares_between(whole_change(patch, evaluator.altered(alter)), whole, strength)
 
         if info.dtype in FLOATS and off(exactly) <= EXACT**2 * squares:
             return replace(found, lost=off(stored))

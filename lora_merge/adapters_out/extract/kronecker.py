@@ -10,12 +10,13 @@ from collections.abc import Callable
 from math import isqrt, prod
 
 import torch
-from torch import Tensor
 
 from ...algorithms.lokr import LOKR
+from ...engine.by_rows.rows import Rows
 from ..layers import Layer
 from ..rank_rules import COUNT, Rule
 from ..truncation.dense import of_dense
+from ..truncation.effect import look
 from ..truncation.storing import stored
 
 Choose = Callable[[list[float], float], int]
@@ -31,7 +32,7 @@ def factored(size: int, factor: int) -> tuple[int, int]:
     return small, size // small
 
 
-def kronecker(change: Tensor, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
+def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
     """Return the stored tensors of the nearest product, by slot.
 
     Parameters:
@@ -44,10 +45,11 @@ def kronecker(change: Tensor, shape: tuple[int, ...], factor: int, dtype: torch.
     """
     (o1, o2), (i1, i2) = factored(shape[0], factor), factored(shape[1], factor)
     kernel = prod(shape[2:])
-    turned = change.reshape(o1, o2, i1, i2, kernel).permute(0, 2, 1, 3, 4).reshape(o1 * i1, o2 * i2 * kernel)
-    left, right = of_dense(turned, Rule(COUNT, 1)).pair(1)
+    turned = _turned(change, (o1, o2), (i1, i2, kernel))
+    squares = look(turned).squares
+    left, right = of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1)
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
-    found = of_dense(w2)
+    found = of_dense(Rows.of(w2))
     rank = choose(found.values.tolist(), found.squares)
     tensors = {"w1": w1.contiguous()}
     if rank < max(o2, i2) / 2:
@@ -58,8 +60,17 @@ def kronecker(change: Tensor, shape: tuple[int, ...], factor: int, dtype: torch.
         rank = 0
         tensors["w2"] = w2.reshape(o2, i2, *shape[2:]).to(dtype).contiguous()
         whole = tensors["w2"].reshape(o2, -1).double()
-    outer = w1.double().reshape(-1, 1) @ whole.reshape(1, -1)
-    lost = float((turned.double() - outer).square().sum())
-    return Layer(
-        tensors, LOKR.name, rank, 0, float(rank) if rank else None, float(turned.double().square().sum()), lost
-    )
+    lost, column, line = 0.0, w1.double().reshape(-1, 1), whole.reshape(1, -1)
+    for rows, block in turned.blocks():
+        lost += float((block.double() - column[rows] @ line).square().sum())
+    return Layer(tensors, LOKR.name, rank, 0, float(rank) if rank else None, squares, lost)
+
+
+def _turned(change: Rows, outs: tuple[int, int], ins: tuple[int, int, int]) -> Rows:
+    """Return Δ [o₁o₂, i₁i₂k] as [o₁i₁, o₂i₂k]."""
+    (o1, o2), (i1, i2, kernel) = outs, ins
+    found = torch.empty(o1 * i1, o2 * i2 * kernel, dtype=change.read(slice(0, 0)).dtype)
+    for n in range(o1):
+        rows = change.read(slice(n * o2, (n + 1) * o2)).reshape(o2, i1, i2 * kernel)
+        found[n * i1 : (n + 1) * i1] = rows.permute(1, 0, 2).reshape(i1, -1)
+    return Rows.of(found)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...disk.reader import Reader
+from ...engine.by_rows.rows import Rows
 from ...engine.devices import place
 from ...engine.tensors import TensorCache, view_bytes
 from ...errors import VerificationFailed
@@ -25,10 +26,10 @@ from ..changes import Change, Evaluator
 from ..conversion.kept import Kept
 from ..job import WHOLE
 from ..joining.targets import Target
-from ..proof import BLOCK, FLOOR, TOLERANCE
+from ..proof import FLOOR, TOLERANCE
 from ..side_by_side import PerThread, side_by_side
 from ..sources import open_sources
-from .making import Side
+from .difference import Side
 from .pair import Pair
 from .pairs import Pairs
 from .task import Extraction
@@ -70,7 +71,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
         def work(one: Kept) -> float:
             pair = own[id(one.place)]
             evaluator = after.get()
-            off = _off(base.rows(pair.place.view), tuned.rows(pair.tuned), _held(pair, targets, evaluator))
+            off = _off(base.by_rows(pair.place.view), tuned.by_rows(pair.tuned), _held(pair, targets, evaluator))
             evaluator.forget()
             return off
 
@@ -105,14 +106,12 @@ Held: TypeAlias = Callable[[slice], Tensor]
 """Function of a range of rows that returns what the file adds to them."""
 
 
-def _off(old: Tensor, new: Tensor, held: Held) -> float:
+def _off(old: Rows, new: Rows, held: Held) -> float:
     """Return ‖Δ − Δ̂‖ / ‖Δ‖ in float64. Rows are taken a few at a time: whole matrices would be new memory from the
     system each time, which takes longer than the arithmetic."""
-    step = max(1, BLOCK // max(old.shape[1], 1))
     size = off = 0.0
-    for first in range(0, len(old), step):
-        rows = slice(first, first + step)
-        wanted = new[rows].double() - old[rows].double()
+    for (rows, before), (_, after) in zip(old.blocks(), new.blocks(), strict=True):
+        wanted = after.double() - before.double()
         size += float(wanted.square().sum())
         off += float(wanted.sub_(held(rows)).square().sum())
     return sqrt(off) / sqrt(size)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from ...engine.placement import pieces
+from ...engine.by_rows.rows import Rows
 
 DIGITS: Final[Mapping[str, tuple[int, int]]] = {
     "F64": (53, -1021),
@@ -25,13 +24,13 @@ SAMPLE: Final = 2**16
 """The most numbers of a weight by which its rounding errors are told."""
 
 
-def mean_square(values: Tensor, dtypes: frozenset[str]) -> float | None:
+def mean_square(values: Rows, dtypes: frozenset[str]) -> float | None:
     """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
     if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
         return None
     digits, least = DIGITS[next(iter(dtypes))]
     total = 0.0
-    for some, _ in pieces(values, values):
+    for _, some in values.blocks():
         wide = some.double() if some.dtype == torch.float64 else some.float()
         steps = torch.frexp(wide).exponent.clamp_min(least) - least  # counted by size, as there are few sizes
         counts = torch.bincount(steps.reshape(-1)).double()

@@ -41,7 +41,8 @@ from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
-from .making import Extractor, Side, difference, differences, measured
+from .difference import Side, difference, differences
+from .making import Extractor, measured
 from .pair import Pair
 from .pairs import Pairs, paired
 from .proving import Claim, prove
@@ -280,7 +281,7 @@ def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], obj
         matrix = not (pair.place.vector or pair.fresh)
         changed = difference(pair, *sides, found.task.job.compute_dtype) if matrix else None
         if changed is not None:
-            yield pair.name, Wanted(None, None, changed.change, 0)
+            yield pair.name, Wanted(None, None, changed.change, 0, seen=changed.looked[0])
         told(pair.nbytes)
 
 

@@ -9,11 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...engine.by_rows.rows import HELD, Rows
 from ...engine.devices import precise
 from ...engine.placement import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
+from .effect import look
 from .krylov import WIDTH, Found, searched
-from .storing import PIECE
 from .triples import Triples, numeric_rank
 
 WORTH: Final = 8
@@ -23,32 +24,39 @@ fast."""
 TINY: Final = 128
 """The shorter side up to which a matrix is decomposed without its Gram matrix, with all digits."""
 
+AT_ONCE: Final = 2**23
+"""Numbers of some columns that are held at a time."""
+
 DIGITS: Final = 1e-4
 """The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""
 
 
-def of_dense(change: Tensor, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST) -> Triples:
+def of_dense(
+    change: Rows, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST, squares: float | None = None
+) -> Triples:
     """Return the triples of one ΔW [out, cols], as many as a rule chooses or more, on the host; without a rule, all.
 
     The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`; `at`:
-    where products of the size of ΔW are computed.
+    where products of the size of ΔW are computed; `squares`: ‖ΔW‖², where it is known.
     """
-    return of_stack([change], [rule], noise, at)[0]
+    return of_stack([change], [rule], noise, at, None if squares is None else [squares])[0]
 
 
 def of_stack(
-    changes: Sequence[Tensor], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST
-) -> list[Triples]:
+    changes: Sequence[Rows], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST,
+    squares: Sequence[float] | None = None,
+) -> list[Triples]:  # fmt: skip
     """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
-    squares = [squares_of_matrix(change) for change in changes]
+    squares = [look(change).squares for change in changes] if squares is None else squares
     width = max(_width(rule) for rule in rules)
     found = [Found() for _ in changes]
     if width and width * WORTH <= min(changes[0].shape) and all(squares):
         reaches = [partial(_reach, rule) for rule in rules]
-        found = searched(_stacked(changes, at), squares, reaches, width)
+        single = Placement(at.device, torch.float32)
+        found = searched(_stacked(changes, single), squares, reaches, width)
         for i, one in enumerate(found):
             if one.start is not None:
-                fine = stage([changes[i]], precise(at))
+                fine = _stacked(changes[i : i + 1], precise(at))
                 found[i] = searched(fine, squares[i : i + 1], reaches[i : i + 1], width, one.start)[0]
     bound = max(max(changes[0].shape) * 2.0**-52, noise)
     made = []
@@ -58,11 +66,10 @@ def of_stack(
     return made
 
 
-def _stacked(changes: Sequence[Tensor], at: Placement) -> Tensor:
-    """Return the matrices [n, out, cols] in fp32 on the device."""
-    if len(changes) == 1 and changes[0].dtype == torch.float32 and at.device == changes[0].device:
-        return changes[0][None]
-    return stage(changes, Placement(at.device, torch.float32))
+def _stacked(changes: Sequence[Rows], at: Placement) -> Tensor:
+    """Return the matrices [n, out, cols] at a placement."""
+    whole = [change.dense(at.dtype) for change in changes]
+    return whole[0][None] if len(whole) == 1 and at.device == whole[0].device else stage(whole, at)
 
 
 def _width(rule: Rule | None) -> int:
@@ -78,20 +85,21 @@ def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | No
     return reached(rule, values, total)
 
 
-def exactly(change: Tensor, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
+def exactly(change: Rows, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
     """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
     in that matrix have too few digits for the rule."""
-    matrix = stage([change], precise(at))[0]
-    if min(matrix.shape) <= TINY or rule is None:
-        return _decomposed(matrix, squares)
-    wide = matrix.shape[0] <= matrix.shape[1]
-    found, vectors = torch.linalg.eigh(matrix @ matrix.mT if wide else matrix.mT @ matrix)
+    at = precise(at)
+    change = change if change.numel() > HELD else Rows.of(_stacked([change], at)[0])
+    if min(change.shape) <= TINY or rule is None:
+        return _decomposed(_stacked([change], at)[0], squares)
+    wide = change.shape[0] <= change.shape[1]
+    found, vectors = torch.linalg.eigh(_gram(change, at))
     values = host(found.flip(0).clamp_min(0).sqrt())
     rank = choose(rule, values.tolist(), total=squares)
     if not rank or values[rank - 1] < DIGITS * values[0]:
-        return _decomposed(matrix, squares)
+        return _decomposed(_stacked([change], at)[0], squares)
     own = vectors.flip(1)[:, :rank]
-    other = host(own.mT @ matrix if wide else matrix @ own) / (values[:rank, None] if wide else values[:rank])
+    other = host(_times(own, change, at)).div_(values[:rank, None] if wide else values[:rank])
     own, one = host(own), torch.eye(rank, dtype=torch.float64)
     return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
 
@@ -108,18 +116,44 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
     return Triples((v.mT, q.mT), (one, u.mT), s, squares)
 
 
-def values_of(change: Tensor) -> Tensor:
+def values_of(change: Rows) -> Tensor:
     """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
-    matrix = change.double()
-    if min(matrix.shape) <= TINY:
-        values: Tensor = torch.linalg.svdvals(matrix)
+    if min(change.shape) <= TINY:
+        values: Tensor = torch.linalg.svdvals(change.dense(torch.float64))
         return values
-    gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
-    squares: Tensor = torch.linalg.eigvalsh(gram)
+    squares: Tensor = torch.linalg.eigvalsh(_gram(change, HOST))
     return squares.flip(0).clamp_min(0).sqrt()
 
 
-def squares_of_matrix(matrix: Tensor) -> float:
-    """Return ‖ΔW‖², summed in fp64."""
-    rows = max(1, PIECE // max(matrix.shape[-1], 1))
-    return sum(float(matrix[at : at + rows].double().square().sum()) for at in range(0, len(matrix), rows))
+def _gram(change: Rows, at: Placement) -> Tensor:
+    """Return the products of all pairs of rows, or of all pairs of columns where these are fewer, in fp64."""
+    (out, cols), whole = change.shape, change.memory
+    if whole is not None and whole.dtype == at.dtype:
+        return whole @ whole.mT if out <= cols else whole.mT @ whole
+    found = torch.zeros(min(out, cols), min(out, cols), dtype=at.dtype, device=at.device)
+    if out > cols:
+        for _, block in change.blocks():
+            (some,) = stage([block], at)
+            found.addmm_(some.mT, some)
+        return found
+    step = max(1, AT_ONCE // max(out, 1))
+    for first in range(0, cols, step):  # some columns of all rows are held at a time
+        (some,) = stage([torch.cat([block[:, first : first + step] for _, block in change.blocks()])], at)
+        found.addmm_(some, some.mT)
+    return found
+
+
+def _times(own: Tensor, change: Rows, at: Placement) -> Tensor:
+    """Return the vectors of the other side times their singular values: Δ V, or UᵀΔ where the rows are fewer."""
+    (out, cols), whole = change.shape, change.memory
+    if whole is not None and whole.dtype == at.dtype:
+        return own.mT @ whole if out <= cols else whole @ own
+    if out > cols:
+        found = own.new_empty(out, own.shape[1])
+        for rows, block in change.blocks():
+            found[rows] = stage([block], at)[0] @ own
+        return found
+    found = own.new_zeros(own.shape[1], cols)
+    for rows, block in change.blocks():
+        found.addmm_(own[rows].mT, stage([block], at)[0])
+    return found

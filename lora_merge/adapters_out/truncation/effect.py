@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from math import fsum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ...engine.by_rows.rows import Rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,6 +38,37 @@ def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
     count = change.numel()
     largest = max((abs(float(end)) for end in change.aminmax()), default=0.0) if count else 0.0
     return Effect(of or count, count, int(change.count_nonzero()), largest)
+
+
+class Look(NamedTuple):
+    """What one look at all rows of Δ tells."""
+
+    squares: float  # ‖Δ‖²
+    effect: Effect
+
+    def __add__(self, other: Look) -> Look:  # type: ignore[override]
+        one, two = self.effect, other.effect
+        whole = Effect(one.of + two.of, one.elements + two.elements, one.changed + two.changed,
+                       max(one.largest, two.largest))  # fmt: skip
+        return Look(self.squares + other.squares, whole)
+
+
+NOTHING: Final = Look(0.0, Effect(0, 0, 0, 0.0))
+
+
+def look_at(block: Tensor) -> Look:
+    """Return what some rows tell."""
+    return Look(float(block.double().square().sum()), effect_of_matrix(block))
+
+
+def squares(matrix: Rows) -> float:
+    """Return the sum of the squares of all numbers, in fp64."""
+    return sum(float(block.double().square().sum()) for _, block in matrix.blocks())
+
+
+def look(change: Rows) -> Look:
+    """Return what all rows tell."""
+    return sum((look_at(block) for _, block in change.blocks()), NOTHING)
 
 
 def effect_of_product(left: Tensor, right: Tensor) -> Effect:

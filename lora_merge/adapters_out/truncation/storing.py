@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...engine.by_rows.rows import PIECE, Rows
+from .effect import NOTHING, Look, look_at
+
 CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
 
 
 FINE: Final = 1e-10
 """The share of ‖Δ‖² from which on a difference that is formed in fp32 has digits enough."""
-
-PIECE: Final = 2**18
-"""Numbers of a matrix that are worked at together."""
 
 ROOM: Final = 8.0
 """By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
@@ -106,16 +106,35 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
     return max(0.0, float(off.sum(dtype=torch.float64)))
 
 
-def apart_from(whole: Tensor, up: Tensor, down: Tensor, squares: float) -> float:
+def apart_from(whole: Rows, up: Tensor, down: Tensor, squares: float, dtype: torch.dtype | None = None) -> float:
     """Return ‖Δ − B A‖² of a matrix Δ, number by number, some rows at a time, which stay in the caches. In fp32 that is
-    exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64."""
-    rows, off = max(1, PIECE // max(whole.shape[1], 1)), 0.0
-    left, right = up.to(whole.dtype), down.to(whole.dtype)
-    for at in range(0, len(whole), rows):
-        rest = torch.addmm(whole[at : at + rows], left[at : at + rows], right, alpha=-1)
-        off += float(rest.square_().sum(dtype=torch.float64))
-    return off if off > FINE * squares or whole.dtype == torch.float64 else apart_from(
-        whole.double(), up, down, squares)  # fmt: skip
+    exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64. `dtype`: default: that of Δ."""
+    off, wide = 0.0, torch.float64
+    own = dtype or whole.read(slice(0, 0)).dtype
+    left, right = up.to(own), down.to(own)
+    for rows, block in whole.blocks():
+        rest = torch.addmm(block.to(own), left[rows], right, alpha=-1)
+        off += float(rest.square_().sum(dtype=wide))
+    return off if off > FINE * squares or own == wide else apart_from(whole, up, down, squares, wide)
+
+
+class Rounded(NamedTuple):
+    """A matrix as it is stored, and what a look at the exact one told."""
+
+    numbers: Tensor
+    look: Look
+    lost: float  # ‖Δ − Δ̂‖²
+
+
+def rounded(exact: Rows, dtype: torch.dtype) -> Rounded:
+    """Return a matrix that is rounded once, some rows at a time."""
+    found = torch.empty(exact.shape, dtype=dtype)
+    seen, lost = NOTHING, 0.0
+    for rows, block in exact.blocks():
+        found[rows] = block
+        seen += look_at(block)
+        lost += float((found[rows].double() - block.double()).square().sum())
+    return Rounded(found, seen, lost)
 
 
 def apart_in_rounding(exact: Tensor, rounded: Tensor) -> float:

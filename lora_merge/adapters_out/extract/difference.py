@@ -1,0 +1,203 @@
+"""One weight of both checkpoints → its difference, formed by rows where the weight is large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...disk.files import StoredTensor
+from ...disk.reader import Reader
+from ...dtypes import ITEM_BYTES
+from ...engine.by_rows.rows import Rows
+from ...engine.placement import finite, pieces
+from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
+from ...errors import InputError
+from ...files.checkpoint import Index
+from ...models.weights import RowSlice, Weight, WeightView
+from ..layers import beyond_fp64
+from ..truncation.effect import NOTHING, Look, look_at, squares
+from .pair import Pair
+from .rounding import DIGITS, NARROW, SAMPLE, mean_square
+
+HELD: Final = 2**24
+"""Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
+
+STACKED: Final = "the weights of stacked experts have no factors in these formats"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint: reads rows of its weights, from any thread."""
+
+    index: Index
+    reader: Reader
+
+    def rows(self, view: WeightView) -> Tensor:
+        """Return [rows, cols] of a view in the dtype that is stored, decoded where numbers are quantised."""
+        pieces = [self._piece(piece) for piece in view.row_slices]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def by_rows(self, view: WeightView) -> Rows:
+        """Return the same by rows; those of a large weight are read when they are asked for."""
+        (piece, *others) = view.row_slices
+        plain = not others and not piece.transposed and piece.key not in self.index.packed
+        if piece.size <= HELD or not plain:
+            return Rows.of(self.rows(view))
+
+        def read(rows: slice) -> Tensor:
+            return self._piece(piece._replace(start=piece.start + rows.start, stop=piece.start + rows.stop))
+
+        return Rows((piece.rows, piece.cols), read)
+
+    def _piece(self, piece: RowSlice) -> Tensor:
+        weight = self.weight(piece.key)
+        if weight.packed is None:
+            found = stored_numbers(weight, piece.start * piece.cols, piece.size, self._read).reshape(-1, piece.cols)
+        else:
+            found = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
+        return found.mT if piece.transposed else found
+
+    def _read(self, info: StoredTensor) -> Tensor:
+        return view_bytes(self.reader.view(info), info.dtype, info.shape)
+
+    def weight(self, key: str) -> Weight:
+        """Return a stored weight."""
+        info = self.index.tensors[key]
+        return Weight(info.shape, info, self.index.packed.get(key))
+
+    def stack(self, views: Sequence[WeightView]) -> Tensor | None:
+        """Return [n, rows, cols] of several views of one shape; None where they are not whole rows of one dtype that
+        lie side by side in the files' own words."""
+        (first, *_), read = views, []
+        dtype = self.index.tensors[first.row_slices[0].key].dtype
+        for view in views:
+            (piece, *others), info = view.row_slices, self.index.tensors[view.row_slices[0].key]
+            plain = info.dtype == dtype and dtype in DIGITS and piece.key not in self.index.packed
+            if others or piece.transposed or not plain:
+                return None
+            row = piece.cols * ITEM_BYTES[dtype]
+            read.append(self.reader.view(info)[piece.start * row : piece.stop * row])
+        return view_bytes(memoryview(bytearray().join(read)), dtype, (len(views), *first.matrix))
+
+    def dtypes(self, view: WeightView) -> set[str]:
+        """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
+        return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.row_slices}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Δ of one parameter, [rows, cols] in fp32 or fp64."""
+
+    pair: Pair
+    change: Rows
+    value: Rows  # of the tuned weight, in its own dtype
+    dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
+    narrow: bool  # whether both weights are stored in 16 bits
+    weight: float  # ‖W‖² of the base's weight
+
+    @cached_property
+    def looked(self) -> tuple[Look, Tensor]:
+        """‖Δ‖² and the numbers of Δ, and which of its rows are not zero."""
+        seen, moved = NOTHING, list[Tensor]()
+        for _, block in self.change.blocks():
+            seen += look_at(block)
+            moved.append(block.any(1))
+        return seen, torch.cat(moved)
+
+    @property
+    def noise(self) -> float | None:
+        """v, the mean square of the tuned weight's rounding errors; None where it is not known."""
+        return mean_square(self.value, self.dtypes)
+
+    @property
+    def share_of_noise(self) -> float | None:
+        """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
+        if not self.narrow or self.pair.fresh:
+            return None
+        step, cols = -(-self.value.numel() // SAMPLE), self.value.shape[1]
+        some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks()]
+        mean = mean_square(Rows.of(torch.cat(some)[:, None]), self.dtypes)
+        return None if mean is None else math.sqrt(mean * self.change.numel() / self.looked[0].squares)
+
+
+def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
+    """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
+    numbers."""
+    there = pair.before if pair.fresh else pair.place.view
+    dtypes = tuned.dtypes(pair.tuned) | (set() if there is None else base.dtypes(there))
+    new = tuned.by_rows(pair.tuned)
+    old = Rows.of(new.read(slice(0, 0))) if there is None else base.by_rows(there)
+    if pair.fresh:
+        old = Rows.of(_with_rows(old.dense(), new.shape[0]))
+    elif len(dtypes) == 1 and _alike(old, new):
+        return None
+    change = _subtracted(old, new, dtypes, computed)
+    own = frozenset(tuned.dtypes(pair.tuned))
+    found = Difference(pair, change, new, own, dtypes <= NARROW, squares(old))
+    seen, moved = found.looked
+    if not math.isfinite(seen.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
+        sound = all(bool(finite(block).all()) for _, block in old.blocks())
+        side, view = (tuned, pair.tuned) if sound else (base, there or pair.tuned)
+        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
+                         "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
+    if bool(moved.any()) and "F64" in dtypes and not 0 < seen.squares < math.inf:
+        raise beyond_fp64(pair.name, "large" if seen.squares else "small")
+    return found if pair.fresh or bool(moved.any()) else None
+
+
+def _alike(one: Rows, other: Rows) -> bool:
+    """Return whether two matrices of one dtype have the same bytes."""
+    if one.memory is not None and other.memory is not None:
+        return torch.equal(as_bytes(one.memory), as_bytes(other.memory))
+    blocks = zip(one.blocks(), other.blocks(), strict=True)
+    return one.shape == other.shape and all(torch.equal(as_bytes(a), as_bytes(b)) for (_, a), (_, b) in blocks)
+
+
+def _with_rows(old: Tensor, rows: int) -> Tensor:
+    """Return a matrix with other rows: the first of its own, and zeros."""
+    found = old.new_zeros(rows, old.shape[1])
+    found[: len(old)] = old[:rows]
+    return found
+
+
+def _subtracted(old: Rows, new: Rows, dtypes: set[str], computed: str | None) -> Rows:
+    """Return new − old; of large weights that are read by rows, by rows."""
+    wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
+    dtype = torch.float64 if wide else torch.float32
+    if old.memory is not None and new.memory is not None:
+        return Rows.of(_at_once(old.memory, new.memory, dtype))
+    return Rows(new.shape, lambda rows: _at_once(old.read(rows), new.read(rows), dtype))
+
+
+def _at_once(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
+    change = torch.empty(old.shape, dtype=dtype)
+    for into, other in pieces(change, new):
+        into.copy_(other)
+    for into, other in pieces(change, old):
+        into -= other.to(into.dtype)
+    return change
+
+
+def differences(
+    batch: Sequence[Pair], base: Side, tuned: Side, computed: str | None = None
+) -> list[Difference | None]:  # fmt: skip
+    """Return what `difference` returns for each of several parameters of one shape; plain numbers are subtracted at
+    once."""
+    old = base.stack([pair.place.view for pair in batch]) if len(batch) > 1 else None
+    new = None if old is None else tuned.stack([pair.tuned for pair in batch])
+    if old is not None and new is not None:
+        dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
+        wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
+        change = _at_once(old, new, torch.float64 if wide else torch.float32)
+        if "F64" not in dtypes and bool(torch.isfinite(change).all()):
+            held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
+            sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()
+            found = zip(batch, map(Rows.of, change.unbind()), map(Rows.of, new.unbind()), sizes, moved, strict=True)
+            return [Difference(p, d, value, held, narrow, size) if any_ else None for p, d, value, size, any_ in found]
+    return [difference(pair, base, tuned, computed) for pair in batch]
