@@ -44,6 +44,7 @@ from .report import AdapterReport
 from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, planned
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources, chosen_of, open_sources
+from .truncation.need import note
 from .written import CONTENTS, Entry, unique
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
@@ -142,7 +143,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         outcome = Outcome(
             job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
         )
-        notes = (*dict.fromkeys(sources.notes), *left_out(zeros), *_stated_again(job, made),
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *left_out(zeros), *_stated_again(job, made),
                  *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())
@@ -168,8 +169,19 @@ def plan(task: Conversion) -> AdapterReport:
     layers = {one.place.label: _planned(one, task) for one in there}
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
     dtype = spoken(next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()))
-    facts = Facts(coverage(job, sources), dtype, tuple(dict.fromkeys(sources.notes)), task.to.name, _weights(there))
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there))
+    facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
     return planned(job, facts, layers, size)
+
+
+def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[str]:
+    """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
+    rules = task.rules
+    if rules is None or task.job.algorithm == WHOLE:
+        return []
+    dense = [one.place for one in there if not one.place.vector and not all(is_plain(s.patch) for s in one.shares)]
+    tasks = [(p.label, p.view.matrix, rules.of_layer(p.label, kernel=p.kernel)) for p in dense]
+    return note(tasks, task.job.inputs.max_memory)
 
 
 def _planned(one: Filled, task: Conversion) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
+from ..methods import COMBINATIONS
 from ..models.names import denoiser_of
 from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
@@ -36,10 +37,12 @@ from .joining.targets import Target
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks, weights_of
 from .metadata.entries import Known
+from .metadata.sizes import PlannedLayer, Tensor, planned_size
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport, numbers_by_block
 from .sources import Sources, open_sources
+from .truncation.need import note
 from .written import Content, Entry, Proof, Spelling, recipe, unique, write
 
 HIGH: Final = 256
@@ -156,7 +159,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         )
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *maker.notes, *left_out(zeros))
+        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")
@@ -184,15 +187,22 @@ def plan(job: AdapterJob) -> AdapterReport:
     check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True)
     dtype = output_dtype(job, sources.adapters)
     layers: dict[str, dict[str, Any]] = {}
-    size = 0
+    own, kind, spelling = list[PlannedLayer](), FILE_DTYPES[dtype], Spelling.of(sources.adapters[0])
     for target in (part for whole in sources.targets for part in whole.stored):
         rank = planned_rank(job, target)
         out, cols = target.matrix
         whole = target.vector or job.algorithm == WHOLE
         layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
-        size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize
-    notes, weights = tuple(dict.fromkeys(sources.notes)), weights_of(job, sources, dtype)
+        slots = {"diff": (out, cols)} if whole else {"down": (highest, cols), "up": (out, highest)}
+        named: list[Tensor] = [
+            (spelling.key(target.name, target.parameter, slot), kind, shape) for slot, shape in slots.items()
+        ]
+        if spelling.alpha and not whole:
+            named.append((spelling.key(target.name, target.parameter, "alpha"), "F32", ()))
+        own.append(PlannedLayer(named, 0 if whole else highest))
+    size = planned_size(own, job.rules.linear)
+    notes, weights = (*dict.fromkeys(sources.notes), *memory_note(job, sources)), weights_of(job, sources, dtype)
     facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=weights)
     return planned(job, facts, layers, size)
 
@@ -201,6 +211,17 @@ def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any
     """Return the report of a plan; `size`: the bytes that it would write."""
     return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
                          facts.notes, None, __version__, facts.weights, planned=True)  # fmt: skip
+
+
+def memory_note(job: AdapterJob, sources: Sources) -> list[str]:
+    """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
+    tasks = []
+    for target in (part for whole in sources.targets for part in whole.stored):
+        rule = job.rules.of_layer(target.name, kernel=len(target.shape) > 2)
+        cut = job.algorithm != WHOLE and not target.vector and (rule.name != EXACT or job.command == "resize")
+        if cut and not (COMBINATIONS[job.method].linear and None not in ranks(target) and not target.values):
+            tasks.append((target.label, target.matrix, rule))
+    return note(tasks, job.inputs.max_memory)
 
 
 def planned_rank(job: AdapterJob, target: Target) -> int | None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import lora_merge
+from lora_merge.adapters_out.job import make_adapter_job
+from lora_merge.adapters_out.run import plan
 from lora_merge.cli.main import app
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.viewing.inspect import inspect
@@ -424,3 +426,24 @@ def test_an_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
         lora_merge.combine([*pair], tmp_path / "o", format="peft")
     assert str(failure.value.where).startswith(str(pair[0])), failure.value
     assert not (tmp_path / "o").exists() and not strays(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2}, {"rank": "size:2000"}, {"algorithm": "full"}])
+def test_a_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """With its header, and with the bound of `size`; metadata may take a page less."""
+    out = tmp_path / "o.safetensors"
+    planned = plan(make_adapter_job("combine", list(pair), out, None, options)).written
+    lora_merge.combine(pair, out, **options)
+    assert 0 <= planned - out.stat().st_size <= 2 * 4096
+
+
+def test_a_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Factors need no whole matrix; ties gives one."""
+    told = {}
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (("sum", {}), ("ties", {"density": 0.5}))
+    for method, given in cases:
+        for limit in ("4KiB", "1GiB"):
+            options: dict[str, Any] = {"method": method, "rank": 2, "max_memory": limit, **given}
+            notes = plan(make_adapter_job("combine", list(pair), tmp_path / "o.safetensors", None, options)).notes
+            told[method, limit] = any("more than --max-memory" in n for n in notes)
+    assert told == {("sum", "4KiB"): False, ("sum", "1GiB"): False, ("ties", "4KiB"): True, ("ties", "1GiB"): False}

@@ -32,6 +32,7 @@ from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE, form
 from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
+from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one, task_type
 from ..places import Place
@@ -39,6 +40,7 @@ from ..rank_rules import COUNT
 from ..report import AdapterReport
 from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
+from ..truncation.need import note
 from ..written import CONTENTS
 from .batches import Batch, batches, nbytes
 from .difference import Side, difference, differences
@@ -148,6 +150,10 @@ def run(
 
 
 def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
+    rules, algorithm = found.task.job.rules, found.task.job.algorithm
+    tasks = [(p.name, p.place.view.matrix, rules.of_layer(p.name, kernel=p.place.kernel)) for p in found.pairs.pairs
+             if algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]  # fmt: skip
+    notes = (*notes, *note(tasks, found.task.job.inputs.max_memory))
     return Facts(_coverage(found, layers), spoken(FILE_DTYPES[found.dtype]), notes, found.to.name, _weights(found))
 
 
@@ -289,7 +295,7 @@ def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterRepor
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
     found = opened(task, cache or CheckpointCache())
     layers: dict[str, dict[str, Any]] = {}
-    size = 0
+    own, kind, endings = list[PlannedLayer](), FILE_DTYPES[found.dtype], found.to.endings
     algorithm = task.job.algorithm
     way = FACTORS if algorithm == AUTO else algorithm
     for pair in found.pairs.pairs:
@@ -301,5 +307,12 @@ def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterRepor
             "algorithm": WHOLE if whole else way,
             "rank": most if rule.name == COUNT and not whole else 0,
         }
-        size += (out * cols if whole else (out + cols) * most) * found.dtype.itemsize
+        slots = {"diff": (out, cols)} if whole else {"down": (most, cols), "up": (out, most)}
+        where = pair.place
+        named: list[Tensor] = [(found.to.key(where.prefix, where.module, endings.get(slot, slot)), kind, shape)
+                 for slot, shape in slots.items()]  # fmt: skip
+        if found.to.alpha and not whole:
+            named.append((found.to.key(where.prefix, where.module, ".alpha"), "F32", ()))
+        own.append(PlannedLayer(named, 0 if whole else most))
+    size = planned_size(own, task.job.rules.linear)
     return planned(task.job, _facts(found, len(layers), found.pairs.notes), layers, size)

@@ -1,0 +1,43 @@
+"""The size of a file before its tensors are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from ...dtypes import ITEM_BYTES
+from ...files.headers import layout
+from ..rank_rules import SIZE, Rule
+
+METADATA: Final = 4096
+"""Bytes that the metadata of a file usually takes in its header."""
+
+Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape, as in the header."""
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a plan: its tensors (name, dtype, shape), and its rank, 0 for a whole matrix."""
+
+    tensors: Sequence[Tensor]
+    rank: int = 0
+
+
+def planned_size(layers: Iterable[PlannedLayer], rule: Rule) -> int:
+    """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
+    of which each layer has one direction at least."""
+    tensors, factors, least, others = list[Tensor](), 0, 0, 0
+    for layer in layers:
+        tensors += layer.tensors
+        size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if shape)
+        others += sum(ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if not shape)
+        if layer.rank:
+            factors, least = factors + size, least + size // layer.rank
+        else:
+            others += size
+    if rule.name == SIZE:
+        factors = min(factors, max(least, int(rule.value)))
+    return len(layout(tensors, {}, 0)) + METADATA + factors + others

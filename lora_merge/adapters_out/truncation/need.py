@@ -1,0 +1,37 @@
+"""The memory that a decomposition needs, from shapes alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from ...text import size
+from ..rank_rules import Rule
+
+SINGLE: Final = 4
+"""Bytes of each number of ΔW while it is searched, in fp32."""
+
+FACTORS: Final = 40
+"""Bytes of each number of its factors: in fp64 as they are found, scaled, stored, and compared."""
+
+Task = tuple[str, tuple[int, int], Rule]
+"""The name of a layer, (out, cols), and its rule."""
+
+
+def bytes_for(task: Task) -> int:
+    """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that numbers decide
+    may be the highest."""
+    _, (out, cols), rule = task
+    rank = min(out, cols, rule.ceiling or min(out, cols))
+    return SINGLE * out * cols + FACTORS * (out + cols) * rank
+
+
+def note(tasks: Iterable[Task], limit: int) -> list[str]:
+    """Return the note about a layer whose decomposition may hold more than a limit of bytes, if there is one."""
+    largest = max(tasks, key=bytes_for, default=None)
+    if largest is None or bytes_for(largest) <= limit:
+        return []
+    name, _, rule = largest
+    fix = "" if rule.ceiling is not None else "; --max-rank makes that less"
+    return [f"{name} is decomposed as a whole matrix, which takes up to {size(bytes_for(largest))} of memory at once, "
+            f"more than --max-memory{fix}"]  # fmt: skip
