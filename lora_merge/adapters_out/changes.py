@@ -110,7 +110,7 @@ class Evaluator:
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row = ALGORITHMS[patch.algorithm]
         if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
-            stored = self._stored(patch)[cut].reshape(-1, width)
+            stored = _of_width(self._stored(patch)[cut], width)
             return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank if patch.magnitude is None else None
         if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
@@ -127,7 +127,7 @@ class Evaluator:
         stack, base = self._staged(target, use)
         whole = change(stack, base)[0][cut]
         whole = whole.mT if piece.transposed else whole
-        whole = whole.reshape(whole.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
+        whole = _of_width(whole, width)
         return Change(patch.adapter, use.strength, whole=Rows.of(_placed(whole, piece.start, out)))
 
     def _stored(self, patch: Patch) -> Tensor:
@@ -219,6 +219,10 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
         return found
 
     return Rows((out, stored.shape[1]), read)
+
+
+def _of_width(numbers: Tensor, width: int) -> Tensor:
+    return numbers.reshape(numbers.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
 
 
 def _placed(rows: Tensor, start: int, out: int) -> Tensor:
