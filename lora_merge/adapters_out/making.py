@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from threading import local
+from typing import Final
 
+import numpy as np
 import torch
 
 from ..algorithms import ALGORITHMS
@@ -17,6 +19,7 @@ from ..engine.placement import HOST, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
+from ..proof.stored import Stored
 from .changes import SINGLE, Evaluator, is_plain, norms_of
 from .conversion.kept import without_bytes
 from .job import FACTORS, WHOLE, AdapterJob
@@ -30,14 +33,19 @@ from .truncation.storing import LARGE, SMALL
 from .written import Spelling
 
 
+LOOKED_AT: Final = 2**14
+"""The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
+
+
 @dataclass
 class Maker:
-    """Makes the layers of one job."""
+    """Makes the layers of one job. `base`: reads weights of the base, if there is one."""
 
     job: AdapterJob
     sources: Sources
     evaluator: Callable[[Placement], Evaluator]
     dtype: torch.dtype
+    base: Stored | None = None
 
     def __post_init__(self) -> None:
         self._here = local()
@@ -90,9 +98,23 @@ class Maker:
             where = f"{self.job.output}: {part.label}"
             expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
             zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
-            effect = layer.effect or own.effect
-            found.append(None if zero else replace(layer, effect=effect, norms=wanted.norms[part.label]))
+            found.append(None if zero else replace(
+                layer, effect=layer.effect or own.effect, norms=wanted.norms[part.label], weight=self._weight(part),
+            ))  # fmt: skip
         return found
+
+    def _weight(self, part: Target) -> float | None:
+        """Return ‖W‖² of the rows of the base's weight that a layer changes, from some of them that are spread evenly;
+        None without a base, and of a weight that is not stored whole."""
+        weight = self.sources.weights.get(part.key)
+        if self.base is None or weight is None or weight.padded:
+            return None
+        _, cols = part.matrix
+        shape = (prod(weight.shape) // max(cols, 1), cols)
+        rows = np.concatenate([np.arange(*run) for run in part.runs or ((0, shape[0]),)])
+        some = rows[:: max(1, len(rows) // max(1, -(-LOOKED_AT // max(cols, 1))))]
+        values = self.base(weight.stored, shape, some)
+        return float(np.vdot(values, values)) * len(rows) / max(len(some), 1)
 
     def _wanted(self, target: Target) -> Wanted | None:
         """Return Δ of a weight: in fp32 where that loses nothing that the output could hold, else in fp64. Factors

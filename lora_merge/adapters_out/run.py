@@ -28,6 +28,7 @@ from ..methods import COMBINATIONS
 from ..models.names import denoiser_of
 from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
+from ..proof.stored import Stored
 from ..shapes import Shape
 from ..version import __version__
 from .changes import Evaluator
@@ -151,7 +152,8 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
         own = frozenset(p for i in inputs for p in i.files)
-        maker = Maker(job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), dtype)
+        base = Stored(reader, sources.inputs.base) if sources.inputs else None
+        maker = Maker(job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), dtype, base)
         heap = heap_of(job, stack)
         kept: dict[str, dict[str, Entry]] = {}
         layers, zeros = maker.layers(

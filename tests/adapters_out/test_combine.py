@@ -101,9 +101,10 @@ def test_reports_tell_the_largest_number_and_the_share_that_change(pair: tuple[P
     report = lora_merge.resize(pair[0], tmp_path / "r.safetensors", rank=2)
     for name, whole in delta(pair[0]).items():
         told = report.layers[name]
-        assert (told["of"], told["elements"], told["changed"]) == (whole.size, whole.size, 1.0)
+        assert (told["of"], told["elements"], "changed" in told) == (whole.size, whole.size, False), "it is a product"
         assert told["largest"] == pytest.approx(np.abs(whole).max(), rel=1e-6)
     every, layers = report.numbers["all"], [*report.layers.values()]
+    assert not {"changed", "weight", "ratio"} & every.keys()
     assert every["largest"] == max(one["largest"] for one in layers)
     assert every["of"] == sum(one["of"] for one in layers) == sum(b["of"] for b in report.numbers["blocks"].values())
     dropped = [0.0, 0.0]
@@ -190,6 +191,10 @@ def test_merging_the_combination_is_merging_all_also_with_dora_and_biases(tmp_pa
     assert report.residual < 1e-5
     assert report.verified is not None
     assert report.verified["recomputed"] == 3
+    weights = sorted(one["weight"] for one in report.layers.values())
+    assert weights == pytest.approx(sorted(float(w.double().norm()) for w in base.values()))
+    every = report.numbers["all"]
+    assert every["ratio"] == pytest.approx(every["norm"] / sum(w * w for w in weights) ** 0.5)
     for name, adapters in (("all", [files[0], (files[1], 0.7)]), ("one", [tmp_path / "c.safetensors"])):
         lora_merge.merge(tmp_path / "base.safetensors", adapters, tmp_path / f"{name}.safetensors")
     both = (load_file(tmp_path / f"{name}.safetensors") for name in ("all", "one"))

@@ -77,6 +77,15 @@ def test_rows_of_a_fused_weight_tell_the_norms_of_their_own_rows(folder: Path, t
     for name, one in alone.layers.items():
         assert both.layers[name]["adapters"][0] == {"change": pytest.approx(one["norm"], rel=1e-6)}
         assert (both.layers[name]["adapters"][1] is None) is (".to_k" in name)
+    fused = load_file(base)["double_blocks.0.img_attn.qkv.weight"].double().chunk(3)
+    for rows, letter in zip(fused, "qkv", strict=True):
+        (one,) = (
+            v
+            for k, v in alone.layers.items()
+            if k.endswith(f"transformer_blocks.0.attn.to_{letter}") and "single" not in k
+        )
+        assert one["weight"] == pytest.approx(float(rows.norm()))
+        assert one["ratio"] == pytest.approx(one["norm"] / one["weight"])
 
 
 def test_a_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ class Effect(NamedTuple):
 
     of: int
     elements: int  # of them, those that were looked at: whole rows, spread evenly
-    changed: int  # of these, those that are not zero
+    changed: int | None  # of these, those that are not zero; None of a product of factors, in which none is zero
     largest: float  # |ΔW| of these
 
     @property
     def told(self) -> dict[str, Any]:
         """The same for reports, in the words of a merge."""
-        share = self.changed / self.elements if self.elements else 0.0
-        return {"of": self.of, "elements": self.elements, "changed": share, "largest": self.largest}
+        share = {} if self.changed is None else {"changed": self.changed / self.elements if self.elements else 0.0}
+        return {"of": self.of, "elements": self.elements, **share, "largest": self.largest}
 
 
 def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
@@ -75,7 +75,7 @@ def effect_of_product(left: Tensor, right: Tensor) -> Effect:
     """Return the effect of the product of two factors, by some of its rows."""
     rows = max(LEAST, WORK // max(right.numel(), 1))
     step = max(1, left.shape[0] // rows)
-    return effect_of_matrix(left[::step] @ right, left.shape[0] * right.shape[1])
+    return effect_of_matrix(left[::step] @ right, left.shape[0] * right.shape[1])._replace(changed=None)
 
 
 def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -83,9 +83,10 @@ def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     every = [*layers]
     if not every or any("largest" not in one for one in every):
         return {}
-    numbers = sum(one["of"] for one in every)
+    numbers, share = sum(one["of"] for one in every), {}
+    if all("changed" in one for one in every):
+        share = {"changed": fsum(one["changed"] * one["of"] for one in every) / numbers if numbers else 0.0}
     return {
-        "of": numbers, "elements": sum(one["elements"] for one in every),
-        "changed": fsum(one["changed"] * one["of"] for one in every) / numbers if numbers else 0.0,
+        "of": numbers, "elements": sum(one["elements"] for one in every), **share,
         "largest": max(one["largest"] for one in every),
     }  # fmt: skip
