@@ -32,7 +32,6 @@ from .truncation.factored import STORED_IN_16
 from .truncation.storing import LARGE, SMALL
 from .written import Spelling
 
-
 LOOKED_AT: Final = 2**14
 """The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
