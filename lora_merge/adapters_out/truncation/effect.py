@@ -48,8 +48,8 @@ class Look(NamedTuple):
 
     def __add__(self, other: Look) -> Look:  # type: ignore[override]
         one, two = self.effect, other.effect
-        whole = Effect(one.of + two.of, one.elements + two.elements, one.changed + two.changed,
-                       max(one.largest, two.largest))  # fmt: skip
+        changed = None if one.changed is None or two.changed is None else one.changed + two.changed
+        whole = Effect(one.of + two.of, one.elements + two.elements, changed, max(one.largest, two.largest))
         return Look(self.squares + other.squares, whole)
 
 
