@@ -12,6 +12,9 @@ from .options import OPTIONS, Kind, Option
 DIALECTS: Final = "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."
 """The names of the dialects, for help."""
 
+KEEP: Final = "keep"
+"""The dialect, way to store layers or alpha that the input has."""
+
 
 def _row(name: str, kind: Kind, metavar: str, text: str, words: tuple[str, ...] = ()) -> Option:
     default = () if kind in ("rules", "texts") else None
@@ -27,7 +30,7 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         _row("rank_for", "rules", "PART=RULE", "The rule for a part; repeatable."),
         _row("algorithm", "name", "WAY", "lora, full (whole matrices) or auto; extract: lokr too."),
         _row("alpha", "rule", "ALPHA", "rank (alpha = rank), keep, or a number."),
-        _row("to", "name", "FORMAT", f"{DIALECTS} Default: keep."),
+        _row("to", "name", "FORMAT", f"{DIALECTS} Default: {KEEP}."),
         _row("include", "texts", "PART", "Only these: unet, te1 … or re:REGEX of keys; repeatable."),
         _row("exclude", "texts", "PART", "Without these: unet, te1 … or re:REGEX of keys; repeatable."),
         _row("others", "text", "WHAT", "Biases, norms: diff, skip or error. Default: diff.", ("diff", "skip", "error")),

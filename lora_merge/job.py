@@ -34,6 +34,7 @@ from .options import (
     text,
 )
 from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
+from .spellings import adapter_path
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
@@ -261,7 +262,7 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     own: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
         path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
-    path = input_path(path.terms[0][0].path if isinstance(path, Opened) else path)
+    path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
     if len(own) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in own), *parts))

@@ -28,6 +28,25 @@ WEIGHTS: Final = frozenset(
 """Suffixes of files with weights; those of the base would be stale beside the merged weights."""
 
 
+_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
+ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
+
+_SITES: Final = (
+    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
+    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
+    (r"(s3://.+)", "aws s3 cp {} ."),
+    (
+        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
+        "hf download {} {}",
+    ),
+    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
+    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
+)
+"""Pattern of an address → the command that downloads it."""
+
+
 def split_strength(text: str) -> tuple[str, float | None]:
     """Return ("style.safetensors", 0.8) for "style.safetensors:0.8"; None if no number follows the last colon."""
     path, colon, tail = text.rpartition(":")
@@ -87,14 +106,54 @@ def expand(path: str | Path) -> Path:
 
 
 def input_path(path: str | Path) -> Path:
-    """Return the path of an input as `expand` does, with the ending of the file that is there if it lacks one."""
+    """Return the path of an input as `expand` does, with the ending of the file that is there if it lacks one.
+
+    Raises UsageError for an address: a path would hold one slash where it has two.
+    """
+    if isinstance(path, str):
+        check_input(path)
     found = expand(path)
-    return found if exists(found) else Path(with_found_ending(str(found)))
+    given = str(found)
+    whole = with_found_ending(given)
+    return found if whole == given else Path(whole)
 
 
 def with_found_ending(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one."""
-    return path if exists(path) else next((f"{path}{e}" for e in ENDINGS if exists(f"{path}{e}")), path)
+    return next((f"{path}{ending}" for ending in ("", *ENDINGS) if exists(f"{path}{ending}")), path)
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of another machine, and not the path of a file here."""
+    return ADDRESS.match(text) is not None and not exists(text)
+
+
+def no_address(path: str) -> str:
+    """Return the path; UsageError for an address of another machine."""
+    if is_address(path):
+        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
+    return path
+
+
+def check_input(path: str) -> None:
+    """Raise UsageError for an address, and for what may be the name of a model on the Hub."""
+    no_address(path)
+    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
+        raise UsageError("neither a file nor a folder", path[:200], fix)
+
+
+def _download(address: str) -> str:
+    """Return how to download a file from its address."""
+    for pattern, command in _SITES:
+        if found := re.fullmatch(pattern, address, re.IGNORECASE):
+            groups = [typed([group]) for group in found.groups()]
+            return command.format(
+                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
+            )
+    if address.lower().startswith("http"):
+        return f"curl -L -O -J {typed([address[:200]])}"
+    return "in a browser; from the Hub: hf download OWNER/NAME"
 
 
 def output_file(given: str | Path, ending: str = ".safetensors") -> Path:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lora_merge import paths
 from lora_merge.disk.destination import check_output
 from lora_merge.errors import UsageError
-from lora_merge.paths import expand, forbidden, split_strength, typed
+from lora_merge.paths import expand, forbidden, input_path, split_strength, typed
 
 
 def test_steps_upwards_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +80,10 @@ def test_windows_gets_no_output_of_a_name_that_it_refuses(tmp_path: Path, monkey
     with pytest.raises(UsageError, match="Windows allows no such name"):
         check_output(tmp_path / "nul.safetensors")
     check_output(tmp_path / "null.safetensors")
+
+
+def test_a_missing_file_is_looked_for_once_under_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(paths, "exists", lambda path: asked.append(str(path)))
+    assert input_path(tmp_path / "x") == tmp_path / "x"
+    assert sorted(asked) == sorted({*asked}) and str(tmp_path / "x.safetensors") in asked

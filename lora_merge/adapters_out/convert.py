@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+from ..adapter_options import KEEP
 from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
@@ -33,7 +34,7 @@ from .conversion.made import Made
 from .conversion.own import own_dialect, own_places
 from .conversion.proof import Claim, prove
 from .converting import Converter
-from .dialects import DIALECTS, KEEP, OF_INPUT, Dialect, dialect, names
+from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .layers import expect_finite
 from .peft.complete import as_table, completed

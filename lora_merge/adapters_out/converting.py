@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
@@ -27,7 +28,7 @@ from .conversion.kept import copies_of
 from .conversion.made import Made, value_made, vector_ending, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
-from .dialects import KEEP, Dialect
+from .dialects import Dialect
 from .job import FACTORS, WHOLE, AdapterJob, form
 from .joining.targets import Target
 from .layers import Cut, Layer, Storage, Wanted, shared_out

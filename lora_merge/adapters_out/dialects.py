@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from ..adapter_options import KEEP
 from ..adapters.file import Module
 from ..adapters.peft.methods import METHODS
 from ..adapters.suffixes import LORA, SUFFIXES
@@ -166,7 +167,6 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
 """Name of a dialect → how it is written (adapter-formats: containers, suffixes)."""
 
 
-KEEP: Final = "keep"
 OF_INPUT: Final = Dialect(KEEP, "", "", "", CANONICAL, {})
 """Stands for the dialect of the input, which is known when the input is opened."""
 

@@ -7,6 +7,7 @@ A job of such a command is kept as a Request, plain data that goes to worker pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from ..engine.torch_preload import load_library
-from ..errors import UsageError
+from ..errors import MergeError, UsageError
 from ..job import Adapter, Job
+from ..paths import with_ending
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -94,13 +96,18 @@ def _conversion(request: Request, options: Mapping[str, Any]) -> Task:
 
 
 def _extraction(request: Request, options: Mapping[str, Any]) -> Task:
-    from ..adapters_out.extract.run import plan, run
+    from ..adapters_out.extract.run import plan, prepared, run
     from ..adapters_out.extract.task import make_extraction
+    from ..planning.cache import CheckpointCache
 
     if request.base is None:
         raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
     own = {name: value for name, value in options.items() if name != "strength_for"}
-    made = make_extraction(request.base, request.adapters[0].path, request.output, own)
+    inputs = request.base, request.adapters[0].path, request.output, own
+    made = make_extraction(*inputs)
+    if made.to is None and with_ending(made.job.output) != made.job.output:  # a file or a folder, as the base says
+        with suppress(MergeError):  # the plan says what is wrong
+            made = prepared(*inputs, CheckpointCache())
     return Task(made.job, partial(plan, made), partial(run, made))
 
 

@@ -24,7 +24,7 @@ from ..job import Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
-from ..paths import exists, expand, home
+from ..paths import exists, expand, home, no_address
 from ..proof.unmerge import opposite
 from .commands import MERGE, UNMERGE, Request
 from .mistakes import REQUIRED, failure, nearest, problems
@@ -261,7 +261,7 @@ class _Loader:
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = None, str(self.folder)
         with self._noting((*place, "base")):
-            path = None if base is None else self._path(render(base, values))
+            path = None if base is None else self._path(no_address(render(base, values)))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
             output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
@@ -298,7 +298,7 @@ class _Loader:
         path, tail = self.folder, None
         with self._noting((*place, "path")):
             written = render(entry.path, values)
-            path = self._path(written)
+            path = self._path(no_address(written))
             text, tail = (written, None) if exists(path) else split_adapter(written)
             if tail is not None:
                 path = self._path(text)

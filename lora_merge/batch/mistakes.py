@@ -65,7 +65,9 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         fix = "lora-merge batch --init writes a first jobs file"
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:
         fix = f"the fields of a job belong below jobs: {SHAPE}"
-    elif count == 1 and (head := lines[0].rpartition("; "))[2].startswith(("write ", "did you mean ", "check ")):
+    elif count == 1 and (head := lines[0].rpartition("; "))[2].startswith(
+        ("write ", "did you mean ", "check ", "download ")
+    ):
         where[0], _, fix = head
     return UsageError(f"{what} in the jobs file", Lines.of(where), fix)
 

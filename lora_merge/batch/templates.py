@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Final
 
 from ..paths import ENDINGS, forbidden, split_strength
+from ..spellings import meant
 from .mistakes import nearest
 from .schema import LONGEST_PATH
 
@@ -77,16 +78,16 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
 
 def split_adapter(written: str) -> tuple[str, float | None]:
     """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
-    it, as on the command line, or stands as in a prompt."""
-    if tag := re.fullmatch(r"<\w+:([^:>]+)(?::([-+]?[0-9.]+))?[^>]*>", written) if written[:1] == "<" else None:
-        path = tag[1] if PurePath(tag[1]).suffix in ENDINGS else f"{tag[1]}.safetensors"
-        raise NoSuchName(f"{written!r} stands in a prompt; write {path}:{tag[2] or 1}")
-    if "=" in written and (found := re.fullmatch(r"([^=]+?)(?::([-+]?[0-9.]+))?[:,]([^,:=/]+=.*)", written)):
-        pairs = [part.partition("=") for part in re.split(",(?=[^,=]+=)", found[3])]
-        parts = ", ".join(f"{name}: {_quoted(value)}" for name, _, value in pairs)
-        raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {found[1]}, "
-                         f"strength: {found[2] or 1}, strength_for: {{{parts}}}}}")  # fmt: skip
-    return split_strength(written) if ":" in written else (written, None)
+    it, as on the command line, or has its strength as other programs write it."""
+    path, strength = split_strength(written)
+    found = meant(written) if strength is None else None
+    if found is None:
+        return path, strength
+    if not found.parts:
+        raise NoSuchName(f"{written!r} is no way to write a strength; write {found.path}:{found.strength}")
+    parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in found.parts)
+    raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {found.path}, "
+                     f"strength: {found.strength}, strength_for: {{{parts}}}}}")  # fmt: skip
 
 
 def _quoted(text: str) -> str:

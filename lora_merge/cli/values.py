@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,33 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import InputError, UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, split_strength, typed
+from ..paths import ADDRESS, ENDINGS, exists, expand, is_address, split_strength, typed
+from ..spellings import of_tags, right_form, strange
 from .habits.options import ADAPTERS
-from .habits.words import ADDRESS, completed, is_address, right_form, value_of
+from .habits.words import completed
 
 if TYPE_CHECKING:
     from ..job import Adapter
 
-_TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?(?::(?P<lbw>lbw=[^:]+))?(?::.*)?>"
-"""An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
-U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
-
-LONGEST: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
-
-_NUMBERS: Final = r"(?P<value>[+-]?[0-9]*[.,]?[0-9]+)(?P<percent>%?)(?:/(?P<below>[0-9]+))?"
-_BESIDE: Final = (
-    rf"[\s(\[{{]*(?P<path>.+?)[\s:=@*×;,|(\[{{]+x?{_NUMBERS}[\s)\]}};,x]*",
-    rf"{_NUMBERS}[\s:=@*x×]+(?P<path>.+)",
-)
-"""A number beside a path, with whatever letters between the two; only for a path that is there."""
-
-_SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
-    r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
-    r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
-    r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
-    r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
-    r"(?P<path>.+?):",
-)
 _TWO: Final = r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
 """Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
@@ -106,16 +87,8 @@ def check_two(text: str) -> None:
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
-    if exists(text) or len(text) > LONGEST:
-        return
-    beside = [
-        match for pattern in _BESIDE if (match := re.fullmatch(pattern, text)) and exists(completed(match["path"]))
-    ]
-    for match in filter(None, (*beside, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
-        found = match.groupdict()
-        path, strength = split_strength(found["path"].rstrip(":"))
-        value = value_of(found) if found.get("value") else "0.8" if strength is None else f"{strength:g}"
-        path = path if "." in path else f"{path}.safetensors"
+    if found := strange(text):
+        path, value = found
         raise UsageError(
             "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
         )
@@ -123,23 +96,14 @@ def check_adapter(text: str, parts: str = "") -> None:
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
-    tags = [re.fullmatch(_TAG, part) for part in re.findall("<[^<>]*>", text)]
-    if not tags or not all(tags) or exists(text):
-        return
-    fix = f"write {typed(_of_tag(tag.groupdict()) for tag in tags if tag)}"
-    raise UsageError("a strength is not written like this", text[:200], fix)
-
-
-def _of_tag(tag: Mapping[str, str | None]) -> str:
-    path = str(tag["path"])
-    strengths = f"1,unet={tag['unet']},te={tag['te']}" if tag["unet"] else tag["te"] or "1"
-    weights = f",{tag['lbw']}" if tag["lbw"] else ""
-    return f"{path if '.' in path else f'{path}.safetensors'}:{strengths}{weights}"
+    if found := of_tags(text):
+        words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in found)
+        raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
 
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
-    path, strength = split_strength(text)
+    path, strength = ("", None) if is_address(text) else split_strength(text)
     if strength is not None and not exists(text) and exists(completed(path)):
         raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -136,6 +137,9 @@ def missing(path: Path) -> InputError:
     if not path.parent.is_dir():
         there = next((p for p in path.parents if p.is_dir()), Path())
         return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
+    if set(path.name) & set("*?[") and any(fnmatch(entry.name, path.name) for entry in entries(path.parent)):
+        fix = f'name each file; in a jobs file write matrix: {{lora: {{glob: "{path}"}}}} and adapters: ["{{lora}}"]'
+        return InputError("a pattern, and not a file", str(path), fix)
     stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
     for entry in entries(path.parent):
         if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..adapter_options import KEEP
 from ..adapters_out.changes import Evaluator
-from ..adapters_out.dialects import KEEP
 from ..adapters_out.job import make_adapter_job
 from ..adapters_out.layers import combine as combined
 from ..adapters_out.layers import decomposing, spectrum

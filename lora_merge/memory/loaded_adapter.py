@@ -30,9 +30,9 @@ from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
 from ..options import unlike
-from ..paths import input_path
 from ..planning.plan import OutputTensor
 from ..shapes import flat
+from ..spellings import adapter_path
 from ..text import Shown
 from .state_index import check_values, index_of
 
@@ -51,7 +51,7 @@ class LoadedAdapter(Shown):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = input_path(path)
+        self.path = adapter_path(path, alone=True)
         self.file: AdapterFile = group(open_checkpoint(self.path))
         self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
 

@@ -38,10 +38,10 @@ from ..measure import Measures
 from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
-from ..paths import input_path
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
+from ..spellings import adapter_path
 from ..text import listed
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
@@ -266,6 +266,6 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
             ref = source.path
         else:
             ref = source
-            files.append(group(open_checkpoint(input_path(ref.path if isinstance(ref, Adapter) else ref))))
+            files.append(group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref))))
         refs.append((ref, strength) if paired else ref)
     return refs, files

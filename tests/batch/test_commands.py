@@ -158,3 +158,15 @@ def test_changes_that_depend_on_the_base_are_not_taken_back_in_a_batch(files: Pa
     (report,) = lora_merge.run_batch(batch(files, job))
     assert report.error is not None and "cannot be taken back" in str(report.error)
     assert not (files / "x.safetensors").exists()
+
+
+def test_a_difference_has_a_name_with_the_ending_that_its_kind_of_model_wants(files: Path) -> None:
+    lora_merge.merge(files / "base.safetensors", files / "a.safetensors", files / "t.safetensors")
+    more = {"command": "extract", "base": str(files / "base.safetensors"), "adapters": [str(files / "t.safetensors")]}
+    jobs = batch(files, {**more, "rank": 2, "output": "e"})
+    for status in ("made", "skipped"):
+        (told,) = lora_merge.run_batch(jobs)
+        assert (told.status, Path(told.output).name) == (status, "e.safetensors")
+    (files / "base.safetensors").write_bytes(b"")
+    (told,) = lora_merge.run_batch(batch(files, {**more, "output": "other"}))
+    assert told.status == "failed" and told.error is not None and told.error.what == "the file is empty"

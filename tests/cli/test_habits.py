@@ -202,6 +202,7 @@ def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: lis
         (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
         (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?d=e'"),
         (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
+        (["civitai:1234", "lora.safetensors"], "curl -L -O -J https://civitai.com/api/download/models/1234"),
         (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
         (["bas", "lora.safetensors"], "base.safetensors"),
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
@@ -469,9 +470,39 @@ def test_effective_strengths_and_names_of_one_adapter_twice(run: Run) -> None:
 @pytest.mark.parametrize(("written", "right"), [
     ("lora:0.8,te=0", "write {path: lora, strength: 0.8, strength_for: {te: 0}}"),
     ("lora,te=0,lbw=1,0", 'write {path: lora, strength: 1, strength_for: {te: 0, lbw: "1,0"}}'),
-    ("<lora:ink:0.8>", "write ink.safetensors:0.8"),
+    ("<lora:ink:0.8>", "write ink.safetensors:0.8"), ("<lora:ink:0.5:0.8>", "strength_for: {unet: 0.8, te: 0.5}"),
+    ("lora=0.8", "write lora.safetensors:0.8"), ("lora.safetensors@0.8", "write lora.safetensors:0.8"),
+    ("lora:80%", "write lora.safetensors:0.8"), ("lora.safetensors:0,8", "write lora.safetensors:0.8"),
+    ("https://huggingface.co/me/style", "download it first: hf download me/style"), ("hf://a/b", "hf download a/b"),
 ])  # fmt: skip
 def test_adapters_of_a_jobs_file_as_on_the_command_line(run: Run, written: str, right: str) -> None:
     Path("jobs.json").write_text(json.dumps([{"base": "base", "adapters": [written], "output": "o"}]))
     code, _, err = run("batch", "jobs.json")
     assert code == 2 and right in err
+
+
+PAIR = 'write ("lora.safetensors", 0.8) in the list of adapters, or strengths=[0.8]'
+
+
+@pytest.mark.parametrize(("written", "right"), [
+    *((text, PAIR) for text in ("lora.safetensors:0.8", "lora=0.8", "lora@0.8", "lora.safetensors:80%", "<lora:lora:0.8>")),
+    ("lora.safetensors:0.8,te=0", 'write lora_merge.Adapter("lora.safetensors", 0.8, (("te", 0),))'),
+    ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora", 1, (("te", 0), ("lbw", "1,0"),))'),
+    ("https://huggingface.co/me/style", "download it first: hf download me/style"),
+    ("me/style", "if it is a name on the Hub, download it first: hf download me/style; else check the path"),
+    ("loras/*.safetensors", "name each file"),
+])  # fmt: skip
+def test_adapters_in_python_as_on_the_command_line(run: Run, written: str, right: str) -> None:
+    for act in (lora_merge.plan, lora_merge.merge, lambda base, one, *_: lora_merge.merge_state_dict(load(Path("base.safetensors")), one)):  # fmt: skip
+        with pytest.raises(lora_merge.MergeError) as e:
+            act("base", written, "o.safetensors")
+        assert e.value.fix.startswith(right)
+
+
+def test_an_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> None:
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.load_adapter("lora.safetensors:0.8")
+    right = e.value.fix.removeprefix("write ")
+    assert right == 'load_adapter("lora.safetensors") * 0.8'
+    (term,) = eval(f"lora_merge.{right}").terms
+    assert term[1] == 0.8

@@ -10,13 +10,14 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from ...adapter_options import KEEP
 from ...errors import MergeError
 from ...files.checkpoint import open_checkpoint
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
 from ..convert import make_conversion
 from ..convert import run as run_conversion
-from ..dialects import KEEP, dialect
+from ..dialects import dialect
 from ..job import AdapterJob, form
 from ..report import AdapterReport
 from ..run import plan as plan_in_own

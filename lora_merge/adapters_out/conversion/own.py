@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from ...adapter_options import KEEP
 from ...adapters.file import AdapterFile, Module
 from ...adapters.peft.rules import rules
 from ...adapters.suffixes import split_parameter
@@ -14,7 +15,7 @@ from ...errors import FitError
 from ...files.layouts import PEFT
 from ...models.weights import whole
 from ...options import shown
-from ..dialects import CANONICAL, DIALECTS, KEEP, Dialect
+from ..dialects import CANONICAL, DIALECTS, Dialect
 from ..job import WHOLE
 from ..places import Place
 from ..sources import Sources

@@ -14,12 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...adapter_options import KEEP
 from ...algorithms import ALGORITHMS
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from ...matching.patch import Patch
 from ..changes import Evaluator, squares_between, whole_change
-from ..dialects import KEEP, Dialect
+from ..dialects import Dialect
 from ..places import Share
 from ..truncation.effect import look
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...paths import typed
-from .words import check_dashes, right_form
+from ...spellings import right_form
+from .words import check_dashes
 
 _BASE: Final = "the base is the first word"
 ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ...errors import UsageError
-from ...paths import ENDINGS, WINDOWS, exists, typed, with_found_ending
+from ...paths import ENDINGS, WINDOWS, check_input, exists, is_address, with_found_ending
+from ...spellings import right_form
 
 ASKED: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -29,12 +30,7 @@ COMMANDS: Final = {
 }
 """Command of another program → the one that does this here."""
 
-_NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
-"""A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
-
 _WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
-_HUB: Final = r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}"
-ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
 
 def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
@@ -84,47 +80,9 @@ def _first_letter_small(text: str) -> str:
     return f"{text[:1].lower()}{text[1:]}".rstrip(".")
 
 
-def is_address(text: str) -> bool:
-    """Return whether a text is an address of another machine, and not the path of a file here."""
-    return ADDRESS.match(text) is not None and not exists(text)
-
-
-_SITES: Final = (
-    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
-    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
-    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
-    (r"(s3://.+)", "aws s3 cp {} ."),
-    (
-        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
-        "hf download {} {}",
-    ),
-    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
-    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
-    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
-)
-"""Pattern of an address → the command that downloads it."""
-
-
-def _download(address: str) -> str:
-    """Return how to download a file from its address."""
-    for pattern, command in _SITES:
-        if found := re.fullmatch(pattern, address, re.IGNORECASE):
-            groups = [typed([group]) for group in found.groups()]
-            return command.format(
-                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
-            )
-    if address.lower().startswith("http"):
-        return f"curl -L -O -J {typed([address[:200]])}"
-    return "in a browser; from the Hub: hf download OWNER/NAME"
-
-
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
-    if is_address(path):
-        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
-    if re.fullmatch(_HUB, path) and not exists(path) and not exists(path.partition("/")[0]):
-        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
-        raise UsageError("neither a file nor a folder", path[:200], fix)
+    check_input(path)
     _check_drive(path)
     return with_found_ending(path)
 
@@ -144,22 +102,3 @@ def checked_output(output: str | None) -> str | None:
         raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
     _check_drive(output or "")
     return output
-
-
-def right_form(text: str) -> str:
-    """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
-    match = re.fullmatch(_NUMBER, text)
-    return value_of(match.groupdict()) if match else ""
-
-
-def value_of(found: Mapping[str, str | None]) -> str:
-    """Return a number as it is written here: a point for a comma, a part of 1 for percents and fractions."""
-    try:
-        number = float(str(found["value"]).replace(",", "."))
-        if found.get("percent"):
-            number /= 100
-        if found.get("below"):
-            number /= float(str(found["below"]))
-    except (ValueError, ZeroDivisionError):
-        return "0.8"
-    return f"{number:g}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ...adapter_options import KEEP
 from ...errors import UsageError
 from ...options import OPTIONS
 from ...progress import unwatched
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 SHARED: Final = ("include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device",
                  "max_memory", "max_vram", "verify")  # fmt: skip
-KEEP: Final = "keep"
 CHANGING: Final = ("rank", "algorithm", "alpha", "dtype", "strength_for")
 """Options by which an adapter becomes another one in the same format."""
 

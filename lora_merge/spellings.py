@@ -1,0 +1,149 @@
+"""Numbers, and adapters with their strength, as other programs and the command line write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from .errors import UsageError
+from .options import BLOCK_WEIGHTS
+from .paths import exists, input_path, split_strength, with_found_ending
+
+_NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
+"""A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
+
+_TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?(?::(?P<lbw>lbw=[^:]+))?(?::.*)?>"
+"""An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
+U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
+
+LONGEST: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
+
+_NUMBERS: Final = r"(?P<value>[+-]?[0-9]*[.,]?[0-9]+)(?P<percent>%?)(?:/(?P<below>[0-9]+))?"
+_BESIDE: Final = (
+    rf"[\s(\[{{]*(?P<path>.+?)[\s:=@*×;,|(\[{{]+x?{_NUMBERS}[\s)\]}};,x]*",
+    rf"{_NUMBERS}[\s:=@*x×]+(?P<path>.+)",
+)
+"""A number beside a path, with whatever letters between the two; only for a path that is there."""
+
+_SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
+    r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
+    r"(?P<path>.+?):(?P<value>-?[0-9]+,[0-9]+)",
+    r"(?P<path>.+?):(?P<value>-?[0-9.,]+)(?P<percent>%)",
+    r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
+    r"(?P<path>.+?):",
+)
+_WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
+
+
+def right_form(text: str) -> str:
+    """Return "0.8" for "0.8", "0,8", "80%", "4/5" and "=0.8"; "" for what is no number."""
+    match = re.fullmatch(_NUMBER, text)
+    return value_of(match.groupdict()) if match else ""
+
+
+def value_of(found: Mapping[str, str | None]) -> str:
+    """Return a number as it is written here: a point for a comma, a part of 1 for percents and fractions."""
+    try:
+        number = float(str(found["value"]).replace(",", "."))
+        if found.get("percent"):
+            number /= 100
+        if found.get("below"):
+            number /= float(str(found["below"]))
+    except (ValueError, ZeroDivisionError):
+        return "0.8"
+    return f"{number:g}"
+
+
+def strange(text: str) -> tuple[str, str] | None:
+    """Return path and strength of an adapter whose strength is not written as on the command line: lora@0.8, lora:80%.
+
+    None for a file that is there, and for what holds no strength.
+    """
+    if exists(text) or len(text) > LONGEST:
+        return None
+    there = (m for pattern in _BESIDE if (m := re.fullmatch(pattern, text)) and exists(with_found_ending(m["path"])))
+    for match in filter(None, (*there, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
+        found = match.groupdict()
+        path, strength = split_strength(found["path"].rstrip(":"))
+        value = value_of(found) if found.get("value") else "0.8" if strength is None else f"{strength:g}"
+        return _named(path), value
+    return None
+
+
+def of_tags(text: str) -> list[tuple[str, str, str]]:
+    """Return path, strength and parts of each adapter that stands as in the prompt of a web interface; [] for others.
+
+    Examples:
+        >>> of_tags("<lora:style:0.8>")
+        [('style.safetensors', '0.8', '')]
+    """
+    tags = [re.fullmatch(_TAG, part) for part in re.findall("<[^<>]*>", text)]
+    if not all(tags) or exists(text):
+        return []
+    return [_of_tag(tag.groupdict()) for tag in tags if tag]
+
+
+def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
+    both = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else ""
+    return _named(str(tag["path"])), "1" if both else tag["te"] or "1", ",".join(filter(None, (both, tag["lbw"])))
+
+
+def _named(path: str) -> str:
+    return path if "." in path else f"{path}.safetensors"
+
+
+class Meant(NamedTuple):
+    """An adapter whose text holds its strength: the parts are pairs of a name and a factor, as text."""
+
+    path: str
+    strength: str
+    parts: tuple[tuple[str, str], ...] = ()
+
+
+def meant(text: str) -> Meant | None:
+    """Return what a text means that is no path, but has a strength in it: `lora:0.8,te=0`, `lora@0.8`, `<lora:x:0.8>`.
+
+    None for a file that is there, and for what holds no strength.
+    """
+    if exists(text) or len(text) > LONGEST:
+        return None
+    if tags := of_tags(text):
+        path, strength, parts = tags[0]
+        return Meant(path, strength, _pairs(parts))
+    path, value = split_strength(text)
+    if value is not None:
+        return Meant(path, f"{value:g}")
+    if match := re.fullmatch(_WITH_PARTS, text):
+        return Meant(match["path"], match["strength"] or "1", _pairs(match["parts"]))
+    found = strange(text)
+    return Meant(*found) if found else None
+
+
+def _pairs(parts: str) -> tuple[tuple[str, str], ...]:
+    """Return (("te", "0"), ("lbw", "1,0")) for "te=0,lbw=1,0"."""
+    found = (part.partition("=") for part in re.split(",(?=[^,=]+=)", parts) if part)
+    return tuple((name, value) for name, _, value in found)
+
+
+def adapter_path(path: str | Path, *, alone: bool = False) -> Path:
+    """Return the path of an adapter as `input_path` does; UsageError for a text with a strength in it, as Python has
+    other places for that. `alone`: it is opened by itself."""
+    if isinstance(path, str) and (found := meant(path)):
+        name = json.dumps(found.path, ensure_ascii=False)
+        parts = "".join(f'("{part}", {_in_python(part, value)}), ' for part, value in found.parts)
+        if alone:
+            fix = f"load_adapter({name}) * {found.strength}"
+        elif parts:
+            fix = f"lora_merge.Adapter({name}, {found.strength}, ({parts.rstrip(' ')}))"
+        else:
+            fix = f"({name}, {found.strength}) in the list of adapters, or strengths=[{found.strength}]"
+        raise UsageError("a strength is not written like this in Python", path[:200], f"write {fix}")
+    return input_path(path)
+
+
+def _in_python(part: str, value: str) -> str:
+    """Return a factor as Python has it; a list of block weights is a text."""
+    return value if part != BLOCK_WEIGHTS and right_form(value) == value else json.dumps(value)
