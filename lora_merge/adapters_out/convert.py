@@ -32,11 +32,13 @@ from .conversion.assumed import as_named, cache_of, without_base
 from .conversion.kept import Kept, entry, kept
 from .conversion.made import Made
 from .conversion.own import own_dialect, own_places
+from .conversion.planned import planned_layer
 from .conversion.proof import Claim, prove
 from .converting import Converter
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .layers import expect_finite
+from .metadata.sizes import PlannedLayer, planned_size
 from .peft.complete import as_table, completed
 from .peft.folder import config, expect_one, task_type
 from .places import Filled, Place, filled, places
@@ -168,11 +170,19 @@ def plan(task: Conversion) -> AdapterReport:
     task, sources, there, _ = opened(task)
     job = task.job
     layers = {one.place.label: _planned(one, task) for one in there}
-    size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
-    dtype = spoken(next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()))
+    own = planned_layers(task, there)
+    size = planned_size(own, task.rules.linear if task.rules else Rule(EXACT))
+    dtype = spoken(Counter(kind for layer in own for _, kind, _ in layer.tensors).most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there))
     facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
     return planned(job, facts, layers, size)
+
+
+def planned_layers(task: Conversion, there: Sequence[Filled]) -> list[PlannedLayer]:
+    """Return the tensors of every module: factors at their highest rank, where the numbers decide it."""
+    kept = task.rules is None and task.job.algorithm == KEEP
+    ranks = [_planned(one, task)["rank"] or min(one.place.view.matrix) for one in there]
+    return [planned_layer(one, rank, task.to, task.job, kept=kept) for one, rank in zip(there, ranks, strict=True)]
 
 
 def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[str]:

@@ -168,15 +168,7 @@ class Converter:
         return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
     def _dtype(self, shares: Sequence[Share]) -> Any:
-        """Return the dtype of the output: as asked, else that of the first factor; None for as stored."""
-        if self.job.inputs.dtype != KEEP:
-            return TORCH_DTYPES[DTYPES[self.job.inputs.dtype]]
-        stored = [info.dtype for s in shares for info in s.patch.module.slots.values()]
-        kinds = [TORCH_DTYPES[d] for d in stored if TORCH_DTYPES[d].is_floating_point]
-        if not shares:
-            return None
-        wide = [k for k in kinds if k.itemsize > 1]
-        return wide[0] if len({*wide}) == 1 else torch.float32
+        return written_dtype(self.job, shares)
 
     def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
@@ -327,6 +319,18 @@ class Converter:
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
         own, before = (in_place(t.reshape(shape), 0, shape[0], at) for t in (value, base))
         return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
+
+
+def written_dtype(job: AdapterJob, shares: Sequence[Share]) -> Any:
+    """Return the dtype of the output: as asked, else that of the first factor; None for as stored."""
+    if job.inputs.dtype != KEEP:
+        return TORCH_DTYPES[DTYPES[job.inputs.dtype]]
+    stored = [info.dtype for s in shares for info in s.patch.module.slots.values()]
+    kinds = [TORCH_DTYPES[d] for d in stored if TORCH_DTYPES[d].is_floating_point]
+    if not shares:
+        return None
+    wide = [k for k in kinds if k.itemsize > 1]
+    return wide[0] if len({*wide}) == 1 else torch.float32
 
 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:

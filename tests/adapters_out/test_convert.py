@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_layers
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.errors import FitError, UsageError
+from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from tests.support import Tensors, in_process, kohya, rand, sd1
@@ -373,3 +376,25 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     stored = load_file(tmp_path / "out.safetensors")
     bits = {tuple(t.reshape(-1).view(torch.uint8).tolist()) for t in stored.values()}
     assert {tuple(own[name].reshape(-1).view(torch.uint8).tolist()) for name in downs} <= bits
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "comfy"}, {"to": "diffusers"}, {"to": "kohya", "dtype": "fp16"}, {"to": "kohya", "algorithm": "full"},
+     {"to": "diffusers", "rank": 2, "dtype": "bf16"}, {"to": "comfy", "rank": 1, "alpha": 3}],
+)  # fmt: skip
+def test_a_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
+    save_file(flux(), base)
+    save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
+    task, _, there, _ = opened(make_conversion(adapter, out, base, {**options, "overwrite": True}))
+    try:
+        made = lora_merge.convert(adapter, out, base=base, **options)
+    except FitError:
+        assert kind == "loha" and options == {"to": "diffusers"}
+        return
+    planned = {name: (dtype, prod(shape)) for one in planned_layers(task, there) for name, dtype, shape in one.tensors}
+    stored = open_checkpoint(out).tensors
+    assert planned == {name: (info.dtype, prod(info.shape)) for name, info in stored.items()}
+    assert plan(task).dtype == made.dtype

@@ -53,3 +53,17 @@ def test_the_commands_take_it(folder: Path, command: str, more: list[str], tmp_p
 def test_a_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         lora_merge.combine([tmp_path / "none.safetensors"], tmp_path / "out.safetensors", format="sdnext")
+
+
+def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: Path, tmp_path: Path) -> None:
+    """diffusers has no α: one that is not the rank was folded into factors that were rounded already."""
+    found = []
+    for alpha in ("rank", 7):
+        out = tmp_path / f"{alpha}.safetensors"
+        given = [folder / "a.safetensors", folder / "b.safetensors"]
+        lora_merge.combine(
+            given, out, base=folder / "base.safetensors", format="diffusers", dtype="bf16", rank=2, alpha=alpha
+        )
+        found.append(load_file(out))
+    one, other = found
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

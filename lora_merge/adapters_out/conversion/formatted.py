@@ -38,9 +38,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         whole = Path(folder) / "whole.safetensors"
         to = dialect(job.format)
         algorithm = form(job.algorithm, to) if to else job.algorithm
-        first = run_in_own(
-            replace(job, format=KEEP, algorithm=algorithm, inputs=replace(job.inputs, output=whole)), progress
-        )
+        alpha = job.alpha if to is None or to.alpha else "rank"  # another one would be folded in by a second rounding
+        own = replace(job, format=KEEP, algorithm=algorithm, alpha=alpha, inputs=replace(job.inputs, output=whole))
+        first = run_in_own(own, progress)
         given = {
             name: getattr(job.inputs, name)
             for name in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")
