@@ -283,7 +283,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import prove
-    from .viewing.text import proof_lines, proof_of_adapter
+    from .viewing.words.merges import proof_of_adapter, proof_rows
 
     output = input_path(output)
     stated = make_job(output, adapters, output).adapters if adapters else ()
@@ -294,4 +294,4 @@ def verify(  # noqa: PLR0913  # the options of the command
 
             return Facts(prove_adapter(output, folders, watcher), proof_of_adapter)
         found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(found, proof_lines)
+    return Facts(found, proof_rows)

@@ -35,10 +35,10 @@ def inspect(
     from .paths import input_path
     from .viewing.facts import Facts
     from .viewing.inspect import inspect as look
-    from .viewing.text import lines
+    from .viewing.text import rows
 
     ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-    return Facts(look(input_path(path), ref, weights=weights, hashes=hashes), lines)
+    return Facts(look(input_path(path), ref, weights=weights, hashes=hashes), rows)
 
 
 def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
@@ -64,7 +64,7 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
     """
     from .paths import input_path
     from .viewing.compare import compare as look
-    from .viewing.compare import compare_lines
+    from .viewing.compare import compare_rows
     from .viewing.facts import Facts
 
-    return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_lines)
+    return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_rows)

@@ -154,7 +154,7 @@ def test_algorithms_see_torch_numpy_the_standard_library_and_themselves() -> Non
 NAMING = ("adapters/suffixes.py", "adapters/peft/", "proof/examples.py", "proof/reference/")
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
-WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("viewing/pages/made.py", "full"), ("cli/text.py", "full"),
+WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("viewing/words/merges.py", "full"),
          ("files/pickle_scan.py", "set"), ("proof/verify.py", "full"), ("adapters_out/peft/folder.py", "lora_bias")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a kind of proof, Python's set."""
 

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..methods import SUM
 from ..paths import exists, typed
-from ..text import by_pattern, by_reason, counted, json_text, one_line, plural, size, stored
+from ..text import by_pattern, by_reason, codes_line, counted, json_text, one_line, plural, size, stored
+from ..viewing.words.merges import effect, matched, of_a_sample, recomputed, retained, saturated, unchanged, unused
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
 from .stages import paused, watching
-from .text import applied, effect, matched, of_a_sample, recomputed, retained, saturated, silent, unchanged
+from .text import applied, silent
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -92,7 +94,8 @@ def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False)
     ]  # fmt: skip
     facts = f"{plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}"
     made = f"{size(plan.size)}, {stored(job.dtype)}, {plural(plan.changed, 'tensor')} to change"
-    show(grid([("base", text(job.base.name, "bold"), facts), ("output", text(nearest(str(job.output)), "bold"), made)]))
+    output = text(nearest(str(job.output)), "bold")
+    show(grid([("base", text(job.base.name, "bold")), ("", facts), ("output", output), ("", made)]))
     show(table(("adapter", "kind", "modules matched", "strength"), rows))
     for words in _notes(plan, verbose=verbose):
         show(words)
@@ -128,16 +131,19 @@ def conclude(
         rows.append(("", f"{name}: {applied(strengths)}" if strengths else name))
         if left := [*found["skipped"], *found["ignored"]]:
             rows.append(("", text(f"{name}: left out {len(left)}: {counted(by_pattern(left))}", "yellow")))
+    if done.method != SUM:
+        rows.append(("method", done.method))
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     rows.append(("lies in", text(nearest(done.output), "bold cyan")))
-    rows.append(
-        ("", f"{size(done.written)}, {stored(done.dtype)}, in {done.seconds:.1f} s ({rate}/s) on {done.device}")
-    )
+    rows.append(("", f"{size(done.written)}, {stored(done.dtype)}"))
+    rows += [("", codes_line(done.codes))] if done.codes else []
+    where = f"on {done.device}, computed in {done.compute_dtype}; {size(done.peak_memory)} of memory at most"
+    rows.append(("", f"in {done.seconds:.1f} s ({rate}/s) {where}"))
     if verbose and done.device_choice:
         rows.append(("device", done.device_choice))
     rows += [("note", text(note, "yellow")) for note in done.notes if note not in said]
     if done.saturated:
-        rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))
+        rows.append(("cut", saturated(done.saturated)))
     if done.verified is not None:
         rows += proven({**done.verified, "numbers": done.numbers, "counted": True}, verbose=verbose)
     else:
@@ -166,8 +172,7 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
     if (matching := proof["matching"])["alone"] or verbose:
         yield "", f"matching {matched(matching)}"
     if (account := proof["account"])["unused"]:
-        why = ", ".join([*dict.fromkeys(account["reasons"].values())][:3])
-        yield "unused", f"{account['unused']} of {account['tensors']} adapter tensors change nothing: {why}"
+        yield "unused", unused(account)
     for warning in proof["warnings"]:
         yield "warning", text(warning, "bold yellow")
 

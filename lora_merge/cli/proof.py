@@ -70,14 +70,14 @@ def verify(
     folders = [expand(p) for p in search or []]
     if base is None and not pairs and _is_adapter(expand(output)):
         from ..adapters_out.again import prove as prove_adapter
-        from ..viewing.text import proof_of_adapter
+        from ..viewing.words.merges import proof_of_adapter
 
         with watching(quiet=as_json or quiet) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched)
         if as_json:
             put(json_text(proof))
         for row in () if as_json or quiet else proof_of_adapter(proof):
-            echo(row)
+            echo(str(row))
         return
     with watching(quiet=as_json or quiet, weights=PROOF) as display:
         proof = prove(

@@ -12,11 +12,11 @@ from ..dtypes import spoken
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
-from ..text import size
+from ..text import listed, plural, size
 from .facts import schema
 from .inspect import is_adapter
 from .pages.heat_map import short
-from .text import COUNT, line, table
+from .words.rows import COUNT, Fact, by_block, cut_rows, line, table
 
 if TYPE_CHECKING:
     from .difference import Difference
@@ -95,44 +95,49 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
     return f"{spoken(a.dtype)} in A, {spoken(b.dtype)} in B" if a.dtype != b.dtype else ""
 
 
-def compare_lines(found: Mapping[str, Any], *, blocks: bool = True) -> Iterator[str]:
-    """Yield the comparison as text, a line each; `blocks`: with one for each block."""
+def compare_rows(found: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
+    """Yield the comparison in words; `pictured`: without the tables whose numbers pictures show."""
+    yield from cut_rows(compare_summary(found))
+    yield from table((name, why) for name, why in found.get("other_shapes", {}).items())
+    if pictured:
+        return
+    if found["kind"] == "checkpoints":
+        yield from by_block((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
+    else:
+        yield from by_block((name, _alike(row)) for name, row in found["blocks"].items())
+
+
+def compare_summary(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the same without its tables."""
     yield line("A", found["a"])
     yield line("B", found["b"])
     yield from (_of_models if found["kind"] == "checkpoints" else _of_adapters)(found)
-    if blocks and found["kind"] == "checkpoints":
-        yield from table((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
-    elif blocks:
-        yield from table((name, _alike(row)) for name, row in found["blocks"].items())
-    if found.get("metadata"):
-        yield line("metadata", f"{len(found['metadata'])} entries differ")
-
-
-def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
-    yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
-    for both, count in found["dtypes"].items():
-        yield line("dtypes", f"{both}: {count} tensors")
+    if others := found.get("other_shapes"):
+        yield line("other shapes", len(others))
     for name in ("A", "B"):
         if names := found[f"only_{name.lower()}"]:
-            yield line(f"only in {name}", f"{len(names)}: {', '.join(names[:3])}" + " …" * (len(names) > 3))
-    yield from table((name, why) for name, why in found["other_shapes"].items())
+            yield line(f"only in {name}", f"{len(names)}: {listed(names, 3)}")
+    if names := found.get("metadata"):
+        yield line("metadata", f"{len(names)} entries differ: {listed(names)}")
+    yield from (line("note", note) for note in found.get("notes", ()))
+
+
+def _of_models(found: Mapping[str, Any]) -> Iterator[Fact]:
+    yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
+    for both, count in found["dtypes"].items():
+        yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
     if found["different"]:
         yield line("difference", _difference(found["total"]))
 
 
 def _difference(d: Mapping[str, Any]) -> str:
     share = f"{d['relative']:.3%} of ‖A‖" if d["relative"] is not None else "A is 0"
-    changed = size(d["changed"], *COUNT)
-    of = f"{changed} of {size(d['of'], *COUNT)} numbers"
-    return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {of}"
+    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} numbers differ"
+    return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
 
 
-def _of_adapters(found: Mapping[str, Any]) -> Iterator[str]:
-    yield line(
-        "modules", f"{found['common']} in both, {len(found['only_a'])} in A alone, {len(found['only_b'])} in B alone"
-    )
-    for note in found["notes"]:
-        yield line("note", note)
+def _of_adapters(found: Mapping[str, Any]) -> Iterator[Fact]:
+    yield line("modules", f"{found['common']} in both")
     if found["common"]:
         yield line("alike", _alike(found["total"]))
         yield line("fight", of_fight(found))

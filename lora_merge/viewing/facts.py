@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from ..text import Lines, html_table, json_text
+from .words.rows import Fact
 
 SCHEMA: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""
@@ -26,8 +27,8 @@ class Facts(Mapping[str, Any]):
         ('adapter', 264, True)
     """
 
-    def __init__(self, found: Mapping[str, Any], lines: Callable[[Mapping[str, Any]], Iterable[str]]) -> None:
-        self._found, self._lines = dict(found), lines
+    def __init__(self, found: Mapping[str, Any], rows: Callable[[Mapping[str, Any]], Iterable[Fact]]) -> None:
+        self._found, self._rows = dict(found), rows
 
     def __getitem__(self, name: str) -> Any:
         return self._found[name]
@@ -41,7 +42,7 @@ class Facts(Mapping[str, Any]):
     @property
     def text(self) -> Lines:
         """The text that the command line prints."""
-        return Lines.of(self._lines(self._found))
+        return Lines.of(map(str, self._rows(self._found)))
 
     def to_json(self) -> str:
         """Return everything as one JSON object.
@@ -55,5 +56,5 @@ class Facts(Mapping[str, Any]):
         return self.text
 
     def _repr_html_(self) -> str:
-        rows = [(line[:14].strip(), line[14:].strip()) for line in self.text.split("\n")]
+        rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows(self._found)]
         return html_table(str(self._found.get("path", self._found.get("schema", ""))), rows)

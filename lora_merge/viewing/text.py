@@ -1,19 +1,32 @@
-"""The facts of `inspect` as lines. Long values are cut, with the number of characters left out; JSON has everything."""
+"""The facts of `inspect` in words. Text and terminals show all rows; pages show them beside tables and pictures."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
-from ..text import by_reason, json_text, plural, size
+from ..text import by_reason, json_text, listed, plural, size
 from .formats import of_format, of_plain
 from .hashes import spoken
-from .training import FIELDS, of_dataset
-
-COUNT: Final = (1000, ("", "K", "M", "G", "T"))
-"""For `size`: things are counted in thousands."""
+from .pages.heat_map import short
+from .training import FIELDS, TRIGGERS, of_dataset
+from .words.rows import (
+    COUNT,
+    WIDTH,
+    Fact,
+    between,
+    by_block,
+    counted,
+    cut,
+    cut_rows,
+    line,
+    runs,
+    spoken_run,
+    strengths,
+    table,
+)
 
 SHOWN: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
@@ -22,140 +35,129 @@ SHOWN: Final = (
 )  # fmt: skip
 """Metadata worth a line."""
 
-TOLD: Final = frozenset(name for names in FIELDS.values() for name in names)
+TOLD: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
 """Metadata that the facts of a training tell."""
 
-WIDTH: Final = 200  # characters of a value
-ROWS: Final = 40  # of a table
 TAGS: Final = 20
 FEW: Final = 12  # values of a list
 
-SECTIONS: Final = frozenset({
-    "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
-    "undo", "formats", "not_quantised", "alpha_range", "parts", "weights", "sizes", "incomplete", "notes",
-})  # fmt: skip
-"""Facts that are printed below the plain ones, or only in JSON."""
+PLAIN: Final = {
+    "path": "file", "kind": "", "files": "", "bytes": "size", "tensors": "", "parameters": "", "dtypes": "",
+    "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
+    "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
+}  # fmt: skip
+"""Fact that is told as it is → its name, where that is another one."""
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts as text, a line each."""
-    for key, value in facts.items():
-        if key not in SECTIONS and value not in ({}, [], ""):
-            yield line(NAMED.get(key, key), _text(key, value))
-        if key in ("ranks", "alphas") and len(value) > 1 and (found := facts.get(f"{key[:-1]}_range")):
-            yield line("", "min {min:g}, median {median:g}, max {max:g}".format(**found))
+    """Yield the facts as text, a line each; long values are cut, and JSON has everything."""
+    return map(str, rows(facts))
+
+
+def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
+    """Yield all facts; `pictured`: without the tables whose numbers pictures show."""
+    yield from cut_rows(summary(facts))
     for network, part in facts.get("parts", {}).items():
         yield line("part", cut(_part(network, part)))
-    yield from _incomplete(facts.get("incomplete", ()))
-    yield from _training(facts.get("trained", {}))
+    yield from cut_rows(_training(facts.get("trained", {})))
     for name, value in facts.get("hashes", {}).items():
         yield line("hash", f"{spoken(name)} {value}")
-    yield from _formats(facts)
-    for n, one in enumerate(facts.get("merged", ())):
-        yield line("merged" if not n else "  before that", of_merge(one))
-    if undo := facts.get("undo"):
-        yield line("undo", cut(undo, 3 * WIDTH))
-    yield from _blocks(facts)
-    yield from _weights(facts.get("weights", {}))
-    yield from _sizes(facts.get("sizes", {}))
-    yield from _metadata(facts.get("metadata", {}), told=TOLD if "trained" in facts else frozenset())
-    for note in facts.get("notes", ()):
-        yield line("note", cut(note, 2 * WIDTH))
+    yield from _layers(facts.get("patterns", {}))
+    if facts.get("kind") == "adapter":
+        yield from _blocks(facts.get("blocks", {}))
+    blocks = {} if pictured else (facts.get("weights") or {}).get("blocks", {})
+    yield from by_block((name, f"‖ΔW‖ {n:.3g}") for name, n in blocks.items())
+    yield from _sizes(facts.get("sizes") or {}, pictured=pictured)
+    for key, value in metadata(facts):
+        yield line("metadata", cut(f"{key} {value}"))
+    yield from cut_rows(line("note", note) for note in facts.get("notes", ()))
     if "match" in facts:
-        yield from match_lines(facts["match"])
+        yield from match_rows(facts["match"], pictured=pictured)
 
 
-def _formats(facts: Mapping[str, Any]) -> Iterator[str]:
+def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what a person asks first: what a file is, how large what it holds is, and how it was made."""
+    for key, name in PLAIN.items():
+        if key in facts and (value := facts[key]) not in ({}, [], ""):
+            yield line(name or key, _value(key, value))
+    for key in ("ranks", "alphas"):
+        if facts.get(key):
+            yield line(key, _numbers(facts[key], facts.get(f"{key[:-1]}_range", {})))
+    yield from _stored(facts)
+    if incomplete := facts.get("incomplete"):
+        are = "modules are" if len(incomplete) > 1 else "module is"
+        yield line("warning", f"{len(incomplete)} {are} incomplete: {listed(incomplete)}")
+    if numbers := facts.get("weights"):
+        yield from _changed(numbers)
+    yield from _sized(facts.get("sizes") or {})
+
+
+def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield how a model is quantised, what it was merged from, and which blocks it has."""
     for one in facts.get("formats", ()):
         yield line("format", of_format(one))
     if plain := facts.get("not_quantised"):
-        yield line("not quantised", cut(of_plain(plain)))
+        yield line("not quantised", of_plain(plain))
+    for n, one in enumerate(facts.get("merged", ())):
+        yield line("merged" if not n else "before that", of_merge(one))
+    if undo := facts.get("undo"):
+        yield line("undo", undo)
+    if (blocks := facts.get("blocks")) and facts.get("kind") != "adapter":
+        names = " ".join(spoken_run(some) for some, _ in runs((name, "") for name in blocks))
+        yield line("blocks", f"{len(blocks)}: {cut(names, 120)} (lora-merge parts lists them)")
 
 
-DIGITS: Final = "0123456789"
-NAMED: Final = {"bytes": "size", "path": "file"}
-"""Fact → its name in text, where that is another one."""
-
-SLACK: Final = 40
-"""Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
-
-
-def line(name: str, value: str) -> str:
-    """Return one line: a name and its value."""
-    return f"{name.replace('_', ' '):<13} {value}"
-
-
-def cut(text: str, width: int = WIDTH) -> str:
-    """Return the beginning of a long text, and how much is left out."""
-    return (
-        text if len(text) <= width + SLACK else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
-    )
-
-
-def _part(network: str, found: Mapping[str, Any]) -> str:
-    does = f" ({found['does']})" if found["does"] else ""
-    layers = ", ".join(f"{kind} {n}" for kind, n in found["layers"].items())
-    return f"{network}{does}: {found['modules']} modules, {size(found['parameters'], *COUNT)} parameters: {layers}"
-
-
-def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how an adapter fits."""
-    yield line("adapter", f"{match['adapter']}, strength {match['strength']:g}")
-    if match["matched"] is None:
-        yield line("match", f"does not fit ({match['total']} modules)")
-        yield line("  why", cut(match["why"], 3 * WIDTH))
+def _sized(sizes: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield how large the weights of a model are in all."""
+    if not sizes:
         return
-    parts = ", ".join(f"{name} {n}" for name, n in match["components"].items())
-    yield line("match", f"{match['matched']} of {match['total']} modules" + (f" ({parts})" if parts else ""))
-    if match["why"]:
-        yield line("  why", match["why"])
-    for part, counts in match["strengths"].items():
-        yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
-    for part, found in match["effective"].items():
-        yield line("  effective", f"{part}: {_between(found)} (strength × scale: alpha / rank, or / √rank)")
+    every = sizes["all"]
+    yield line("weights", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    if broken := every["broken"]:
+        yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
+
+
+def match_rows(match: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
+    """Yield how an adapter fits."""
+    yield from cut_rows(match_summary(match))
+    if match["matched"] is None:
+        return
     if match["patterns"]:
-        yield line("  patterns", f"of names: {len(match['patterns'])}")
+        yield line("where it fits", plural(len(match["patterns"]), "pattern") + " of names")
     yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
     for left, reason in by_reason(match["unmatched"]):
-        yield f"  no place: {left}: {reason}"
-    for note in match["notes"]:
-        yield f"  note: {note}"
-    yield line("  changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
-    if numbers := match.get("numbers"):
-        yield from number_lines(numbers)
-    else:
-        yield line("  kept", "--weights tells how much of the change the base's dtype can hold")
-
-
-def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the size of a change, by part and block."""
-    total = found["all"]
-    yield line("  change", f"‖ΔW‖ {_norm(total['change'])}, {_share(total)} of ‖W‖ {_norm(total['weight'])}; "
-                           f"{_kept(total)} of it is kept in the base's dtype")  # fmt: skip
-    yield from table(
-        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {_kept(n)}")
-        for name, n in found["blocks"].items()
+        yield line("no place", f"{left}: {reason}")
+    blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
+    yield from by_block(
+        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in blocks.items()
     )
-    for warning in found["warnings"]:
-        yield line("warning", warning)
 
 
-def proof_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a proof found."""
-    yield line("proven", str(found["output"]))
-    how = f"{found['tensors']} of {found['changed']} merged tensors, {found['rows']} rows"
-    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
-    yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
-    for row in found["retained"]:
-        yield line("retained", f"{row['adapter']}: " + ("?" if row["retained"] is None else f"{row['retained']:.1%}"))
-    for warning in found["warnings"]:
-        yield line("warning", warning)
-
-
-def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the proof of a written adapter found."""
-    yield line("proven", str(found["output"]))
-    yield line("recomputed", f"{found['recomputed']} of {found['layers']} layers; its inputs give the same bytes")
+def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the same without its tables."""
+    yield line("adapter", match["adapter"])
+    yield line("strength", strengths(match.get("strengths", {})) or f"{match['strength']:g}")
+    if match["matched"] is None:
+        yield line("match", f"does not fit ({match['total']} modules)")
+    else:
+        by_part = f" ({counted(match['components'])})" if match["components"] else ""
+        yield line("match", f"{match['matched']} of {match['total']} modules{by_part}")
+    if match["why"]:
+        yield line("warning", f"the adapter does not fit this base whole: {match['why']}")
+    if match["matched"] is None:
+        return
+    if match["effective"]:
+        factors = "; ".join(f"{part} {between(found)}" for part, found in match["effective"].items())
+        yield line("effective", f"{factors} (strength × scale: alpha / rank, or / √rank)")
+    yield line("changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
+    if numbers := match.get("numbers"):
+        every = numbers["all"]
+        yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
+                             f"{_kept(every)} of it is kept in the base's dtype")  # fmt: skip
+        yield from (line("warning", warning) for warning in numbers["warnings"])
+    else:
+        yield line("kept", "--weights tells how much of the change the base's dtype can hold")
+    yield from (line("note", note) for note in match["notes"])
 
 
 def _norm(value: float | None, digits: int = 4) -> str:
@@ -175,9 +177,9 @@ def _kept(n: Mapping[str, Any]) -> str:
 def of_merge(one: Mapping[str, Any]) -> str:
     """Return one merge of those that made a model, in words."""
     if "inputs" in one:
-        return cut(one["inputs"])
+        return str(one["inputs"])
     adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in one["adapters"])
-    return cut(f"{one['base']} + {adapters} ({one['by']})")
+    return f"{one['base']} + {adapters} ({one['by']})"
 
 
 def _parts(found: object) -> str:
@@ -186,28 +188,35 @@ def _parts(found: object) -> str:
     return "".join(f",{part}={factor}" for part, factor in pairs)
 
 
-def _incomplete(found: Sequence[str]) -> Iterator[str]:
-    if found:
-        few = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        yield line("incomplete", f"{len(found)} module{'s are' if len(found) > 1 else ' is'} incomplete: {few}")
+def _part(network: str, found: Mapping[str, Any]) -> str:
+    does = f" ({found['does']})" if found["does"] else ""
+    modules, parameters = plural(found["modules"], "module"), size(found["parameters"], *COUNT)
+    return f"{network}{does}: {modules}, {parameters} parameters: {counted(found['layers'])}"
 
 
-def _training(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is known of the training."""
+def _training(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what is known of the training, with few tags, and a row for each data set."""
     for name, value in found.items():
         if name == "tags":
             yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
-            yield line("datasets", f"{len(value)}")
+            yield line("datasets", len(value))
             yield from table((d["name"], of_dataset(d)) for d in value)
-        elif name == "buckets":
-            yield line(name, cut(", ".join(f"{sides} ({n})" for sides, n in value.items())))
-        elif name == "trigger_words":
-            yield line("trigger words", cut(", ".join(value)))
-        elif name == "preview":
-            yield line("preview", of_preview(value))
         else:
-            yield line(name, cut(str(value)))
+            yield line(name, of_training(name, value))
+
+
+def of_training(name: str, value: Any) -> str:
+    """Return a fact of the training in words."""
+    if name == "datasets":
+        return ", ".join(f"{one['name']} ({of_dataset(one)})" for one in value)
+    if name == "buckets":
+        return ", ".join(f"{sides} ({n})" for sides, n in value.items())
+    if name == "tags":
+        return counted(value)
+    if name == "preview":
+        return f"a picture in {value['in']} ({value['type']}, {size(value['bytes'])})"
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _first(words: Iterable[str]) -> str:
@@ -218,72 +227,86 @@ def _first(words: Iterable[str]) -> str:
     return cut(", ".join(every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
 
 
-def of_preview(found: Mapping[str, Any]) -> str:
-    """Return where a preview picture is, in words."""
-    return f"a picture in {found['in']} ({found['type']}, {size(found['bytes'])})"
+def _layers(patterns: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the modules of each algorithm, rank and alpha, if they are not all alike."""
+    alike: dict[str, list[str]] = {}
+    for pattern, row in patterns.items():
+        kind = f"{row['algorithm']}{_few(' rank', row['ranks'])}{_few(' alpha', row['alphas'])}"
+        alike.setdefault(kind, []).append(pattern)
+    if len(alike) > 1:
+        yield line("layers", f"of {len(alike)} kinds")
+        yield from table((_named(some), f"{_modules(patterns, some)}: {kind}") for kind, some in alike.items())
 
 
-def _blocks(facts: Mapping[str, Any]) -> Iterator[str]:
-    found: Mapping[str, Any] = facts.get("blocks", {})
-    if facts["kind"] == "adapter":
-        if len(found) > 1:
-            rows = ((name, f"{b['modules']} modules{_span(' rank', b['ranks'])}{_span(' alpha', b['alphas'])}")
-                    for name, b in found.items())  # fmt: skip
-            yield line("blocks", f"{len(found)}")
-            yield from table(rows)
-    elif found:
-        yield line("blocks", f"{len(found)}: {_ranges(found)} (lora-merge parts lists them)")
+def _named(some: Sequence[str]) -> str:
+    """Return the first of some patterns of names, and how many more there are."""
+    return some[0] + (f" and {len(some) - 1} more" if len(some) > 1 else "")
 
 
-def _ranges(names: Iterable[str]) -> str:
-    """Return the names of blocks, those that count on as one: `BASE IN00–IN11 M00 OUT00–OUT11`."""
-    parted = [(name, head := name.rstrip(DIGITS), name[len(head) :]) for name in names]
-    runs = groupby(enumerate(parted), lambda one: (one[1][1], one[1][2] and int(one[1][2]) - one[0]))
-    found = ([name for _, (name, *_) in run] for _, run in runs)
-    return cut(" ".join(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in found), 120)
+def _modules(patterns: Mapping[str, Any], some: Iterable[str]) -> str:
+    return plural(sum(patterns[name]["modules"] for name in some), "module")
 
 
-def _span(name: str, of: Mapping[str, float]) -> str:
-    if not of:
-        return ""
-    return f",{name} {_between(of)}"
-
-
-def _between(of: Mapping[str, float]) -> str:
-    return f"{of['min']:g}" + (f" to {of['max']:g}" if of["max"] != of["min"] else "")
-
-
-def _measured(found: Mapping[str, Any]) -> str:
-    """Return the size of a change, and in how many modules it is known without a base."""
-    said = f"{found['norm']:.4g} in {plural(found['measured'], 'module')}"
-    return said + (
-        f"; {found['unmeasured']} more need their base: inspect BASE ADAPTER --weights" * bool(found["unmeasured"])
-    )
-
-
-def _weights(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the numbers of an adapter."""
-    if not found:
+def _blocks(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the blocks of an adapter; those that count on and are alike have one row."""
+    if len(found) < 2:
         return
-    yield line("‖ΔW‖", _measured(found))
+    labels = short(found)
+    told = (
+        (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
+        for name, b in found.items()
+    )
+    yield line("blocks", len(found))
+    yield from table((spoken_run(names), value + " each" * (len(names) > 1)) for names, value in runs(told))
+
+
+def _few(name: str, values: Sequence[float]) -> str:
+    """Return a few numbers with what they are, or how many there are and between which they lie."""
+    return f",{name} {few(values)}" if values else ""
+
+
+def _range(name: str, of: Mapping[str, float]) -> str:
+    return f",{name} {between(of)}" if of else ""
+
+
+def few(values: Sequence[float]) -> str:
+    """Return a few numbers, or how many there are and between which they lie."""
+    if len(values) <= FEW:
+        return ", ".join(f"{v:g}" for v in values)
+    return f"{len(values)} values, {min(values):g} to {max(values):g}"
+
+
+def _numbers(values: Sequence[float], of: Mapping[str, float]) -> str:
+    """Return numbers, the most frequent first, and the least, the median and the greatest if they are not equal."""
+    more = f" and {len(values) - FEW} more" if len(values) > FEW else ""
+    spread = " (min {min:g}, median {median:g}, max {max:g})".format(**of) if len(values) > 1 and of else ""
+    return ", ".join(f"{v:g}" for v in values[:FEW]) + more + spread
+
+
+def _changed(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield how much an adapter changes, by its weights."""
+    said = (
+        f"{found['norm']:.4g} in {plural(found['measured'], 'module')}"
+        if "measured" in found
+        else f"{found['norm']:.4g}"
+    )
+    more = (
+        f"; {found['unmeasured']} more need their base: inspect BASE ADAPTER --weights"
+        if found.get("unmeasured")
+        else ""
+    )
+    yield line("‖ΔW‖", f"{said}{more}")
     if found["stable_rank"]:
         yield line("stable rank", "min {min:.3g}, median {median:.3g}, max {max:.3g}".format(**found["stable_rank"]))
-    for share, rank in found["rank_for_energy"].items():
+    for share, rank in found.get("rank_for_energy", {}).items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
-    yield from table((name, f"‖ΔW‖ {norm:.3g}") for name, norm in found["blocks"].items())
 
 
-def _sizes(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how large the weights of a base are."""
-    if not found:
-        return
-    every = found["all"]
-    yield line("weights", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
-    if broken := every["broken"]:
-        yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
-    for kind, rows in (("kinds", "kind"), ("components", "part"), ("blocks", "block")):
-        if len(found[kind]) > 1:
-            yield line(f"by {rows}", f"{len(found[kind])}")
+def _sizes(found: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
+    """Yield how large the weights of a base are, by kind of layer, part and block."""
+    for kind, of in (("kinds", "kind"), ("components", "part"), *([] if pictured else [("blocks", "block")])):
+        if len(found.get(kind, ())) > 1:
+            yield line(f"by {of}", len(found[kind]))
             yield from table((name, of_size(row)) for name, row in found[kind].items())
 
 
@@ -292,31 +315,21 @@ def of_size(row: Mapping[str, Any]) -> str:
     return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
 
-def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield rows of two columns, at most ROWS, and how many are left out."""
-    found = [(cut(str(a), 80), b) for a, b in rows]
-    wide = max((len(a) for a, _ in found[:ROWS]), default=0)
-    yield from (f"  {a:<{wide}}  {b}" for a, b in found[:ROWS])
-    if len(found) > ROWS:
-        yield f"  … and {len(found) - ROWS} more (--json has all)"
-
-
-def _metadata(found: Mapping[str, str], told: Set[str]) -> Iterator[str]:
+def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield entries of the metadata that no other fact tells, and how many are left out."""
+    found: Mapping[str, str] = facts.get("metadata", {})
+    told = TOLD if "trained" in facts else frozenset[str]()
     shown = {key: found[key] for key in SHOWN if key in found and key not in told}
-    for key, value in shown.items():
-        yield line("metadata", cut(f"{key} {value}"))
+    yield from shown.items()
     if left := len(found.keys() - shown.keys() - told):
-        yield line("metadata", f"{left} of {len(found)} entries are neither here nor above (--json has all)")
+        yield f"{left} of {len(found)} entries", "are neither here nor above (--json has all)"
 
 
-def _text(key: str, value: Any) -> str:
-    if isinstance(value, Mapping) and key in ("dtypes", "components", "algorithms"):
+def _value(key: str, value: Any) -> str:
+    if key in ("dtypes", "components", "algorithms"):
         return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in value.items())
     if isinstance(value, Mapping):
-        return cut(json_text(value))
+        return json_text(value)
     if isinstance(value, list):
-        more = f" and {len(value) - FEW} more" if len(value) > FEW else ""
-        return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value[:FEW])) + more
-    if key == "parameters":
-        return size(value, *COUNT)
-    return size(value) if key == "bytes" else cut(str(value))
+        return ", ".join(map(str, value[:FEW])) + (f" and {len(value) - FEW} more" if len(value) > FEW else "")
+    return size(value, *COUNT) if key == "parameters" else size(value) if key == "bytes" else str(value)

@@ -68,6 +68,9 @@ sd-scripts (train_network.py) and musubi-tuner (training/trainer_base.py) write 
 (modules/util/config/TrainConfig.py); ai-toolkit `training_info` (jobs/process/BaseSDTrainProcess.py); and all newer
 trainers https://github.com/Stability-AI/ModelSpec."""
 
+TRIGGERS: Final = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
+"""Metadata entries that may hold trigger words."""
+
 NOTHING: Final = ("", "None", "null", "{}", "[]")
 
 FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_directory", "image_jsonl_file",
@@ -174,8 +177,7 @@ def tag_counts(index: Index) -> Counter[str]:
 def _triggers(index: Index) -> Iterator[str]:
     """Yield the trigger words that the metadata states: of the specification, ai-toolkit and others."""
     seen = set(NOTHING)
-    keys = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
-    texts = [index.metadata.get(key, "") for key in keys]
+    texts = [index.metadata.get(key, "") for key in TRIGGERS]
     if "training_info" in index.metadata:  # ai-toolkit notes its trigger word as the only tag
         texts += tag_counts(index)
     for text in texts:

@@ -13,7 +13,8 @@ import torch
 
 from lora_merge.viewing.adapter import block_name
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import ROWS, TOLD, WIDTH, lines
+from lora_merge.viewing.text import TOLD, lines
+from lora_merge.viewing.words.rows import TABLE, WIDTH
 
 from ..support import kohya, load, lora_delta, rand, save, sd1
 from .conftest import TRAINED, Scene
@@ -116,7 +117,8 @@ def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
 
 def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> None:
     names = [f"base_model.model.{'x' * 40}.layers.{n}.q_proj" for n in range(300)]
-    tensors = {f"{n}.lora_{s}.weight": torch.zeros(2, 2) for n in names for s in "AB"}
+    tensors = {f"{n}.lora_A.weight": torch.zeros(1 + i % 2, 2) for i, n in enumerate(names)}
+    tensors |= {f"{n}.lora_B.weight": torch.zeros(2, 1 + i % 2) for i, n in enumerate(names)}
     save(tensors, tmp_path / "adapter_model.safetensors")
     pattern = {f"layers.{n}.q_proj": 2 for n in range(3000)}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "rank_pattern": pattern}
@@ -125,7 +127,7 @@ def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> No
     assert facts["configuration"]["rank_pattern"] == pattern
     assert len(facts["blocks"]) == 300
     told = [*lines(facts)]
-    assert len(told) < ROWS + 40
+    assert len(told) < TABLE + 40
     assert max(map(len, told)) < 500
     assert any("260 more" in line for line in told)
 

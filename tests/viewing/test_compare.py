@@ -9,7 +9,7 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
-from lora_merge.viewing.compare import compare, compare_lines
+from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 
 from ..support import kohya, kohya_names, load, lora_delta, rand, save, sd1
@@ -30,7 +30,7 @@ def test_a_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: P
     squares = sum(row["difference"] ** 2 for row in found["tensors"].values())
     assert found["total"]["difference"] ** 2 == pytest.approx(squares)
     assert "lora_merge.recipe" in found["metadata"]
-    assert any("equal" in line for line in compare_lines(found))
+    assert any("equal" in line for line in map(str, compare_rows(found)))
 
 
 def test_equal_models_are_equal_whatever_their_dtype(scene: Scene, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_other_dtypes_are_told(scene: Scene, tmp_path: Path) -> None:
     cast = {k: v.bfloat16() if "input_blocks" in k else v for k, v in sd1().items()}
     found = compare(scene.base, save(cast, tmp_path / "cast.safetensors"))
     assert found["dtypes"] == {"fp16 in A, bf16 in B": sum("input_blocks" in k for k in cast)}
-    assert any(line.startswith("dtypes ") for line in compare_lines(found))
+    assert any(line.startswith("dtypes ") for line in map(str, compare_rows(found)))
     assert compare(scene.base, scene.base)["dtypes"] == {}
 
 
@@ -83,7 +83,7 @@ def test_two_adapters_are_as_alike_as_their_changes(scene: Scene) -> None:
             inner, a, b = inner + float((x * y).sum()), a + float(x.square().sum()), b + float(y.square().sum())
         assert found["total"]["cosine"] == pytest.approx(inner / (a * b) ** 0.5, abs=1e-5)
         assert found["total"]["a"] == pytest.approx(a**0.5, rel=1e-5)
-    assert any("cosine" in line for line in compare_lines(found))
+    assert any("cosine" in line for line in map(str, compare_rows(found)))
 
 
 def test_an_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene, tmp_path: Path) -> None:
@@ -94,7 +94,8 @@ def test_an_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Sc
         assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
         assert found["fight"] == (list(found["blocks"]) if cosine < 0 else [])
         assert any(
-            f"in {len(found['fight'])} of {len(found['blocks'])} blocks" in line for line in compare_lines(found)
+            f"in {len(found['fight'])} of {len(found['blocks'])} blocks" in line
+            for line in map(str, compare_rows(found))
         )
         assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
 

@@ -14,7 +14,7 @@ from lora_merge.cli.main import app
 from lora_merge.errors import MergeError
 from lora_merge.job import Adapter
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines, match_lines
+from lora_merge.viewing.text import lines, match_rows
 
 from ..support import kohya, load, rand, save, sd1
 from .conftest import Scene
@@ -83,7 +83,8 @@ def test_the_effective_strength_has_alpha_in_it(scene: Scene) -> None:
     assert match["effective"]["unet"] == {"min": 0.25, "median": 0.25, "max": 0.25}
     assert match["effective"]["te"]["max"] == 0.125
     assert any(
-        "effective   unet: 0.25 (strength × scale: alpha / rank, or / √rank)" in line for line in match_lines(match)
+        "effective     te 0.125; unet 0.25 (strength × scale: alpha / rank, or / √rank)" in line
+        for line in map(str, match_rows(match))
     )
 
 

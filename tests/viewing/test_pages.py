@@ -21,13 +21,14 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.measure import Measure, Measures
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
-from lora_merge.text import size
-from lora_merge.viewing.compare import compare
+from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import Content
 from lora_merge.viewing.pages.heat_map import places, short
+from lora_merge.viewing.text import match_summary, rows, summary
+from lora_merge.viewing.words.merges import effect, recomputed, unchanged
 
 from ..support import load, metadata, rand, save
 from .conftest import Scene
@@ -356,23 +357,41 @@ def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_
         assert told.startswith(f"{every['ratio']:.2%} of the weights") if "ratio" in every else not told
 
 
-def test_a_page_has_the_facts_of_the_text(scene: Scene, tmp_path: Path) -> None:
-    """What a person asks first: parts, former merges and how to undo them; fit, size and what the dtype keeps."""
-    lora_merge.merge(scene.base, [(scene.ink, 0.5)], tmp_path / "m.safetensors")
-    facts = inspect(tmp_path / "m.safetensors"), inspect(scene.base, scene.ink, weights=True), inspect(scene.ink)
-    base, fits, adapter = (content(pages.page(one)) for one in facts)
-    told = dict(base["summary"])
-    assert told["undo"] == facts[0]["undo"]
+def test_a_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
+    """Each fact in the same words; the rows of tables by their names. The page of a merge has the words of its panel."""
+    merged = tmp_path / "m.safetensors"
+    report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], merged)
+    stranger = save(
+        {"nowhere.lora_up.weight": rand(4, 2), "nowhere.lora_down.weight": rand(2, 4)}, tmp_path / "s.safetensors"
+    )
+    for found in (
+        inspect(scene.ink), inspect(scene.ink, weights=True), inspect(merged, weights=True),
+        inspect(scene.base, scene.ink, weights=True), inspect(scene.base, stranger),
+        compare(scene.base, merged), compare(scene.ink, scene.oil),
+    ):  # fmt: skip
+        made = content(pages.page(found))
+        told = [*made["summary"], *(["warning", w] for w in made["warnings"]), *(["note", n] for n in made["notes"])]
+        every = json.dumps(made, ensure_ascii=False)
+        text = [*(compare_rows(found) if "a" in found else rows(found))]
+        head = {
+            *(
+                compare_summary(found)
+                if "a" in found
+                else (*summary(found), *match_summary(found["match"]))
+                if "match" in found
+                else summary(found)
+            )
+        }
+        assert len(head) > 4
+        for row in text:
+            assert [row.name, row.value] in told or row not in head, row
+            assert row.name or json.dumps(row.value.strip().partition("–")[0], ensure_ascii=False)[1:-1] in every, row
+    told = dict(content(pages.page(inspect(merged)))["summary"])
     assert told["merged"].startswith("base.safetensors + ink.safetensors:0.5")
-    assert "unet" in told["parts"]
-    told, match = dict(fits["summary"]), facts[1]["match"]
-    assert told["strength × scale"] == "te (0.5), unet (0.5)"
-    assert told["expected size"] == size(match["output_bytes"])
-    assert told["kept in the base's dtype"] == f"{match['numbers']['all']['retained']:.1%} of the change"
-    tables = {table["title"]: table["rows"] for one in (fits, adapter) for table in one["tables"]}
-    assert tables["Where it fits"] == [[name, n] for name, n in match["patterns"].items()]
-    assert [row[1] for row in tables["Parts"]] == ["reads the prompt", "makes the picture"]
-    assert {row[2] for row in tables["Blocks"]} == {"4"}
+    told = dict(content(pages.page(json.loads(report.to_json())))["summary"])
+    assert report.verified is not None
+    assert told["proof"] == ": ".join(recomputed(report.verified))
+    assert (told["unchanged"], told["the change"]) == (unchanged(report.verified["untouched"]), effect(report.numbers))
 
 
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
@@ -498,7 +517,7 @@ def test_the_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
     assert [*numbers["components"]] == ["unet", "te", "vae"]
     assert [*numbers["blocks"]] == ["unet BASE", "unet B00", "unet B01", "unet B02", "te BASE"]
     page = Content("Merge", "m")
-    page.change(numbers, "retained", "t")
+    page.change(numbers, "t")
     assert [row[0] for row in page.data["tables"][-1]["rows"]] == [*numbers["blocks"]]
 
 
@@ -563,7 +582,7 @@ def many_differences() -> dict[str, Any]:
     one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789, "changed": 1, "of": 2}
     tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
     blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
-    return {"kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "total": one, "blocks": blocks,
+    return {"kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "blocks": blocks,
             "tensors": tensors, "only_a": [f"{n}.{'y' * 200}" for n in range(3000)]}  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...paths import typed
 from ...text import json_text
+from ..words.rows import Fact
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
@@ -80,9 +81,13 @@ class Content:
             "footer": "Made by lora-merge. This page makes no request.",
         }
 
-    def summary(self, *rows: tuple[str, Any]) -> None:
-        """Add rows of the summary; those without a value are left out."""
-        self.data["summary"] += [[name, str(value)] for name, value in rows if value not in (None, "", [], {}, ())]
+    def summary(self, rows: Iterable[tuple[str, Any] | Fact]) -> None:
+        """Add rows of the summary; those without a value are left out. Warnings and notes have places of their own."""
+        for name, value, *_ in rows:
+            if name in ("warning", "note"):
+                self.data[f"{name}s"].append(str(value))
+            elif value not in (None, "", [], {}, ()):
+                self.data["summary"].append([name, str(value)])
 
     def table(
         self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False,
@@ -144,15 +149,11 @@ class Content:
             }
         )
 
-    def change(self, numbers: Found, kept: str, title: str) -> None:
-        """Add what a merge does to the weights, if it is known. `kept`: how the summary names the retained share."""
+    def change(self, numbers: Found, title: str) -> None:
+        """Add pictures and tables of what a merge does to the weights, if it is known."""
         if not numbers:
             return
         every = numbers["all"]
-        self.summary(
-            ("the change", "" if every["ratio"] is None else f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)"),
-            (kept, "" if every["retained"] is None else f"{every['retained']:.1%} of the change"),
-        )
         if unlisted := numbers["unlisted"]:
             self.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
@@ -185,8 +186,3 @@ def _of_one(found: Found, metrics: Sequence[Metric]) -> dict[str, Any]:
     """Return the numbers of one weight that the page shows."""
     pictures = {key: found[key] for key in ("spectrum", "histogram") if found.get(key)}
     return {m.key: found.get(m.key) for m in metrics} | pictures
-
-
-def strengths(found: Found) -> str:
-    """Return strengths by part: `unet 0.8× (48), te 0× (16)`."""
-    return ", ".join(f"{part} {s}× ({n})" for part, counts in found.items() for s, n in counts.items())

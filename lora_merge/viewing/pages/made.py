@@ -7,8 +7,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import plural, size, stored
-from .content import CLICK, SHARE, Column, Content, Found, Metric, root, strengths
+from ...text import codes_line, plural, size, stored
+from ..words.merges import effect, matched, recomputed, unchanged, unused
+from ..words.rows import strengths
+from .content import CLICK, SHARE, Column, Content, Found, Metric, root
 from .heat_map import short
 
 MADE: Final = (
@@ -30,24 +32,34 @@ def of_merge(found: Found) -> dict[str, Any]:
     """Return the content of the page of a merge."""
     page = Content("Merge", Path(found["output"]).name)
     proof = found["verified"] or {}
-    page.summary(
+    every = (found["numbers"] or {}).get("all", {})
+    rows: list[tuple[str, Any]] = [
         ("output", f"{found['output']} ({size(found['written'])})"),
         ("base", f"{found['base']} ({found['architecture']})"),
         ("changed", f"{found['changed']} of {found['tensors']} tensors"),
         ("dtype", stored(found["dtype"]).removeprefix("dtype ")),
+        ("codes", codes_line(found["codes"]) if found["codes"] else ""),
         ("method", found["method"]),
         ("device", f"{found['device']}, computed in {found['compute_dtype']}"),
+        ("why this device", found["device_choice"]),
         ("time", f"{found['seconds']:.1f} s"),
         ("peak memory", size(found["peak_memory"])),
-        ("proof", _proof(proof)),
-    )
+        ("the change", effect(found["numbers"]) if found["numbers"] else ""),
+        ("retained", "" if every.get("retained") is None else f"{every['retained']:.1%} of the change"),
+        ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
+    ]
+    if proof:
+        rows += [("unchanged", unchanged(proof["untouched"]))] if proof["untouched"]["of"] else []
+        rows += [("matching", matched(proof["matching"]))] if proof["matching"]["alone"] else []
+        rows += [("unused", unused(proof["account"]))] if proof["account"]["unused"] else []
+    page.summary(rows)
     page.data["warnings"] = [*_cut(found), *proof.get("warnings", ())]
     page.data["notes"] = [
         *found["notes"],
         *(f"{name}: {note}" for name, c in found["coverage"].items() for note in c["notes"]),
     ]
     _adapters(page, found)
-    page.change(found["numbers"], "retained", "What changed, by block and layer")
+    page.change(found["numbers"], "What changed, by block and layer")
     page.table(
         "Not merged",
         ["adapter", "module", "why"],
@@ -92,16 +104,6 @@ def _removal(output: str) -> tuple[str, ...]:
     return ("rm", *(["-r"] if Path(output).is_dir() else []), output)
 
 
-def _proof(proof: Found) -> str:
-    if not proof:
-        return "not proven (--no-verify)"
-    how = "every row" if proof["full"] else f"{proof['rows']} rows"
-    return (
-        f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {how}: at most "
-        f"{proof['worst_ulp']:.2f} ulp from the exact numbers"
-    )
-
-
 STAGES: Final = {
     "start": "loading torch",
     "read": "reading",
@@ -129,15 +131,17 @@ def of_adapter_made(found: Found) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
     page, every = Content("Adapter", Path(found["output"]).name), found["numbers"].get("all", {})
     page.summary(
-        ("output", f"{found['output']} ({size(found['written'])})"),
-        ("format", "" if found["format"] == "keep" else found["format"]),
-        ("dtype", found["dtype"]),
-        ("layers", len(found["layers"])),
-        ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
-        ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
-        ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
-        ("time", f"{found['seconds']:.1f} s"),
-        ("proof", _proof_of_adapter(found["verified"] or {})),
+        (
+            ("output", f"{found['output']} ({size(found['written'])})"),
+            ("format", "" if found["format"] == "keep" else found["format"]),
+            ("dtype", found["dtype"]),
+            ("layers", len(found["layers"])),
+            ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
+            ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
+            ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
+            ("time", f"{found['seconds']:.1f} s"),
+            ("proof", _proof_of_adapter(found["verified"] or {})),
+        )
     )
     page.data["notes"] = list(found["notes"])
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
@@ -220,7 +224,7 @@ def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for job in found:
         counts[job["status"]] = counts.get(job["status"], 0) + 1
-    page.summary(*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s"))
+    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s")))
     page.data["warnings"] = [f"{job['output']}: {text}" for job in found for text in _warned(job)]
     jobs = sorted(found, key=lambda job: int(job["number"]))
     page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])

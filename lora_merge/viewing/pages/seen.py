@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...models.module_blocks import in_order
-from ...text import listed, size
-from ..compare import of_fight
-from ..formats import of_format, of_plain
+from ..compare import compare_summary
 from ..hashes import spoken
-from ..text import COUNT, FEW, of_merge, of_preview, of_size
-from ..training import of_dataset
-from .content import CLICK, COSINE, Column, Content, Found, Metric, root, strengths
+from ..text import few, match_summary, metadata, of_training, summary
+from ..words.rows import between, counted
+from .content import CLICK, COSINE, Column, Content, Found, Metric, root
 from .heat_map import short
 from .preview import preview
 
@@ -50,27 +48,29 @@ def of_file(found: Found) -> dict[str, Any]:
     page = Content("Adapter" if found["kind"] == "adapter" else "Model", Path(found["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
-    _summary(page, found)
-    page.data["notes"] = list(found.get("notes", ()))
-    if incomplete := found.get("incomplete"):
-        page.data["warnings"].append(f"{len(incomplete)} modules lack a tensor: {listed(incomplete)}")
+    page.summary(summary(found))
+    page.data["notes"] += found.get("notes", ())
+    page.summary(match_summary(match) if match else ())
     page.table(
         "Parts",
         ["part", "what it does", "modules", "parameters", "layers"],
         (
-            [name, part["does"], part["modules"], part["parameters"], _counts(part["layers"])]
+            [name, part["does"], part["modules"], part["parameters"], counted(part["layers"])]
             for name, part in found.get("parts", {}).items()
         ),
         first=True,
     )
-    _trained(page, found.get("trained") or {}, found.get("metadata") or {})
+    trained = found.get("trained") or {}
+    page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
+    told = ([name.replace("_", " "), of_training(name, value)] for name, value in trained.items())
+    page.table("Training", ["fact", "value"], told, first=True)
     hashes = (found.get("hashes") or {}).items()
     page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
         (
-            [name, row["algorithm"], row["modules"], _few(row["ranks"]), _few(row["alphas"])]
+            [name, row["algorithm"], row["modules"], few(row["ranks"]), few(row["alphas"])]
             for name, row in found.get("patterns", {}).items()
         ),
     )
@@ -81,7 +81,7 @@ def of_file(found: Found) -> dict[str, Any]:
         page.table(
             "Blocks",
             ["block", "modules", "ranks", "alphas"],
-            ([name, b["modules"], _range(b["ranks"]), _range(b["alphas"])] for name, b in blocks.items()),
+            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in _labelled(blocks)),
         )
     elif not match:
         if sizes := found.get("sizes"):
@@ -89,67 +89,19 @@ def of_file(found: Found) -> dict[str, Any]:
         page.bars("Parameters by block", "block", blocks.items())
     if match:
         _matched(page, found, match)
+    page.table("Other metadata", ["entry", "value"], map(list, metadata(found)))
     return page.data
 
 
-def _summary(page: Content, found: Found) -> None:
-    page.summary(
-        ("file", found["path"]),
-        ("size", size(found["bytes"])),
-        ("tensors", found["tensors"]),
-        ("parameters", f"{found['parameters']:,}" if "parameters" in found else ""),
-        ("dtypes", _sizes(found.get("dtypes"))),
-        ("looks like", found.get("looks_like")),
-        ("architecture", found.get("architecture")),
-        ("layout", found.get("layout")),
-        ("parts", _sizes(found.get("components"))),
-        ("bits per weight", found.get("bits_per_weight")),
-        ("quantised", found.get("quantised")),
-        *(("format", of_format(one)) for one in found.get("formats", ())),
-        ("not quantised", of_plain(found.get("not_quantised", {}))),
-        *(("merged" if not n else "before that", of_merge(one)) for n, one in enumerate(found.get("merged", ()))),
-        ("undo", found.get("undo")),
-        ("algorithms", _counts(found.get("algorithms"))),
-        ("ranks", _range(found.get("rank_range"))),
-        ("alphas", _range(found.get("alpha_range"))),
-        ("made by", found.get("trainer")),
-        ("names", _plain(found.get("names", []))),
-        ("made for", found.get("made_for")),
-    )
-
-
-def _trained(page: Content, trained: Found, metadata: Found) -> None:
-    """Add what the trainer noted, and the picture that shows what the adapter does."""
-    page.data["image"] = preview(trained.get("preview") or {}, metadata)
-    page.table(
-        "Training",
-        ["fact", "value"],
-        ([name.replace("_", " "), _fact(name, value)] for name, value in trained.items()),
-        first=True,
-    )
-
-
 def _changed(page: Content, numbers: Found) -> None:
-    """Add how much an adapter changes, from its weights."""
-    page.summary(
-        ("norm of ΔW", f"{numbers['norm']:.4g}"),
-        ("stable rank", _range(numbers["stable_rank"])),
-        *(
-            (f"{share} of the energy", f"is in rank {rank['median']:g} (median), {rank['max']:g} at most")
-            for share, rank in numbers.get("rank_for_energy", {}).items()
-        ),
-    )
+    """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
                   numbers["modules"])  # fmt: skip
     page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
 
 
 def _sized(page: Content, sizes: Found) -> None:
-    """Add how large the weights of a model are."""
-    every = sizes["all"]
-    page.summary(("the weights", of_size(every)), ("zeros", f"{every['zeros']:,} of {every['of']:,} numbers"))
-    if every["broken"]:
-        page.data["warnings"].append(f"{every['broken']:,} numbers are NaN or infinite: a merge copies them")
+    """Add pictures and tables of how large the weights of a model are."""
     matrices = {name: one for name, one in sizes["tensors"].items() if one["dimensions"] > 1}
     page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
@@ -159,27 +111,14 @@ def _sized(page: Content, sizes: Found) -> None:
 
 
 def _matched(page: Content, found: Found, match: Found) -> None:
-    """Add how an adapter fits a base."""
-    page.summary(
-        ("adapter", match["adapter"]),
-        ("strength", strengths(match.get("strengths", {})) or match["strength"]),
-        ("strength × scale", _counts({part: _range(f) for part, f in match.get("effective", {}).items()})),
-        ("matched", f"{match['matched'] or 0} of {match['total']} modules"),
-        ("matched by part", _counts(match.get("components"))),
-        ("would change", f"{match['changed_tensors']} tensors" if "changed_tensors" in match else ""),
-        ("expected size", size(match["output_bytes"]) if "output_bytes" in match else ""),
-    )
-    if not match["fits"]:
-        page.data["warnings"].append(f"the adapter does not fit this base whole: {match['why']}")
-    page.data["notes"] += match.get("notes", ())
+    """Add tables and pictures of how an adapter fits a base."""
     page.table(
         "Modules without a place",
         ["module", "why"],
-        ([n, _plain(w)] for n, w in (match.get("unmatched") or {}).items()),
+        ([n, w if isinstance(w, str) else ", ".join(w)] for n, w in (match.get("unmatched") or {}).items()),
     )
     if numbers := match.get("numbers"):
-        page.data["warnings"].extend(numbers["warnings"])
-        page.change(numbers, "kept in the base's dtype", "What the merge would change, by block and layer")
+        page.change(numbers, "What the merge would change, by block and layer")
     page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
     if match["fits"]:
         page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
@@ -188,7 +127,7 @@ def _matched(page: Content, found: Found, match: Found) -> None:
 def of_comparison(found: Found) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
     page = Content("Comparison", f"{Path(found['a']).name} ↔ {Path(found['b']).name}")
-    page.summary(("A", found["a"]), ("B", found["b"]))
+    page.summary(compare_summary(found))
     (_alike if found["kind"] == "adapters" else _different)(page, found)
     page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
     page.table(
@@ -196,20 +135,11 @@ def of_comparison(found: Found) -> dict[str, Any]:
         ["name", "in"],
         [[n, w.upper()] for w in ("a", "b") for n in sorted(found.get(f"only_{w}", ()), key=in_order)],
     )
-    page.data["notes"] = list(found.get("notes", ()))
+    page.table("Entries of metadata that differ", ["entry"], ([name] for name in found.get("metadata", ())))
     return page.data
 
 
 def _alike(page: Content, found: Found) -> None:
-    total = found["total"]
-    page.summary(
-        ("modules in both", found["common"]),
-        ("cosine of the changes", _six(total.get("cosine"))),
-        ("they fight", of_fight(found)),
-        ("common directions", _percent(total.get("overlap"))),
-        ("‖ΔW‖ of A", _six(total.get("a"))),
-        ("‖ΔW‖ of B", _six(total.get("b"))),
-    )
     page.heat_map(
         "How alike they are, by block and layer",
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
@@ -223,16 +153,6 @@ def _alike(page: Content, found: Found) -> None:
 
 
 def _different(page: Content, found: Found) -> None:
-    page.summary(
-        ("equal tensors", f"{found['equal']} of {found['compared']}"),
-        ("different", found["different"]),
-        *(("dtypes", f"{both}: {n} tensors") for both, n in found.get("dtypes", {}).items()),
-        ("norm of the difference", _six(found["total"].get("difference"))),
-        ("of the norm of A", _percent(found["total"].get("relative"))),
-        ("largest difference", _six(found["total"].get("largest"))),
-        ("numbers that differ", _of(found["total"].get("changed"), found["total"].get("of"))),
-        ("entries of metadata that differ", len(found.get("metadata", ())) or ""),
-    )
     page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
                   DIFFERENT, found["tensors"], "B − A")  # fmt: skip
     _blocks_that_differ(page, found["blocks"])
@@ -298,51 +218,3 @@ def _short(names: Mapping[str, Any]) -> list[str]:
 
 def _labelled(found: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return zip(_short(found), found.values(), strict=True)
-
-
-def _counts(found: Any) -> str:
-    return ", ".join(f"{name} ({n})" for name, n in found.items()) if isinstance(found, Mapping) else ""
-
-
-def _range(found: Any) -> str:
-    """Return `4 to 32, median 16`; one number where all are equal."""
-    if not found:
-        return ""
-    low, high = found["min"], found["max"]
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {found['median']:.4g}"
-
-
-def _few(values: Sequence[float]) -> str:
-    """Return a few numbers, or how many there are and between which they lie."""
-    if len(values) <= FEW:
-        return ", ".join(f"{v:g}" for v in values)
-    return f"{len(values)} values, {min(values):g} to {max(values):g}"
-
-
-def _of(some: int | None, every: int | None) -> str:
-    return "" if some is None or every is None else f"{some:,} of {every:,}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.3%}"
-
-
-def _sizes(found: Any) -> str:
-    return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in (found or {}).items())
-
-
-def _six(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _fact(name: str, value: Any) -> str:
-    """Return a fact of the training in words."""
-    if name == "datasets":
-        return ", ".join(f"{one['name']} ({of_dataset(one)})" for one in value)
-    return of_preview(value) if name == "preview" else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k}: {v}" for k, v in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -14,7 +14,7 @@ from rich.text import Text
 from lora_merge.cli.pictures import seen
 from lora_merge.cli.pictures.drawn import RAMP, SHADES, SIGNED, bars, colored, heat_map, number
 from lora_merge.text import Lines
-from lora_merge.viewing.compare import compare, compare_lines
+from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 
@@ -90,7 +90,7 @@ def test_without_colours_the_tables_stay_and_cells_are_shades(
         monkeypatch.setattr(Terminal, "encoding", "ascii")
         assert "░" not in printed(monkeypatch, facts, NO_COLOR="1")
         monkeypatch.setattr(Terminal, "encoding", "utf-8")
-        plain = Lines.of(compare_lines(facts) if "a" in facts else lines(facts)) + "\n"
+        plain = Lines.of(map(str, compare_rows(facts)) if "a" in facts else lines(facts)) + "\n"
         assert printed(monkeypatch, facts, TERM="dumb") == plain
 
 

@@ -1,0 +1,1 @@
+"""Facts in words: the rows that text, terminals and pages show."""

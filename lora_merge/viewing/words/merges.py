@@ -1,0 +1,90 @@
+"""What a merge did and what was proven of it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...text import listed, plural, size
+from .rows import Fact, line
+
+
+def saturated(found: Mapping[str, int]) -> str:
+    """Return how many numbers were cut, by tensor."""
+    most = sorted(found, key=lambda name: (-found[name], name))
+    return f"{sum(found.values())} numbers too large for the output's dtype: " + listed(
+        [f"{found[name]} of {name}" for name in most]
+    )
+
+
+def recomputed(proof: Mapping[str, Any]) -> list[str]:
+    """Return how much of a merge was computed again, and how far the output is from the exact numbers."""
+    if not proof["changed"]:
+        return ["all tensors were copied, from the base or an adapter; none had to be computed again"]
+    rows = "every row" if proof["full"] else plural(proof["rows"], "row")
+    return [
+        f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}",
+        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)",
+    ]
+
+
+def unchanged(same: Mapping[str, int]) -> str:
+    """Return how much of the unchanged tensors was compared with the base."""
+    share = "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
+    return f"unchanged tensors are those of the base: {share}"
+
+
+def effect(numbers: Mapping[str, Any]) -> str:
+    """Return how large a change is beside the weights, and in how many of them the output's precision loses it."""
+    every = numbers["all"]
+    if every["ratio"] is None:
+        said = "the changed weights were zero"
+    else:
+        said = f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖), {every['changed']:.1%} of their numbers differ"
+    if numbers["below"]:
+        said += f"; less than 90% of it is in {plural(numbers['below'], 'weight')}, least in {numbers['worst']}"
+    return said
+
+
+def of_a_sample(proof: Mapping[str, Any]) -> str:
+    """Return that numbers are those of the rows that a proof has read, unless a merge has counted all (`counted`)."""
+    counted = proof["full"] or proof.get("counted", False)
+    return "" if counted else f", in the {plural(proof['rows'], 'row')} that were read"
+
+
+def retained(share: float) -> str:
+    """Return the share of a change that is in the output; rounding that is larger than the change leaves none."""
+    return f"{share:.1%}" if -0.1 <= share <= 1.1 else "an unknown share (rounding is larger)"
+
+
+def unused(account: Mapping[str, Any]) -> str:
+    """Return how many tensors of the adapters change nothing, and why the first of them do not."""
+    first = [f"{name} ({why})" for name, why in [*account["reasons"].items()][:3]]
+    more = account["unused"] - len(first)
+    names = ", ".join(first) + (f" and {more} more" if more else "")
+    return f"{account['unused']} of {account['tensors']} adapter tensors change nothing: {names}"
+
+
+def matched(matching: Mapping[str, Any]) -> str:
+    """Return for how many modules a second reading of the adapters found the plan's place and numbers."""
+    left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
+    names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
+    more = f"; {left} by the plan alone: {names}" if left else ""
+    return f"proven a second way for {matching['proven']} of {matching['modules']} modules{more}"
+
+
+def proof_rows(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what a proof found."""
+    yield line("proven", found["output"])
+    how = f"{found['tensors']} of {found['changed']} merged tensors, {found['rows']} rows"
+    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
+    yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
+    for row in found["retained"]:
+        yield line("retained", f"{row['adapter']}: " + ("?" if row["retained"] is None else f"{row['retained']:.1%}"))
+    yield from (line("warning", warning) for warning in found["warnings"])
+
+
+def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what the proof of a written adapter found."""
+    yield line("proven", found["output"])
+    yield line("recomputed", f"{found['recomputed']} of {found['layers']} layers; its inputs give the same bytes")
