@@ -38,6 +38,24 @@ def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "G
     return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
 
 
+def done_of(done: int, total: int) -> str:
+    """Return some of a number of bytes, with three digits each: "1.30 of 6.41 GiB", "512 MiB of 1.00 GiB"."""
+    (value, unit), every = _short(done), " ".join(_short(total))
+    return f"{value} of {every}" if every.endswith(f" {unit}") else f"{value} {unit} of {every}"
+
+
+def rate(bytes_: int) -> str:
+    """Return bytes in a second with three digits: "51.2 MiB/s"."""
+    return " ".join(_short(bytes_)) + "/s"
+
+
+def _short(n: int) -> tuple[str, str]:
+    """Return a number of bytes with three digits, and its unit."""
+    value, unit = size(n).split()
+    whole, dot, _ = value.partition(".")
+    return f"{float(value):.{max(0, 3 - len(whole)) if dot else 0}f}", unit
+
+
 def plural(count: int, one: str) -> str:
     """Return "1 job" or "3 jobs"."""
     return f"{count} {one}{'s' * (count != 1)}"

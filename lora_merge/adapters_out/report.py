@@ -98,7 +98,21 @@ class AdapterReport(Shown):
             return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
         worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
         least = float(self.layers[worst]["energy"]) if worst else 1.0
-        return f"{text}, keeps {_percent(self.energy)} of ‖ΔW‖², worst layer {worst} {_percent(least)}"
+        kept, lowest = _percent(self.energy), _percent(least)
+        return f"{text}, keeps {kept} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != kept else "")
+
+    @property
+    def change(self) -> str:
+        """One line: ‖ΔW‖, its share of ‖W‖ where that is known, and ‖ΔW‖ of each input."""
+        every = self.numbers.get("all")
+        if not every:
+            return ""
+        share = f", {100 * every['ratio']:.3g}% of ‖W‖" if every.get("ratio") else ""
+        own = [
+            f"{name} {one['change']:.4g}"
+            for name, one in zip(self.coverage, every.get("adapters", ()), strict=False) if one
+        ]  # fmt: skip
+        return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(own)}" if len(own) > 1 else "")
 
 
 def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:

@@ -150,8 +150,11 @@ def conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
 def _panel(row: Mapping[str, int], written: int, bad: list[JobReport], to: IO[str]) -> None:
     """Print the same as a panel on a terminal."""
     styles = {"merged": "bold green", "made": "bold green", "failed": "bold red", "not run": "bold yellow"}
-    rows: list[tuple[str, Any]] = [(name, text(n, styles.get(name, ""))) for name, n in row.items() if n]
-    rows += [("written", size(written)), *(("", text(line, "red")) for line in _failures(bad))]
+    rows: list[tuple[str, Any]] = []
+    for name, n in row.items():
+        rows += [(name, text(n, styles.get(name, "")))] if n else []
+        rows += [("", text(line, "red")) for line in _failures(bad)] if name == "failed" else []
+    rows.append(("written", size(written)))
     whole = not (bad or row["not run"])
     title = f"{mark('done' if whole else 'failed', to)} {'all jobs are done' if whole else 'some jobs have no output'}"
     show(panel(title, rows, "green" if whole else "red"), err=to is sys.stderr)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..progress import Stage, Step
-from ..text import one_line
-from ..text import size as in_units
+from ..text import done_of, one_line, rate
 from .look import columns, has, prepare, reflows
 from .streams import commanding
 
@@ -49,6 +48,9 @@ SURE: Final = 0.002
 
 MOST: Final = 8
 """Lines for jobs under way; further ones are counted."""
+
+NARROWEST: Final = 8
+"""Columns of the bar with its ends: so a merge has all its facts on 80 columns."""
 
 SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 """Pictures of a heartbeat, for terminals with and without these letters."""
@@ -193,7 +195,7 @@ class Display:
 
     def _rate(self) -> str:
         (then, before), (now, after) = self.samples[0], self.samples[-1]
-        return f"{in_units(int((after - before) / (now - then)))}/s" if now > then else ""
+        return rate(int((after - before) / (now - then))) if now > then else ""
 
     def _share(self) -> float:
         """Return how much of all work is done."""
@@ -215,11 +217,11 @@ class Display:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
-            facts = [f"{in_units(output.written)} of {in_units(output.total)}", self._rate()]
+            facts = [done_of(output.written, output.total), self._rate()]
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{in_units(output.made)} of {in_units(output.to_make)} of weights", self._rate()]
+            facts = [f"{done_of(output.made, output.to_make)} of weights", self._rate()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
         elif output.to_prove:
@@ -230,9 +232,9 @@ class Display:
         if output.stage == "merge" and output.written >= output.total:
             facts = ["merged, the others first"]
         elif output.stage == "merge":
-            facts = [f"{in_units(output.written)} of {in_units(output.total)}"]
+            facts = [done_of(output.written, output.total)]
         elif output.stage == "make":
-            facts = [f"{in_units(output.made)} of {in_units(output.to_make)} of weights"]
+            facts = [f"{done_of(output.made, output.to_make)} of weights"]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)
@@ -246,7 +248,7 @@ class Display:
         share = self._share()
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
-        of = f"{in_units(self.bytes)} of {in_units(jobs.size)}"
+        of = done_of(self.bytes, jobs.size)
         facts = [of, self._rate(), self._left(share, now), limit]
         if self.working is None:
             facts = [f"{interval(now - self.began)} so far", "loading torch"]
@@ -260,7 +262,7 @@ class Display:
         beat = letters[self.beats % len(letters)] if beats else " "
         prefix = f"{beat} {head} {share:4.0%} " if share is not None else f"{beat} {head} "
         told = [fact for fact in facts if fact]
-        while len(told) > (share is None) and len(prefix) + len(", ".join(told)) + 13 > width:
+        while len(told) > (share is None) and len(prefix) + len(", ".join(told)) + NARROWEST > width:
             told.pop()
         text = ", ".join(told)
         if share is None:

@@ -22,6 +22,7 @@ from .words.rows import (
     cut,
     cut_rows,
     line,
+    percent,
     runs,
     spoken_run,
     strengths,
@@ -62,7 +63,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
     yield from cut_rows(_training(facts.get("trained", {})))
     for name, value in facts.get("hashes", {}).items():
         yield line("hash", f"{spoken(name)} {value}")
-    yield from _layers(facts.get("patterns", {}))
+    yield from cut_rows(_layers(facts.get("patterns", {})))
     if facts.get("kind") == "adapter":
         yield from _blocks(facts.get("blocks", {}))
     blocks = {} if pictured else (facts.get("weights") or {}).get("blocks", {})
@@ -167,7 +168,7 @@ def _norm(value: float | None, digits: int = 4) -> str:
 def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
         return "?"
-    return "all" if n["ratio"] is None else f"{n['ratio']:.2%}"
+    return "all" if n["ratio"] is None else percent(n["ratio"])
 
 
 def _kept(n: Mapping[str, Any]) -> str:
@@ -234,8 +235,8 @@ def _layers(patterns: Mapping[str, Any]) -> Iterator[Fact]:
         kind = f"{row['algorithm']}{_few(' rank', row['ranks'])}{_few(' alpha', row['alphas'])}"
         alike.setdefault(kind, []).append(pattern)
     if len(alike) > 1:
-        yield line("layers", f"of {len(alike)} kinds")
-        yield from table((_named(some), f"{_modules(patterns, some)}: {kind}") for kind, some in alike.items())
+        for kind, some in alike.items():
+            yield line("layers", f"{kind}: {_modules(patterns, some)}, {_named(some)}")
 
 
 def _named(some: Sequence[str]) -> str:

@@ -43,8 +43,9 @@ def _number(layer: Mapping[str, Any], name: str) -> str:
 
 
 def _rows(done: AdapterReport) -> Iterator[tuple[str, Any]]:
-    """Yield what changed, where it lies, how it was proven, and how to undo it."""
-    yield "changed", done.summary
+    """Yield what the file holds, where it lies, how it was proven, and how to undo it."""
+    yield "holds", done.summary
+    yield "", done.change
     yield "lies in", text(nearest(done.output), "bold cyan")
     yield "", f"{_made(done)}, in {done.seconds:.1f} s"
     if done.verified is None:
@@ -88,6 +89,8 @@ def lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
         yield f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}{largest}"
     yield f"output   {done.output}: {_made(done)}"
     yield f"  {done.summary}"
+    if done.change:
+        yield f"  {done.change}"
     if done.verified:
         yield (
             f"verified {done.verified['recomputed']} of {plural(done.verified['layers'], 'layer')} computed again in "

@@ -120,7 +120,8 @@ def bars(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Tex
     told = [number(value, found["unit"]) for _, value in rows]
     wide = min(max(len(name) for name, _ in rows), max(width // 3, 8))
     room = max(width - wide - max(map(len, told)) - 2 * GAP, 4)
-    most = max((abs(value) for _, value in rows), default=0.0) or 1.0
+    most = max((abs(value) for _, value in rows), default=0.0) if found["unit"] != COSINE else 1.0
+    most = most or 1.0
     yield text(found["title"], "bold")
     for (name, value), words in zip(rows, told, strict=True):
         line = text(shortened(name, wide).ljust(wide + GAP))

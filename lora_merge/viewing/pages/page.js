@@ -139,7 +139,7 @@ const still = { displayModeBar: false, responsive: true };
 
 function bars(found) {
   const names = found.rows.map((row) => row[0]), values = found.rows.map((row) => row[1]);
-  const signed = values.some((v) => v < 0), reach = 1.25 * Math.max(...values.map(Math.abs));
+  const signed = found.unit === "cosine" || values.some((v) => v < 0), reach = 1.25 * (found.unit === "cosine" ? 1 : Math.max(...values.map(Math.abs))); // a cosine of 0.001 is no long bar
   return picture(24 + 26 * names.length, found.title, (plot) => Plotly.react(plot, [{
     type: "bar", orientation: "h", y: names.map((_, i) => i), x: values, text: values.map((v) => number(v, found.unit)),
     marker: { color: values.map((v) => signed ? SIGNS[v < 0 ? 0 : 1] : colour("--accent")) },

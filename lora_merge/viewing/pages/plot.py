@@ -94,11 +94,14 @@ def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
         largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST]
         rows = [row for row in rows if row in largest]
     values = [value for _, value in rows]
-    signed = min(values) < 0
+    whole = found["unit"] == COSINE
+    signed = whole or min(values) < 0
     colours = [SIGNED[0 if value < 0 else -1] if signed else BAR for value in values]
     bars = ax.barh([_text(name) for name, _ in rows], values, color=colours)
     ax.bar_label(bars, fmt="{:.3%}" if found["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
     ax.margins(x=0.12, y=0.01)
+    if whole:  # one of 0.001 is no long bar
+        ax.set_xlim(-1.2, 1.2)
     ax.invert_yaxis()
     ax.tick_params(labelsize=7, length=0)
     ax.set_title(found["title"], fontsize=10, loc="left")

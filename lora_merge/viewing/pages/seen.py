@@ -147,7 +147,7 @@ def _alike(page: Content, found: Found) -> None:
         found["modules"],
     )
     rows = list(_labelled(found["blocks"]))
-    page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows))
+    page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
     columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
     page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...text import listed, plural, size
-from .rows import Fact, line
+from .rows import Fact, line, percent
 
 
 def saturated(found: Mapping[str, int]) -> str:
@@ -40,7 +40,7 @@ def effect(numbers: Mapping[str, Any]) -> str:
     if every["ratio"] is None:
         said = "the changed weights were zero"
     else:
-        said = f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖), {every['changed']:.1%} of their numbers differ"
+        said = f"{percent(every['ratio'])} of the weights (‖ΔW‖ / ‖W‖), {every['changed']:.1%} of their numbers differ"
     if numbers["below"]:
         said += f"; less than 90% of it is in {plural(numbers['below'], 'weight')}, least in {numbers['worst']}"
     return said

@@ -100,3 +100,8 @@ def counted(found: Mapping[str, Any]) -> str:
 def strengths(found: Mapping[str, Mapping[str, int]]) -> str:
     """Return strengths by part: `unet 0.8× (48), te 0× (16)`."""
     return ", ".join(f"{part} {s}× ({n})" for part, counts in found.items() for s, n in counts.items())
+
+
+def percent(share: float) -> str:
+    """Return a share: `1.43%`, `0.0012%`; never zero for what is not."""
+    return f"{share:.2%}" if share >= 0.0005 or not share else f"{100 * share:.2g}%"
