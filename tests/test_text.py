@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.text import by_pattern, by_reason, counted
+from lora_merge.text import by_pattern, by_reason, counted, done_of, rate
+from lora_merge.viewing.words.rows import percent, runs, spoken_run
 
 NAMES = st.lists(
     st.from_regex(r"([a-z]{1,3}[0-9]?|[0-9]{1,3})([._]([a-z]{1,3}[0-9]?|[0-9]{1,3})){0,4}", fullmatch=True), unique=True
@@ -44,3 +45,20 @@ def test_a_thousand_names_are_one_line() -> None:
         ("layers.{i}.mlp.experts.{i}.up_proj × 1000, e.g. layers.0.mlp.experts.0.up_proj", "no such module"),
         ("proj_out", "no such module"),
     ]  # fmt: skip
+
+
+def test_amounts_have_three_digits_and_a_unit_once() -> None:
+    gib = 2**30
+    assert done_of(int(1.3 * gib), int(6.41 * gib)) == "1.30 of 6.41 GiB"
+    assert done_of(gib // 2, gib) == "512 MiB of 1.00 GiB"
+    assert (done_of(400, 500), rate(0)) == ("400 of 500 B", "0 B/s")
+    assert (rate(int(51.2 * 2**20)), rate(1023 * 2**20)) == ("51.2 MiB/s", "1023 MiB/s")
+
+
+def test_a_small_share_is_not_told_as_none() -> None:
+    assert [percent(share) for share in (0.0, 4.924e-6, 0.0143, 1.0)] == ["0.00%", "0.00049%", "1.43%", "100.00%"]
+
+
+def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:
+    rows = [*((f"IN{n:02d}", "a") for n in range(3)), ("IN03", "b"), ("IN05", "b"), *((f"x.{n}", "b") for n in (9, 10))]
+    assert [spoken_run(names) for names, _ in runs(rows)] == ["IN00–IN02", "IN03", "IN05", "x.9–10"]

@@ -212,6 +212,9 @@ def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     (aloud,) = re.findall(r'class="unseen" aria-live="polite">(.*?)<', dom)
     assert aloud.startswith("te…layers_1, self_attn_out_proj: ‖ΔW‖ ")
     assert f"{found['weights']['modules'][name]['norm']:.5g}" in aloud
+    assert not re.search(r'<div class="plot-container plotly"(?![^>]*aria-hidden)', dom.split("singular values")[0]), (
+        "read twice"
+    )
     for picture in ("singular values", "elements of ΔW"):
         assert re.search(f'aria-label="{picture}[^"]* of {name}"', dom)
 
@@ -433,6 +436,9 @@ def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float
         {"metrics": [metric], "rows": ["r"], "columns": ["a", "b"], "cells": cells, "title": "t"}, ax, figure
     )
     assert ax.images[0].get_clim() == ends
+    ax = figure.subplots()
+    plot._bars({"unit": unit, "rows": [["a", 0.001], ["b", -0.0005]], "title": "t"}, ax, figure)
+    assert bool(ax.get_xlim()[1] > 1) is (unit == "cosine"), "nor has a small one a long bar"
 
 
 def test_what_cannot_be_made_is_said_before_the_work(

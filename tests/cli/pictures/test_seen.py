@@ -132,7 +132,7 @@ def test_numbers_beside_bars_have_three_digits(value: float, told: str) -> None:
 
 
 def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() -> None:
-    picture = {"title": "t", "unit": "cosine", "rows": [["a", 0.5], ["b", -1.0], ["c", None], ["\x1b[2J", 0.25]]}
+    picture = {"title": "t", "unit": "", "rows": [["a", 0.5], ["b", -1.0], ["c", None], ["\x1b[2J", 0.25]]}
     told = [line.plain for line in bars(picture, 60)]
     assert [line.count("█") for line in told[1:3]] == [told[2].count("█") // 2, max(line.count("█") for line in told)]
     assert len(told) == 4
@@ -141,11 +141,33 @@ def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() ->
     assert styles[0] != styles[1]
 
 
+def test_the_bar_of_a_cosine_is_full_at_1_alone() -> None:
+    """Two adapters that hardly have a direction in common have no long bars."""
+    picture = {"title": "t", "unit": "cosine", "rows": [["a", 0.001], ["b", -1.0]]}
+    small, whole = (line.plain.count("█") for line in [*bars(picture, 60)][1:])
+    assert small == 0 < whole
+    picture["rows"] = [["a", 0.001], ["b", -0.0005]]
+    assert not any("█" in line.plain for line in bars(picture, 60))
+
+
 def test_without_colours_bars_below_zero_have_another_letter() -> None:
     picture = {"title": "t", "unit": "cosine", "rows": [["a", 1.0], ["b", -1.0]]}
     for shades in SHADES:
         above, below = (line.plain.split()[1] for line in [*bars(picture, 60, shades)][1:])
         assert len(above) == len(below) and {*above} != {*below} and len({*above}) == 1
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_each_fact_has_its_name_and_blocks_that_are_alike_one_row(
+    found: list[dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --weights a base with an adapter has a hint, which stands in the column of values."""
+    facts = {**found[1], "match": {k: v for k, v in found[1]["match"].items() if k != "numbers"}}
+    told = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, facts, width).splitlines()]
+    (kept,) = [line for line in told if "--weights tells" in line]
+    assert kept.startswith("kept ")
+    told = [Text.from_ansi(line).plain.split() for line in printed(monkeypatch, found[0], width).splitlines()]
+    assert ["te…layers_0–1", "4", "modules,", "rank", "4,", "alpha", "2", "each"] in told
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 160])
