@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -105,18 +105,20 @@ class WindowMerger:
         self.measures[task.plan].know(found.norms)
         self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=(), norms={})
 
-    def complete(self, number: int, part: Path) -> None:
-        """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs."""
+    def complete(self, number: int, part: Path) -> Collection[str]:
+        """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs,
+        whose names are returned."""
         plan, spool = self.plans[number], self.spools[number]
         if self.whole is not None:
             self.measures[number].take(self.whole.measured(number))
-        if spool.empty and not self.outcomes[number].largest:
-            return
+        again = self.outcomes[number].largest
+        if spool.empty and not again:
+            return ()
         files = [(part / f.name if f.name else part, f.targets) for f in plan.files]
         homes = {t.name: (path, t) for path, targets in files for t in targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)
-        for name, magnitude in self.outcomes[number].largest.items():
+        for name, magnitude in again.items():
             path, old = homes[name]
             target = refitted(old, magnitude, self.cache.fetch)
             self.measures[number].forget(name)
@@ -127,6 +129,7 @@ class WindowMerger:
             spool.put([*new_parts(target)])
             spool.write(starts)
             self.forget()
+        return again.keys()
 
     def forget(self) -> None:
         """Drop the adapters' tensors of this window, so that memory does not grow with the model."""

@@ -181,7 +181,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     wanted = plan.job.verify or full
-    headers, seen = headings(plan, written.digests), written.measures.seen
+    headers, seen = headings(plan, written.digests, written.sums), written.measures.seen
     proof = (
         verify(plan, written.part, reader, full=full, written=headers, seen=seen, progress=progress) if wanted else None
     )

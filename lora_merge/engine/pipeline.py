@@ -29,6 +29,7 @@ from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import APART, Progress, Step
 from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
+from .storing.checksums import Checksums
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Written:
     plan: Plan
     part: Path
     digests: tuple[str, ...]  # of `plan.inputs`
+    sums: tuple[Mapping[str, str], ...]  # for every file the entry with the sums of its codes
     device: str
     stages: Mapping[str, float]  # seconds busy
     saturated: Mapping[str, int]  # tensor → numbers that were cut
@@ -71,6 +73,8 @@ class Pipeline:
         self.shares = file_system(parts[0]) in CLONES
         """Whether the output may share blocks with the base; False once the system has refused."""
         self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes of the current window
+        self.sums = [Checksums(plan) for plan in plans]
+        self.entries: dict[int, Sequence[Mapping[str, str]]] = {}  # number of a plan → what its sums are
         self.failed: dict[int, Exception] = {}
         """Number of a plan → its error; the other plans go on."""
 
@@ -98,7 +102,7 @@ class Pipeline:
     def _written(self, number: int) -> Written:
         plan, merger = self.plans[number], self.merger
         return Written(
-            plan, self.parts[number], tuple(self.digests.of(plan.inputs)), merger.device,
+            plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
             self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
             merger.choice.why, merger.measures[number],
         )  # fmt: skip
@@ -221,6 +225,7 @@ class Pipeline:
 
             def put(first: int) -> None:
                 writer.write(view[first : first + PIECE], at + first)
+                self.sums[task.plan].feed(task.window.file, at + first, view[first : first + PIECE])
 
             self._paced(task, map(put, pieces), len(pieces))
             return
@@ -245,8 +250,9 @@ class Pipeline:
         plan = self.plans[number]
         self.progress(Step("flush", str(plan.job.output)))
         self._leave(number, len(plan.files) - 1)
-        self.merger.complete(number, self.parts[number])
-        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs))):
+        again = self.merger.complete(number, self.parts[number])
+        self.entries[number] = self.sums[number].entries(self.parts[number], again)
+        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs), self.entries[number])):
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:

@@ -47,6 +47,7 @@ from ..models.weights import Weight
 from ..shapes import Shape
 from ..text import listed
 from .cache import CheckpointCache
+from .checksums import entry, summed
 from .combining import Combining
 from .containers import check_container, check_names, check_tensors, header_of, in_order, new_gguf, stored_as
 from .metadata import kept_entries
@@ -217,8 +218,10 @@ def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]
     adapters = [m.adapter.index for m in matched.adapters]
     found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
     files = []
-    for (path, targets), own in zip(by_file.items(), found, strict=True):
+    coded = summed([*by_file.values()])
+    for (path, targets), own, changed in zip(by_file.items(), found, coded, strict=True):
         kept = kept_entries(job, base, path)
+        own |= entry([0] * len(changed)) if own else {}
         header, alignment = header_of(job, base, path, targets, {**kept, **own})
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,15 +51,16 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     return found | given
 
 
-def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
+def headings(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]]) -> Iterator[bytes]:
     """Yield the final header of every file of the plan, as long as the planned header.
 
     A header is planned before any weight is read; the digests of the inputs are known after. No placeholder is searched
     in the planned header, because the base's names and texts may look like one: our own entries are made a second time.
-    `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order.
+    `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order. `sums`: for every file the entry with
+    the sums of its codes.
     """
     adapters = [m.adapter.index for m in plan.adapters]
     found = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
-    for file, own in zip(plan.files, found, strict=True):
-        header = with_metadata(file.header, {**file.kept, **own})
+    for file, own, summed in zip(plan.files, found, sums, strict=True):
+        header = with_metadata(file.header, {**file.kept, **own, **summed})
         yield sealed(header) if SEAL in own else header

@@ -26,7 +26,9 @@ from ..files.checkpoint import read_header
 from ..measure import RETAINED, Checked
 from ..models.blocks import groups
 from ..models.names import names
+from ..planning.checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
+from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
 from ..text import by_component, listed, quoted
 from .account import account
@@ -74,6 +76,8 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
             _check(targets, path, merged, compared, told)
     check_folder(plan, part, new=written is not None)
     _conclude(plan, merged, part)
+    if full:
+        _check_sums(paths, checked)
     proof = _proof(plan, merged, compared, full=full)
     proof["warnings"] += dict.fromkeys(notes)
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
@@ -241,6 +245,23 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
         f"{len(f.wrong)} of {f.tensors} merged tensors are not what base and adapters give{hint}",
         f"{part}: {name}, {where}",
     )
+
+
+def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:
+    """Raise VerificationFailed unless changed codes and scales have the sums that the headers say, where they do.
+
+    `targets`: the tensors in each of the files, where they lie there.
+    """
+    for path, tensors in zip(paths, summed(targets), strict=True):
+        text = read_header(path).metadata.get(CHECKSUMS, "")
+        if not text or not tensors:
+            continue  # earlier versions and other programs write no sums
+        said = [text[at : at + DIGITS] for at in range(0, len(text), DIGITS)]
+        if len(said) != len(tensors):
+            raise _failed("the file has sums of other tensors", f"{path}: {CHECKSUMS}")
+        for target, one, found in zip(tensors, said, sums_of(path, tensors), strict=True):
+            if one != f"{found:0{DIGITS}x}":
+                raise _failed("codes or scales were changed after they were written", f"{path}: {target.name}")
 
 
 def _failed(what: str, where: str) -> VerificationFailed:
