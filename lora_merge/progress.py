@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,28 @@ are measured or compared."""
 
 APART: Final = 0.1
 """Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
+
+
+SECOND_HAND: Final = 0.5
+"""Seconds between two redraws of a bar of tqdm that no step moves: the elapsed time in it goes on."""
+
+
+@contextmanager
+def beating(draw: Callable[[], object], apart: float) -> Iterator[None]:
+    """Call a function in a thread of its own, again and again with so many seconds in between, until the block ends."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(apart):
+            draw()
+
+    thread = threading.Thread(target=beat, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 class Step(NamedTuple):
@@ -142,7 +165,8 @@ def watched(progress: bool | Progress, *, jobs: int = 0) -> Iterator[Progress]: 
     elif progress is True:
         from tqdm.auto import tqdm  # a widget in notebooks
 
-        with tqdm(total=jobs, unit="job") if jobs else tqdm(unit="B", unit_scale=True, unit_divisor=1024) as bar:
+        made = tqdm(total=jobs, unit="job") if jobs else tqdm(unit="B", unit_scale=True, unit_divisor=1024)
+        with made as bar, beating(bar.refresh, SECOND_HAND):
             yield JobBar(bar) if jobs else Bar(bar)
     elif progress is False or progress is None:
         yield unwatched

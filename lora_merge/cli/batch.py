@@ -73,9 +73,10 @@ def batch(
     if jobs is None:
         fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
         raise UsageError("no jobs file was given", "lora-merge batch", fix)
-    from .streams import Pictures, ReportFile
+    from .pictures.files import Pictures
+    from .streams import ReportFile
 
-    pictures = Pictures(html, None, dry_run=dry_run)
+    pictures = Pictures(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
         raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
     number = None if workers is None else whole_number(workers, "--workers")

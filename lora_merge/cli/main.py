@@ -154,9 +154,10 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
     from ..planning.plan import sources
-    from .streams import Pictures, reporting
+    from .pictures.files import Pictures
+    from .streams import reporting
 
-    pictures = Pictures(html, plot, dry_run=dry_run)
+    pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
     given = named_adapters(adapters, options.get("strength"))
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))

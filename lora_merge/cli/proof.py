@@ -167,9 +167,10 @@ def unmerge(
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
     from ..proof.unmerge import plan_unmerge
-    from .streams import Pictures, reporting
+    from .pictures.files import Pictures
+    from .streams import reporting
 
-    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, dry_run=dry_run)
+    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
     if output is None:
         refuse_to_unmerge(expand(made))
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))

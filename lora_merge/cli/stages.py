@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from ..progress import Stage, Step
+from ..progress import Stage, Step, beating
 from ..text import done_of, one_line, rate
 from .look import columns, has, prepare, reflows
 from .streams import commanding
@@ -332,18 +332,9 @@ def watching(
         return
     display = Display(sys.stderr, jobs, weights or dict(WEIGHTS))
     display.doing = doing or display.doing
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(BEAT):
-            display.draw()
-
-    thread = threading.Thread(target=beat, daemon=True, name="progress")
     display.draw()
-    thread.start()
     try:
-        yield display
+        with beating(display.draw, BEAT):
+            yield display
     finally:
-        stop.set()
-        thread.join()
         display.erase()

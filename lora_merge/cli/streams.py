@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.volumes import same
-from ..errors import MergeError, UsageError, as_resource_error, failure
+from ..errors import UsageError, as_resource_error, failure
 from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -158,58 +158,6 @@ class ReportFile:
         except OSError as e:
             where = one_line(str(self.path))
             print(f"warning: the report could not be written: {e.strerror} ({where})", file=sys.stderr)  # noqa: T201
-
-
-class Pictures:
-    """The files of `--html` and `--plot`. Everything that can fail beforehand is checked before the work begins."""
-
-    def __init__(self, html: str | None, plot: str | None, *, dry_run: bool = False) -> None:
-        """Raise UsageError if one cannot be written there, or cannot be made here."""
-        self._files: list[tuple[ReportFile, Callable[[Any], bytes]]] = []
-        if dry_run and (html or plot):
-            raise UsageError("a dry run has nothing to show", "--html" if html else "--plot", "leave one of them out")
-        if html is not None:
-            from ..viewing.pages.page import library, page
-
-            library()
-            self._files.append((ReportFile(html, "--html"), lambda found: page(found).encode(errors="replace")))
-        if plot is not None:
-            from ..viewing.pages.plot import drawable
-            from ..viewing.pages.plot import plot as draw
-
-            file = ReportFile(plot, "--plot")
-            drawable(file.path)
-            self._files.append((file, lambda found: draw(found, file.path)))
-
-    def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
-        """Raise UsageError if a picture would be written over one of these."""
-        inputs, outputs = list(inputs), list(outputs)
-        for file, _ in self._files:
-            file.protect(inputs, outputs)
-
-    def write(self, found: Callable[[], Any]) -> None:
-        """Write all of them about what `found` returns, the JSON that the command prints; warn where that fails."""
-        if not self._files:
-            return
-        try:
-            made = found()
-        except (OSError, MergeError) as e:  # what it is about is written and proven
-            _unwritten(self._files[0][0].path, e)
-            return
-        for file, make in self._files:
-            part = file.path.with_name(f".{file.path.name}.{os.getpid()}.part")
-            try:
-                part.write_bytes(make(made))
-                part.replace(file.path)
-            except (OSError, UsageError) as e:
-                part.unlink(missing_ok=True)
-                _unwritten(file.path, e)
-
-
-def _unwritten(path: Path, error: Exception) -> None:
-    """Warn that a picture could not be written."""
-    why = getattr(error, "strerror", None) or getattr(error, "what", error)
-    print(f"warning: the picture could not be written: {why} ({one_line(str(path))})", file=sys.stderr)  # noqa: T201
 
 
 @contextmanager

@@ -58,10 +58,10 @@ def inspect(
         parts(files[0], as_json=as_json)
         return
     from ..viewing.inspect import inspect as look
+    from .pictures.files import Pictures
     from .pictures.seen import show_file
-    from .streams import Pictures
 
-    pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
+    pictures, pairs = Pictures(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
     with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
         asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
@@ -120,11 +120,11 @@ def compare(
     Of models it tells by how much each tensor differs, of adapters how alike their changes are.
     """
     from ..viewing.compare import compare as look
+    from .pictures.files import Pictures
     from .pictures.seen import show_comparison
-    from .streams import Pictures
 
     first, second = expand(completed(a)), expand(completed(b))
-    pictures = Pictures(html, plot)
+    pictures = Pictures(html, plot, quiet=as_json or quiet)
     pictures.protect([first, second])
     with watching(quiet=as_json or quiet, doing="reading both") as display:
         found = look(

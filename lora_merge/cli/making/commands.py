@@ -199,9 +199,10 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
 def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> None:
     """Run or plan a task, which is made while progress is shown, as torch is imported for it; print its report."""
     from ...engine.torch_preload import preload
-    from ..streams import Pictures, reporting
+    from ..pictures.files import Pictures
+    from ..streams import reporting
 
-    pictures = Pictures(printed["html"], printed["plot"], dry_run=printed["dry_run"])
+    pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as told, watching(quiet=printed["quiet"]) as display:
         preload(wait=True)
         task = make()

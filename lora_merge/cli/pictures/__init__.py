@@ -1,1 +1,1 @@
-"""Pictures on a terminal."""
+"""Pictures on a terminal, and the files of --html and --plot."""
