@@ -93,6 +93,8 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
     found = changes[0]
     made = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    if found.device.type != "cpu":
+        return found.copy_(made.read(slice(0, found.shape[0])))
     for rows, block in made.blocks():
         found[rows] = block
     return found

@@ -46,9 +46,9 @@ def largest(change: Rows, count: int) -> Largest:
     bits, place = _with(known, left, number, change)
     least = bits.kthvalue(number - wanted + 1).values
     wanted -= int((bits > least).sum())
-    last = int(place[bits == least][wanted - 1])
+    last = int(place[int(((bits == least).cumsum(0) >= wanted).to(torch.uint8).argmax())])
     value = least.reshape(1).view(next(d for d, (i, _) in INTEGERS.items() if i == bits.dtype))
-    return Largest(float(value), last, cols)
+    return Largest(float(value[0]), last, cols)
 
 
 def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
@@ -83,7 +83,11 @@ def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
 def _with(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
     """Return the bits and the places of the magnitudes, so many, with these leading bits."""
     nothing = change.read(slice(0, 0))
-    found = nothing.new_empty(number, dtype=INTEGERS[nothing.dtype][0])
+    kind = INTEGERS[nothing.dtype][0]
+    if number == change.numel():
+        every = torch.cat([block.abs_().reshape(-1).view(kind) for _, block in change.blocks()])
+        return every, torch.arange(number, device=every.device)
+    found = nothing.new_empty(number, dtype=kind)
     places, at = nothing.new_empty(number, dtype=torch.int64), 0
     for rows, block in change.blocks():
         bits = block.abs_().reshape(-1).view(found.dtype)

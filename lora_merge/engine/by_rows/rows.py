@@ -38,9 +38,10 @@ class Rows:
         return Rows((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `PIECE` says."""
+        """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix."""
         out, cols = self.shape
-        step = max(1, PIECE // max(cols, 1))
+        held = self.memory is not None and self.memory.device.type != "cpu"
+        step = max(1, out if held else PIECE // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
             yield rows, self.read(rows)
