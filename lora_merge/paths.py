@@ -14,7 +14,7 @@ from .options import number, unlike
 
 WINDOWS: Final = os.name == "nt"
 
-_DEVICE: Final = re.compile(r"(?:CON|PRN|AUX|NUL|COM[1-9¹²³]|LPT[1-9¹²³]|CONIN\$|CONOUT\$) *(?:\..*)?", re.IGNORECASE)
+_DEVICE: Final = r"(?i)(?:CON|PRN|AUX|NUL|COM[1-9¹²³]|LPT[1-9¹²³]|CONIN\$|CONOUT\$) *(?:\..*)?"
 """Names that Windows has for devices, also with an ending.
 Source: learn.microsoft.com/windows/win32/fileio/naming-a-file."""
 
@@ -28,8 +28,8 @@ WEIGHTS: Final = frozenset(
 """Suffixes of files with weights; those of the base would be stale beside the merged weights."""
 
 
-_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
-ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
+_HUB: Final = r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}"
+_ADDRESS: Final = r"(?i)(?:https?|hf|s3|civitai):.*|civitai"
 
 _SITES: Final = (
     (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
@@ -60,7 +60,7 @@ def forbidden(path: str | Path) -> str:
     """Return the part of a path that Windows takes for no name of a file or folder; "" where there is none."""
     found = PureWindowsPath(path)
     for part in found.parts[1:] if found.root else found.parts:
-        if re.search(r'[<>:"|?*\x00-\x1f]', part) or _DEVICE.fullmatch(part):
+        if re.search(r'[<>:"|?*\x00-\x1f]', part) or re.fullmatch(_DEVICE, part):
             return part
         if part[-1] in ". " and part != "..":
             return part
@@ -125,7 +125,7 @@ def with_found_ending(path: str) -> str:
 
 def is_address(text: str) -> bool:
     """Return whether a text is an address of another machine, and not the path of a file here."""
-    return ADDRESS.match(text) is not None and not exists(text)
+    return re.match(_ADDRESS, text) is not None and not exists(text)
 
 
 def no_address(path: str) -> str:
@@ -138,7 +138,7 @@ def no_address(path: str) -> str:
 def check_input(path: str) -> None:
     """Raise UsageError for an address, and for what may be the name of a model on the Hub."""
     no_address(path)
-    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+    if re.fullmatch(_HUB, path) and not exists(path) and not exists(path.partition("/")[0]):
         fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
         raise UsageError("neither a file nor a folder", path[:200], fix)
 

@@ -17,21 +17,21 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from ..adapter_options import ADAPTER_OPTIONS, TAKES
+from ..adapter_options import TAKES
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
-from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
+from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import exists, expand, home, no_address
 from ..proof.unmerge import opposite
 from .commands import MERGE, UNMERGE, Request
 from .mistakes import REQUIRED, failure, nearest, problems
 from .paths import Search
-from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile
+from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given
 from .short import read_jobs
-from .templates import NoSuchName, distinct, render, render_output, split_adapter
+from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -40,6 +40,7 @@ LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of
 MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
 SHOWN: Final = 50  # mistakes that are listed one by one
 LONGEST: Final = 300  # characters of a mistake's sentence
+TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
 ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
 Entered = TypeVar("Entered", Defaults, JobEntry)
 
@@ -256,8 +257,6 @@ class _Loader:
         options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
         if command in (MERGE, UNMERGE) and self.asked.card is not None:
             options.setdefault("card", self.asked.card)
-        with self._noting((*place, "title")):
-            options |= {name: render(options[name], values) for name in ("title",) if name in options}
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = None, str(self.folder)
         with self._noting((*place, "base")):
@@ -278,19 +277,26 @@ class _Loader:
         self, place: Place, command: str, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the options of a job, those of its command; note others that the job itself has."""
-        own, takes = _given(entry), TAKES[command]
+        own, shared = (self._worded(place, given(options), values) for options in (entry, defaults))
+        takes = TAKES[command]
         for name in own.keys() - {*takes}:
             self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")
-        shared = _given(defaults)
         of_method = METHODS[own.get("method") or shared.get("method") or SUM].takes
         idle = {*NAMES} - {*of_method, "seed"} - own.keys()  # defaults for jobs of another method
         found = {name: value for name, value in (shared | own).items() if name in takes and name not in idle}
-        for name, option in ((n, {**OPTIONS, **ADAPTER_OPTIONS}[n]) for n in found):
-            if option.kind in ("number", "rule", "name") and isinstance(found[name], str):
-                with self._noting((*place, name)):
-                    found[name] = render(found[name], values)
-                if option.kind == "number":
-                    found[name] = self._number((*place, name), found[name], values)
+        for name, kind in ((n, ROWS[n].kind) for n, value in [*found.items()] if isinstance(value, str)):
+            with self._noting((*place, name)):
+                found[name] = render(found[name], values) if kind in TEXTS else found[name]
+            if kind == "number":
+                found[name] = self._number((*place, name), found[name], values)
+        return found
+
+    def _worded(self, place: Place, options: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
+        """Return options with the templates filled in that stand for one of a few words."""
+        found = {}
+        for name, value in options.items():
+            with self._noting((*place, name)):
+                found[name] = render_word(value, ROWS[name], values)
         return found
 
     def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
@@ -342,9 +348,3 @@ class _Loader:
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {count - SHOWN} more"] if count > SHOWN else []
         return failure(self.value, self.name, lines[:SHOWN] + more, count)
-
-
-def _given(options: CommandOptions) -> dict[str, Any]:
-    """Return the options of a job, or of the defaults, that were given."""
-    names = CommandOptions.model_fields
-    return {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -14,7 +14,9 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     create_model,
 )
 
@@ -22,6 +24,9 @@ from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
+
+ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
+"""All options of jobs."""
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
@@ -176,13 +181,16 @@ _TYPES: Final[Mapping[Kind, Any]] = {
 
 
 def _word(option: Option) -> Any:
-    """Return the type of an option with a few words, which may be in other letters."""
+    """Return the type of an option with a few words, which may be in other letters, or a template that becomes one."""
 
-    def in_our_letters(value: Any) -> Any:
+    def in_our_letters(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, str) and "{" in value:
+            return value
         ours = spelled(option, value) if isinstance(value, str) else value
-        return ours if ours in option.words else value
+        return check(ours if ours in option.words else value)
 
-    return Annotated[Literal[option.words], BeforeValidator(in_our_letters)]
+    words = {"anyOf": [{"enum": [*option.words]}, {"type": "string", "pattern": r"\{"}]}
+    return Annotated[Literal[option.words], WrapValidator(in_our_letters), WithJsonSchema(words)]
 
 
 def _field(option: Option) -> tuple[Any, Any]:
@@ -217,6 +225,12 @@ else:
         __doc__="What the commands that write adapters take besides.",
         **{name: _field(option) for name, option in ADAPTER_OPTIONS.items()},
     )
+
+
+def given(options: CommandOptions) -> dict[str, Any]:
+    """Return the options of a job, or of the defaults, that were given."""
+    names = CommandOptions.model_fields
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 class Defaults(CommandOptions):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Final
+from typing import Any, Final
 
+from ..options import Option, spelled
 from ..paths import ENDINGS, forbidden, split_strength
 from ..spellings import meant
 from .mistakes import nearest
@@ -55,6 +56,20 @@ def render(template: str, values: Mapping[str, str]) -> str:
         return value
 
     return FIELD.sub(fill, template)
+
+
+def render_word(given: Any, option: Option, values: Mapping[str, str]) -> Any:
+    """Return the value of an option. Where it is a template for one of a few words, that word; NoSuchName if there is
+    none."""
+    if not (option.words and isinstance(given, str) and "{" in given):
+        return given
+    text = render(given, values)
+    word = spelled(option, text)
+    if word not in option.words:
+        *some, last = map(repr, option.words)
+        near = nearest(text, option.words, every=False)
+        raise NoSuchName(f"should be {', '.join(some)} or {last}, not {text!r}{near}")
+    return word
 
 
 def render_output(template: str, values: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits.options import check_options
-from .habits.words import ASKED, check_command, check_once, checked_output
+from .habits.words import ASKED, SHORT, check_command, check_once, checked_output
 from .helping import REFUSED, everywhere, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
@@ -60,7 +60,9 @@ class Commands(TyperGroup):
             args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
             ctx.meta[HELP[-1]] = True
-            args = [*args[1:2], "--help"]
+            args = [*(SHORT.get(word, word).partition(" ")[0] for word in args[1:2]), "--help"]
+        elif args and args[0] in SHORT and not exists(args[0]):
+            args = [*SHORT[args[0]].split(), *args[1:]]
         elif args and args[0] in ASKED and not exists(args[0]):
             args = [ASKED[args[0]]]
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:

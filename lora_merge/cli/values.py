@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import InputError, UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ADDRESS, ENDINGS, exists, expand, is_address, split_strength, typed
+from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed
 from ..spellings import of_tags, right_form, strange
 from .habits.options import ADAPTERS
 from .habits.words import completed
@@ -31,7 +31,7 @@ _NUMBERED: Final = "([0-9]{1,4}):"
 def expanded(words: Sequence[str]) -> Iterator[str]:
     """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
     for word in words:
-        if exists(word) or not set(word) & set("*?[") or ADDRESS.match(word):
+        if exists(word) or not set(word) & set("*?[") or is_address(word):
             yield word
             continue
         pattern, strength = split_strength(word)

@@ -58,7 +58,7 @@ def place(device: str, dtype: str) -> Placement:
     if dtype == "F64" and not _doubles(where):
         raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):
-        if before := _failed.get(str(_numbered(where))):
+        if before := _failed and _failed.get(str(_numbered(where))):
             raise DeviceFailed(str(where), f"it failed before in this process: {before}")
         raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
     return Placement(_numbered(where), TORCH_DTYPES[dtype])

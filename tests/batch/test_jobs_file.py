@@ -356,6 +356,25 @@ def test_words_are_understood_as_on_the_command_line(field: str, written: str, m
     assert getattr(made.job, field) == meant
 
 
+def test_a_matrix_fills_in_words_too(tmp_path: Path) -> None:
+    text = """
+        version: 1
+        defaults: {base: b, adapters: [a, c], density: 0.5, dtype: "{d}"}
+        jobs:
+        - output: "{m}-{d}"
+          method: "{m}"
+          matrix: {m: [ties, DARE-TIES, sum], d: [bf16, half]}
+    """
+    made = [(e.job.method, e.job.dtype, e.job.output.name) for e in read(tmp_path, text)]
+    assert made == [("ties", "bf16", "ties-bf16"), ("ties", "fp16", "ties-half"),
+                    ("dare_ties", "bf16", "DARE-TIES-bf16"), ("dare_ties", "fp16", "DARE-TIES-half"),
+                    ("sum", "bf16", "sum-bf16"), ("sum", "fp16", "sum-half")]  # fmt: skip
+    message = refused(tmp_path, text.replace("DARE-TIES", "tis"))
+    assert "jobs[0].method" in message
+    assert "not 'tis'" in message
+    assert "no value for {x}" in refused(tmp_path, text.replace('method: "{m}"', 'method: "{x}"'))
+
+
 @pytest.mark.parametrize("written", ["fp64", "fp12"])
 def test_another_dtype_is_not_offered_for_one_that_outputs_cannot_have(written: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:

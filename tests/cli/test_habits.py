@@ -66,11 +66,20 @@ def test_the_version(run: Run, words: list[str]) -> None:
     assert run(*words) == (0, f"lora-merge {lora_merge.__version__}\n", "")
 
 
+def test_diff_extracts_whole_matrices(run: Run) -> None:
+    assert run("help", "diff")[:2] == run("extract", "--help")[:2]
+    written = [
+        run(*words, "a.safetensors", "b.safetensors")[2] for words in (["diff"], ["extract", "--algorithm", "full"])
+    ]
+    assert written[0] == written[1]
+    assert "a.safetensors" in written[0]
+
+
 @pytest.mark.parametrize(
     ("word", "right"),
     [
         ("info", "inspect … (say what a file is"),
-        ("diff", "compare … (say where two models differ"),
+        ("cmp", "compare … (say where two models differ"),
         ("inspct", "inspect … (say"),
         ("frobnicate", "merge, batch"),
     ],

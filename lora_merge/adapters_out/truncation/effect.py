@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from math import fsum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ...engine.by_rows.rows import Rows
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...engine.by_rows.rows import Rows
 
 WORK: Final = 2**21
 """Multiplications for the rows of a product of factors that are looked at."""

@@ -20,7 +20,7 @@ ASKED: Final = MappingProxyType(
 
 COMMANDS: Final = {
     **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
-    **dict.fromkeys(("diff", "difference", "cmp"), "compare"),
+    **dict.fromkeys(("difference", "cmp"), "compare"),
     **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join", "merge_lora", "merge_and_unload"), "merge"),
     **dict.fromkeys(("svd", "subtract", "extract_lora_from_models"), "extract"),
     **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
@@ -29,6 +29,9 @@ COMMANDS: Final = {
     **dict.fromkeys(("validate", "prove", "test"), "verify"),
 }
 """Command of another program → the one that does this here."""
+
+SHORT: Final = MappingProxyType({"diff": "extract --algorithm full"})
+"""Word → the words that it is short for."""
 
 _WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
 

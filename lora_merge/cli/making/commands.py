@@ -144,7 +144,10 @@ def extract(
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="32, energy:0.99, noise … Default: 32.")] = None,
     **options: Any,
 ) -> None:
-    """Write the difference of two checkpoints as an adapter."""
+    """Write the difference of two checkpoints as an adapter.
+
+    `lora-merge diff` is short for `extract --algorithm full`, which is exact.
+    """
     output, _, printed = _taken(options)
 
     def task() -> Task:
