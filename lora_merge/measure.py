@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .text import Note
+
 if TYPE_CHECKING:
     from .job import Job
 
@@ -175,14 +177,14 @@ class Measures:
         self.tensors.pop(tensor, None)
         self.seen.pop(tensor, None)
 
-    def lost(self, job: Job) -> Iterator[str]:
+    def lost(self, job: Job) -> Iterator[Note]:
         """Yield a warning for each adapter of which less than `RETAINED` is in the output, where no proof tells it."""
         every = total(self.tensors.values())
         for number, ref in enumerate(job.adapters):
             one = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
             if one.loses and not every.cut:
                 kept = max(one.all.retained or 0.0, 0.0)
-                yield (
+                yield Note(
                     f"only {kept:.0%} of {ref.path.name} is in the output: its changes are "
                     "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
                     "--rounding stochastic"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import Shown, codes_line, json_text, size, stored
+from .text import Note, Shown, codes_line, json_text, size, stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +61,7 @@ class Report(Shown):
     verified: Mapping[str, Any] | None = None
     version: str = ""
     saturated: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     device_choice: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     codes: Mapping[str, Any] = field(default_factory=dict)

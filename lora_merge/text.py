@@ -6,7 +6,12 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, NewType
+
+Note = NewType("Note", str)
+"""A remark for the user, no error: the text of a note or a warning in reports. The documentation has a line on each; a
+test finds them by the calls `Note(…)`, and mypy finds a remark without one."""
+
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""

@@ -76,6 +76,27 @@ def test_the_index_of_errors_has_every_message(hooks: ModuleType, index: str) ->
     assert counted > 400
 
 
+def test_the_page_of_notes_has_every_remark_of_the_code_once_and_no_other(hooks: ModuleType) -> None:
+    rows = [line.split(" | ") for line in (SITE / "pages" / "notes.md").read_text(encoding="utf-8").splitlines()]
+    told = [row[0].removeprefix("| ") for row in rows if len(row) == 3 and row[0] not in ("| message", "|---")]
+    assert sorted(told) == sorted(map(hooks.cell, hooks.notes()))
+    assert len(told) > 90
+
+
+PASSED_ON_NOTES = (
+    "f'{part}: {note}'", "f'{listed(modules, 2)}: {text}'", "f'{listed(m, 2)}: {text}'", "'; '.join(filter(None, (of_rank, of_alpha)))",
+    "f'{info.name}: {self.unused[info.name]}'", "why",
+)  # fmt: skip
+"""Remarks that hold another remark, or the reason that a refusal gives (`--unmatched skip`)."""
+
+
+def test_every_remark_has_a_text(hooks: ModuleType) -> None:
+    for path in sorted((ROOT / "lora_merge").rglob("*.py")):
+        for _, call, known in hooks.made(path, frozenset({"Note"})):
+            text = ast.unparse(call.args[0])
+            assert text in PASSED_ON_NOTES or all(t.strip("…:; ") for t in hooks.texts(call.args[0], known)), text
+
+
 def test_the_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
     page = hooks.blocks()
     assert "| `MIDD` |" in page

@@ -184,7 +184,8 @@ def made(path: Path, names: frozenset[str]) -> Sequence[tuple[str, ast.Call, Tex
     for call, function, kind in calls:
         name = getattr(call.func, "id", kind if getattr(call.func, "attr", "") == "__init__" else "")
         if name in names:
-            known = _constants(path) | (_locals(function, [call for call, _, _ in calls]) if function else {})
+            fixed = _constants(path)
+            known = fixed | (_locals(function, [call for call, _, _ in calls], fixed) if function else {})
             found.append((name, call, known))
     return found
 
@@ -215,8 +216,10 @@ def _constants(path: Path) -> Texts:
     return {name: [value] for name, value in vars(module).items() if isinstance(value, str)}
 
 
-def _locals(function: ast.FunctionDef, calls: Sequence[ast.Call]) -> Texts:
-    """Return the texts that a function gives its names, and those that the `calls` of its module pass to it."""
+def _locals(function: ast.FunctionDef, calls: Sequence[ast.Call], fixed: Texts) -> Texts:
+    """Return the texts that a function gives its names, and those that the `calls` of its module pass to it.
+
+    `fixed`: the constants of the module."""
     found: Texts = {}
     pairs: list[tuple[ast.expr | ast.arg, ast.expr]] = []
     own = [a for a in function.args.args if a.arg != "self"]
@@ -228,7 +231,7 @@ def _locals(function: ast.FunctionDef, calls: Sequence[ast.Call]) -> Texts:
             pairs += _assigned(target, node.value)
     for name, value in pairs:
         if label := getattr(name, "id", getattr(name, "arg", "")):
-            found.setdefault(label, []).extend(texts(value, {}))
+            found.setdefault(label, []).extend(texts(value, fixed))
     return found
 
 
@@ -253,9 +256,26 @@ def texts(node: ast.expr, known: Texts) -> list[str]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return ["".join(pair) for pair in product(texts(node.left, known), texts(node.right, known))]
     if isinstance(node, ast.JoinedStr):
+        fixed = {name: known[name] for name in known if name.isupper()}
         parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-        return ["".join(row) for row in product(*(texts(part, {}) for part in parts))]
+        return ["".join(row) for row in product(*(texts(part, fixed) for part in parts))]
+    return _formatted(node, known)
+
+
+def _formatted(node: ast.expr, known: Texts) -> list[str]:
+    """Return what a template with `.format(…)` can be; "…" for another expression."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
     return ["…"]
+
+
+def notes() -> set[str]:
+    """Return the text of every remark that is no error, from the code: `Note(…)`; not those that pass others on."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "lora_merge").rglob("*.py")):
+        for _, call, known in made(path, frozenset({"Note"})):
+            found.update(text for text in texts(call.args[0], known) if text.strip("…:; "))
+    return found
 
 
 def cell(value: str) -> str:

@@ -26,7 +26,7 @@ from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
 from ..shapes import Shape
-from ..text import plural
+from ..text import Note, plural
 from .suffixes import SHARED, split, split_row_part
 from .values import differing, e4m3, zero_outside
 
@@ -136,7 +136,7 @@ class AdapterFile:
     modules: tuple[Module, ...]
     strange: tuple[StoredTensor, ...]
     ignored: Mapping[str, str]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass

@@ -23,6 +23,7 @@ from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
 from ..limits import from_json
 from ..options import shown
+from ..text import Note
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -64,19 +65,19 @@ class Trained:
     split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
     has_arguments: bool = False
     bypass: bool = False  # whether bypass mode was on
-    note: str = ""  # for the user, on an unreadable entry that the formula does not need
+    note: Note | None = None  # for the user, on an unreadable entry that the formula does not need
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     """Return the arguments for a row of ALGORITHMS; InputError for damaged metadata that the row may depend on."""
-    tables, note = {}, ""
+    tables, note = {}, None
     for name in [name for name in READ if name in metadata]:
         try:
             tables[name] = _table(metadata[name], f"{where}: {name}")
         except InputError as e:
             if _may_depend(row, metadata[name]):
                 raise
-            note = f"{e.what} ({name}); its formula takes nothing from there"
+            note = Note(f"{e.what} ({name}); its formula takes nothing from there")
     given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}

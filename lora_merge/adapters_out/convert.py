@@ -27,6 +27,7 @@ from ..options import pairs, shown
 from ..paths import is_folder, names_folder, output_file
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
+from ..text import Note
 from .changes import SINGLE, Evaluator, is_plain
 from .conversion.assumed import as_named, cache_of, without_base
 from .conversion.kept import Kept, entry, kept
@@ -185,7 +186,7 @@ def planned_layers(task: Conversion, there: Sequence[Filled]) -> list[PlannedLay
     return [planned_layer(one, rank, task.to, task.job, kept=kept) for one, rank in zip(there, ranks, strict=True)]
 
 
-def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[str]:
+def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
     rules = task.rules
     if rules is None or task.job.algorithm == WHOLE:
@@ -264,7 +265,7 @@ def _made(
     return found, zeros
 
 
-def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[str]:
+def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
     """Return the note about settings that the user stated and that copied tensors do not hold."""
     given, needed = dict(job.inputs.setting), set()
     for one in made:
@@ -272,7 +273,7 @@ def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[str]:
             needed |= given.keys() & ALGORITHMS[one.layer.algorithm].settings.keys()
             needed |= {ALPHA} & given.keys() if ".alpha" not in one.tensors else set()
     again = " ".join(f"--setting {name}={given[name]}" for name in sorted(needed))
-    return [f"whoever reads the output has to state {again} again"] if again else []
+    return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
 def _nbytes(one: Filled) -> int:

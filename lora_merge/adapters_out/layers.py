@@ -18,6 +18,7 @@ from ..engine.combining import coefficients, combined_rows
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
+from ..text import Note
 from .changes import Change, Norms
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
@@ -115,7 +116,7 @@ class Layer:
     alpha: float | None
     squares: float  # ‖Δ‖²
     lost: float  # ‖Δ − Δ̂‖² of the stored tensors
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[Note, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
     norms: Norms = field(default_factory=dict)

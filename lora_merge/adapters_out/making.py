@@ -20,6 +20,7 @@ from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
 from ..proof.stored import Stored
+from ..text import Note
 from .changes import SINGLE, Evaluator, is_plain, norms_of
 from .conversion.kept import without_bytes
 from .job import FACTORS, WHOLE, AdapterJob
@@ -53,7 +54,7 @@ class Maker:
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
-        self.notes: dict[str, None] = {}
+        self.notes: dict[Note, None] = {}
         self.weights = weights_of(self.job, self.sources, self.dtype)
 
     def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
@@ -145,8 +146,7 @@ class Maker:
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
         if target.vector and self.job.method in UNDIRECTED:
-            text = f"{self.job.method}: {ADDED}"
-            self.notes[text] = None
+            self.notes[Note(f"{self.job.method}: {ADDED}")] = None
         columns = sum(c.rank or 0 for c in changes)
         if not changes:
             return None, 0

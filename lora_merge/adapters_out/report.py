@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.module_blocks import block_name, in_order, network_of
-from ..text import Shown, json_text, plural, size
+from ..text import Note, Shown, json_text, plural, size
 from .job import WHOLE
 from .truncation.effect import together
 
@@ -56,7 +56,7 @@ class AdapterReport(Shown):
     energy: float
     written: int
     seconds: float
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     verified: Mapping[str, Any] | None = None
     version: str = ""
     weights: int = 0

@@ -30,6 +30,7 @@ from ..planning.recipe import sha256
 from ..progress import Progress, Stage, Step, counted, unwatched
 from ..proof.stored import Stored
 from ..shapes import Shape
+from ..text import Note
 from ..version import __version__
 from .changes import Evaluator
 from .conversion.kept import entry, waiting
@@ -56,7 +57,7 @@ class Facts:
 
     coverage: Mapping[str, Any]
     dtype: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     to: str = "keep"  # the dialect
     weights: int = 0  # bytes of the weights whose changes are computed
 
@@ -164,7 +165,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
-            notes = (*notes, f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")
+            notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
         made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
         facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=maker.weights)
@@ -177,10 +178,10 @@ def model_of(sources: Sources) -> str:
     return known.file.stem if known else ""
 
 
-def left_out(zeros: Sequence[str]) -> list[str]:
+def left_out(zeros: Sequence[str]) -> list[Note]:
     """Return the note about layers that change nothing, if there are any."""
     more = " …" if len(zeros) > 3 else ""
-    return [f"not written, because their change is zero: {', '.join(zeros[:3])}{more}"] if zeros else []
+    return [Note(f"not written, because their change is zero: {', '.join(zeros[:3])}{more}")] if zeros else []
 
 
 def plan(job: AdapterJob) -> AdapterReport:
@@ -215,7 +216,7 @@ def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any
                          facts.notes, None, __version__, facts.weights, planned=True)  # fmt: skip
 
 
-def memory_note(job: AdapterJob, sources: Sources) -> list[str]:
+def memory_note(job: AdapterJob, sources: Sources) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
     tasks = []
     for target in (part for whole in sources.targets for part in whole.stored):

@@ -24,7 +24,7 @@ from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import Inputs, match, open_inputs
 from ..planning.plan import weights
-from ..text import listed, plural
+from ..text import Note, listed, plural
 from .job import AdapterJob
 from .joining.names import GIVE_BASE, body_of, check_joined, shape_of
 from .joining.naming import Naming
@@ -41,7 +41,7 @@ class Sources:
     targets: tuple[Target, ...]
     weights: Mapping[str, Weight]
     indexes: tuple[Index, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     architecture: str = ""
     inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
 
@@ -75,7 +75,7 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     if not kept:
         raise UsageError("no module is chosen", "--include and --exclude", "choose other parts of the model")
     left = len(sources.targets) - len(kept)
-    note = [f"left out by --include and --exclude: {plural(left, 'weight')}"] if left else []
+    note = [Note(f"left out by --include and --exclude: {plural(left, 'weight')}")] if left else []
     return replace(sources, targets=kept, notes=(*sources.notes, *note))
 
 
@@ -120,7 +120,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         for module in file.modules:
             joined.setdefault((body_of(module.name), module.parameter), []).append((number, module))
     check_joined(joined, files)
-    kept, targets, remarks = CheckpointWeights(), [], dict[str, dict[str, None]]()
+    kept, targets, remarks = CheckpointWeights(), [], dict[Note, dict[str, None]]()
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
         for (body, parameter), members in joined.items():
@@ -130,7 +130,10 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
                 remarks.setdefault(text, {})[where] = None
             kept.add(f"{body}.{parameter}", target)
             targets.append(target)
-    notes = (*(note for f in files for note in f.notes), *(f"{listed(m, 2)}: {text}" for text, m in remarks.items()))
+    notes = (
+        *(note for f in files for note in f.notes),
+        *(Note(f"{listed(m, 2)}: {text}") for text, m in remarks.items()),
+    )
     return Sources(files, tuple(targets), kept.weights, tuple(f.index for f in files), notes)
 
 
@@ -154,7 +157,7 @@ def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterConte
 def _joined_target(
     name: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
     refs: Sequence[Adapter],
-) -> tuple[Target, list[tuple[str, str]]]:  # fmt: skip
+) -> tuple[Target, list[tuple[str, Note]]]:  # fmt: skip
     """Return the change of one parameter by all adapters, and a module and a sentence for each remark on them."""
     shape = next(filter(None, (shape_of(m) for _, m in members)), None)
     if shape is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
 from ..process import kept_objects
-from ..text import Lines, by_pattern, by_reason, codes_line, counted, shown, size, stored
+from ..text import Lines, Note, by_pattern, by_reason, codes_line, counted, shown, size, stored
 from ..viewing.words.merges import effect, matched, of_a_sample, recomputed, retained, saturated, unchanged, unused
 from .look import broken, columns
 
@@ -108,7 +108,7 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     return run(plan, progress or unwatched)
 
 
-def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
+def remarks(coverage: Mapping[str, Any], notes: Sequence[Note]) -> Iterator[str]:
     """Return what the user should know of a merge whose lines are not shown: each note, and what was left out."""
     yield from (f"note: {note}" for note in notes)
     for name, found in coverage.items():

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from ..errors import InputError
 from ..shapes import Shape
+from ..text import Note
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ class Header:
     metadata: Mapping[str, str]
     data_offset: int
     state: FileState
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     """All entries of a GGUF file but long arrays: numbers, texts, short arrays."""
     alignment: int = 1

@@ -17,6 +17,7 @@ import torch
 from ..algorithms import ALGORITHMS
 from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
+from ..text import Note
 from .blocks import Block
 from .device.memory import lanes
 from .placement import TORCH_DTYPES, WHOLE, Placement
@@ -93,9 +94,9 @@ def started(kind: str) -> bool:
     return kind in ("cuda", "xpu") and bool(torch.get_device_module(kind).is_initialized())
 
 
-def passed_over(device: str, dtype: str) -> list[str]:
+def passed_over(device: str, dtype: str) -> list[Note]:
     """Return a note for each faster device that `auto` did not take, with the reason."""
-    return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
+    return [Note(f"{kind} is not used: {why}") for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
 
 
 def fallback_device(device: str, at: Sequence[Placement]) -> Placement | None:

@@ -22,6 +22,7 @@ from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
+from ..text import Note
 from .blocks import Block, groups, portions
 from .buffers import Outcome, Room, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
@@ -65,7 +66,7 @@ class BlockMerger:
     tensors: PatchTensors  # the caller empties their cache
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; its threads then fetch tensors
     max_vram: int | None = None
-    notes: list[str] = field(default_factory=list)  # remarks for the user
+    notes: list[Note] = field(default_factory=list)  # remarks for the user
     saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
     draw: Draw | None = None  # for stochastic rounding
     staged: int = STAGED  # bytes of pinned memory for a transfer
@@ -336,9 +337,8 @@ class BlockMerger:
 
     def note(self, text: str) -> None:
         """Tell the user, once, what was done as a device was short of memory."""
-        text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"
-        if text not in self.notes:
-            self.notes.append(text)
+        note = Note(f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}")
+        self.notes.extend({note} - {*self.notes})
 
 
 def _measured(outcome: Outcome, together: Together) -> Outcome:

@@ -27,6 +27,7 @@ from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify
 from ..report import Report
+from ..text import Note
 from ..version import __version__
 from .pipeline import Pipeline, Written
 
@@ -149,14 +150,14 @@ def _end(output: _Output, written: Written, reader: Reader, share: float, progre
     return _report(written, proof, output.opening + share + time.monotonic() - ending, notes)
 
 
-def _write_card(plan: Plan) -> tuple[str, ...]:
+def _write_card(plan: Plan) -> tuple[Note, ...]:
     """Write the model card beside an output file, if one is wanted; return notes on what prevented it."""
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
     made = None if path in plan.read else card(plan, path)
     if made is None:
-        return (f"no model card was written: another kind of file is at {path}",)
+        return (Note(f"no model card was written: another kind of file is at {path}"),)
     part = path.with_name(f".{path.name}.lora-merge.part")
     try:
         part.write_bytes(made)
@@ -164,7 +165,7 @@ def _write_card(plan: Plan) -> tuple[str, ...]:
     except OSError as e:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        return (f"no model card was written: {e.strerror} ({path})",)
+        return (Note(f"no model card was written: {e.strerror} ({path})"),)
     return ()
 
 
@@ -190,7 +191,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     return proof
 
 
-def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[str]) -> Report:
+def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
     plan, job, lost = written.plan, written.plan.job, () if proof else tuple(written.measures.lost(written.plan.job))
     numbers = written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated)
     if proof:  # whose numbers are a sample of these

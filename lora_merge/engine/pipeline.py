@@ -28,6 +28,7 @@ from ..planning.metadata import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import APART, Progress, Step
+from ..text import Note
 from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
 from .storing.checksums import Checksums
 from .windows import Window, sharable, slots, window_bytes, windows
@@ -50,7 +51,7 @@ class Written:
     device: str
     stages: Mapping[str, float]  # seconds busy
     saturated: Mapping[str, int]  # tensor → numbers that were cut
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     choice: str  # why `auto` took the device
     measures: Measures  # of the merged tensors
 

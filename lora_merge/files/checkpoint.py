@@ -16,7 +16,7 @@ from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadab
 from ..errors import InputError
 from ..options import shown
 from ..paths import exists, is_folder
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
 from .codecs.told import MODELOPT, smoothed, with_modelopt
@@ -58,7 +58,7 @@ class Index:
     """The `*.index.json` of each sharded set."""
     components: Mapping[str, Index] = field(default_factory=dict)
     """Sub-folder → its checkpoint, for a pipeline; the names in `tensors` are then `<component>.<stored name>`."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """Messages for the user: variants that are not used, entries that are not tensors …"""
     packed: Mapping[str, Packing] = field(default_factory=dict, repr=False)
     """Name → packing of the weights that are not stored as plain numbers."""
@@ -118,16 +118,16 @@ def _opened(path: Path) -> Index:
         if found is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
         return _nonempty(replace(_sharded(path.parent, found), path=path.parent).recognised())
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
-        notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
+        notes = (Note(f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model"),)
     if path.name in PEFT_FILES and (whole := _trained_whole(path.parent)):
         raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
                          f"give the folder {path.parent}, which holds all of it")  # fmt: skip
     beside = configuration(path)
     if beside and not _is_called_trained(path):
-        notes = (*notes, f"read with the {beside.name} beside it")
+        notes = (*notes, Note(f"read with the {beside.name} beside it"))
     return _nonempty(_of_files(path, [path], config=_read_config(beside) if beside else {}, notes=notes).recognised())
 
 
@@ -230,7 +230,7 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
         {f: h for index in parts.values() for f, h in index.headers.items()},
         tuple(f for index in parts.values() for f in index.index_files),
         parts,
-        tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
+        tuple(Note(f"{part}: {note}") for part, index in parts.items() for note in index.notes),
         {
             f"{part}.{key}": _inside(part, packing, tensors)
             for part, index in parts.items()
@@ -250,7 +250,7 @@ def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor
 _KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}
 
 
-def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Index:
+def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> Index:
     """Return one file, or shards checked against their index."""
     if weights.index is None:
         require_all(weights)
@@ -273,19 +273,20 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
         raise bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not in the file that it names")
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
-        index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
+        note = Note(f"{weights.index.name} does not list {listed(unlisted, 3)}")
+        index = replace(index, notes=(*index.notes, note))
     same, other = unnamed(weights, table.values())
     if same and weights.suffix != "safetensors":
         raise bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
     for shards, what in ((same, "copied as they are"), (other, "of another count, not copied")):
         if shards:
-            note = f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}"
+            note = Note(f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}")
             index = replace(index, notes=(*index.notes, note))
     return replace(index, index_files=(weights.index,), unnamed=tuple(same))
 
 
 def _of_files(
-    path: Path, files: Iterable[Path], *, config: Mapping[str, Any] | None = None, notes: tuple[str, ...] = ()
+    path: Path, files: Iterable[Path], *, config: Mapping[str, Any] | None = None, notes: tuple[Note, ...] = ()
 ) -> Index:
     """Return the tensors of several files as one checkpoint; InputError if two files hold the same name."""
     headers: dict[Path, Header] = {}

@@ -23,7 +23,7 @@ from typing import Final
 
 from ..disk.files import unreadable
 from ..errors import InputError
-from ..text import listed
+from ..text import Note, listed
 
 STEMS: Final = (
     "diffusion_pytorch_model",
@@ -140,7 +140,7 @@ def _shards_of(w: Weights) -> tuple[str, str, str] | None:
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
-def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]]:
+def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:
     """Return the set to use and notes about the other sets; InputError if the user has to choose."""
     first, others = found[0], found[1:]
     if first.stem not in STEMS and others:
@@ -158,7 +158,7 @@ def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]
     rivals = [w.label for w in others if w.suffix == first.suffix]
     if not rivals:
         return first, ()
-    return first, (f"{folder.name} also holds {listed(rivals)}; used {first.label}",)
+    return first, (Note(f"{folder.name} also holds {listed(rivals)}; used {first.label}"),)
 
 
 def components(folder: Path, named: Iterable[str]) -> list[Path]:

@@ -27,7 +27,7 @@ from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError, as_resource_error
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
 from .pickle_scan import NotRun, scan
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> Header:
         raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
     left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
-        notes = (*notes, f"{path.name}: left out entries that are not tensors: {listed(left)}")
+        notes = (*notes, Note(f"{path.name}: left out entries that are not tensors: {listed(left)}"))
     return Header(found, {}, 0, state, notes)
 
 
@@ -217,7 +217,7 @@ def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
         raise InputError("a zip archive that torch.save did not write", str(path), fix)
 
 
-def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...]]:
+def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[Note, ...]]:
     """Return the dict that holds the tensors, without its wrappers, and notes for the user."""
     unwrapped: list[str] = []
     while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
@@ -234,7 +234,7 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
             f"{path}: it holds a {type(loaded).__name__}",
             "save the model's state_dict(), best as .safetensors",
         )
-    return loaded, ((f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ())
+    return loaded, ((Note(f"{path.name}: weights were under {'.'.join(unwrapped)!r}"),) if unwrapped else ())
 
 
 def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..limits import from_json
 from ..paths import WEIGHTS
 from ..shapes import Shape
-from ..text import listed
+from ..text import Note, listed
 from .checkpoint import Index
 from .codecs.told import SECTIONS
 from .json_files import json_value, read_index
@@ -96,12 +96,12 @@ def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
     return [f"{name} -> {path}" for name, path in targets.items() if {root, *blobs}.isdisjoint(path.parents)]
 
 
-def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
+def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[Note]:
     """Yield a note for every adapter folder whose tokenizer files differ in size from the base's; no file is read."""
     for folder in adapters if base.is_dir() else ():
         if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
-            yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: use that one if the "
-                   "training added tokens or a chat template")  # fmt: skip
+            yield Note(f"the output has the base's tokenizer; {folder} has another {listed(other)}: use that one if "
+                       "the training added tokens or a chat template")  # fmt: skip
 
 
 def _size(path: Path) -> int | None:

@@ -29,6 +29,7 @@ from ..errors import InputError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView, turned
 from ..shapes import Shape
+from ..text import Note
 from .context import LACKS_FACTS, AdapterContext, fit, shapes_of
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
@@ -77,7 +78,7 @@ class Choice(NamedTuple):
     """The patch for a module, and what goes with it."""
 
     patch: Patch
-    remarks: tuple[str, ...]  # sentences about the module for the user
+    remarks: tuple[Note, ...]  # sentences about the module for the user
     settings: frozenset[str]  # the user's settings that the patch depends on
 
 
@@ -98,14 +99,14 @@ class _Chooser:
         self.module, self.context = module, context
         self.rules = context.rules.of(module.name)
         self.path = context.adapter.path
-        self.remarks: list[str] = []
+        self.remarks: list[Note] = []
         self.settings: set[str] = set()
 
     def choose(self, view: WeightView, near: Mapping[str, WeightView]) -> Choice:
         """See `choose`."""
         module, context = self.module, self.context
         for slot in repeated(module, self.path, context.values):
-            self.remarks.append(SHARED_TWICE.format(slot=slot))
+            self.remarks.append(Note(SHARED_TWICE.format(slot=slot)))
         candidates, chosen = context.candidates(module, view, near)
         reasons = []
         for name, tried in ((n, s) for n in candidates for s in self._ways(n, view)):

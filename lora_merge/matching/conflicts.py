@@ -21,7 +21,7 @@ from ..methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from ..ranges import Ranges
-from ..text import listed
+from ..text import Note, listed
 from .patch import Match, Patch
 
 TIED: Final = re.compile(
@@ -33,7 +33,7 @@ TIED: Final = re.compile(
 Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_experts` a second name is the same layer.
 """
 
-TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
+TWICE: Final = Note("the adapter holds it a second time under another name, equal byte for byte; it is applied once")
 
 
 class _Name(NamedTuple):
@@ -135,7 +135,7 @@ def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     return tuple(replace(one, notes=(*one.notes, *_meetings(job, one, changed[:n]))) for n, one in enumerate(matched))
 
 
-def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str]:
+def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     met: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(one) if changed else ():
@@ -148,7 +148,7 @@ def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str
             met.setdefault(before, []).append(patch.module.where)
     for numbers, modules in met.items():
         earlier = listed([job.adapters[n].path.name for n in numbers])
-        yield f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(earlier=earlier)}"
+        yield Note(f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(earlier=earlier)}")
 
 
 def _reading(one: Match) -> Iterator[tuple[Patch, str]]:

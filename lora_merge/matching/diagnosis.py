@@ -21,7 +21,7 @@ from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..models.prefixes import PREFIXES
 from ..options import Unmatched
 from ..shapes import Shape
-from ..text import by_pattern, counted, plural
+from ..text import Note, by_pattern, counted, plural
 from .patch import Match
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -281,13 +281,13 @@ def _parted(reason: str) -> tuple[str, str]:
     return why, fix
 
 
-def doubtful(result: Match, names: Names, unmatched: Unmatched) -> str:
+def doubtful(result: Match, names: Names, unmatched: Unmatched) -> Note | None:
     """Return the sentence on an adapter that looks made for another variant; FitError unless `unmatched` is "skip"."""
     if result.grown:  # the adapter resizes the base to the variant that it was made for
-        return ""
+        return None
     why = doubt(names, lambda: weight_shapes(result.adapter.modules))
     if why and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
         fix = "use the base it was trained on, or merge all the same with --unmatched skip"
         raise FitError(what, f"{result.adapter.path}: {why}", fix)
-    return why
+    return Note(why) if why else None

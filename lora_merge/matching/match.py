@@ -28,7 +28,7 @@ from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..ranges import Rows
 from ..shapes import Shape
-from ..text import listed
+from ..text import Note, listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
@@ -102,8 +102,8 @@ class MatchBuilder:
         self.strengths: Counter[tuple[str, float]] = Counter()
         self.unused: dict[str, str] = {}
         self.placed: list[str] = []
-        self.notes: list[str] = []
-        self.remarks: dict[str, dict[str, None]] = {}  # sentence for the user → its modules
+        self.notes: list[Note] = []
+        self.remarks: dict[Note, dict[str, None]] = {}  # sentence for the user → its modules
         self.settings: set[str] = set()  # the user's settings that a formula needed
         self.ends: dict[str, str] = {}  # module that changes one end of tied embeddings → that tensor
         self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
@@ -112,7 +112,7 @@ class MatchBuilder:
         self.runs = 0  # of the rows that are replaced so far
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
-    def match(self, notes: Sequence[str], unmatched: Unmatched) -> Match:
+    def match(self, notes: Sequence[Note], unmatched: Unmatched) -> Match:
         """Return the frozen match, or raise one error that lists the problems."""
         odd = self.odd | self.stored.halves(self.names, self.replaced)
         self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # a new value settles the shape
@@ -128,12 +128,12 @@ class MatchBuilder:
         refuse(made, self.names, self.failures, unmatched)
         made = separate(self.pair, self.ends, made, self.ref, unmatched)
         why = doubtful(made, self.names, unmatched)
-        remarks = [f"{listed(modules, 2)}: {text}" for text, modules in self.remarks.items()]
+        remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in self.remarks.items()]
         new = [name for name in self.created if name in self.uses]
-        remarks += [NEW_BIAS.format(names=listed(new, 2))] if new else []
+        remarks += [Note(NEW_BIAS.format(names=listed(new, 2)))] if new else []
         return replace(made, notes=(*made.notes, *([why] if why else []), *remarks))
 
-    def _remark(self, text: str, module: Module) -> None:
+    def _remark(self, text: Note, module: Module) -> None:
         self.remarks.setdefault(text, {})[module.where] = None
 
     def _leave_unused(self, module: Module, why: str, components: Collection[str] = ()) -> None:
@@ -163,7 +163,7 @@ class MatchBuilder:
         if (view := self._seek(module)) is None:
             return
         if self.pair.as_one(module.name) and self.places.lacks_end(module.name) and self.places.embeddings_change:
-            self.notes.append(AGAIN.format(name=module.name))
+            self.notes.append(Note(AGAIN.format(name=module.name)))
             self._leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
         gap = self.lacking.get(module.where)
@@ -183,7 +183,7 @@ class MatchBuilder:
     def _repeat(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
         """Leave out trained tokens that the adapter stores for the embeddings too; they are equal."""
         if self.values.same(twin, info):
-            self.notes.append(AGAIN.format(name=name))
+            self.notes.append(Note(AGAIN.format(name=name)))
             self.unused[info.name] = COPY
             return self._count(info.name, {"model"})
         return self.failures.append(twice(self.path, twin, info))
@@ -206,8 +206,8 @@ class MatchBuilder:
         """Return the weight at the adapter's size; add a note where it is larger than in the base."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
-            self.grown[view.row_slices[0].key] = larger.shape
-            self.notes.append(f"{view.row_slices[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+            self.grown[key := view.row_slices[0].key] = larger.shape
+            self.notes.append(Note(f"{key} grows from {list(view.shape)} to {list(larger.shape)}"))
         return larger
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
@@ -347,4 +347,4 @@ class MatchBuilder:
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.row_slices] = self.stored.resized(where)
         self.unused[info.name] = self.stored.notes.get(info.name, value.why)
-        self.notes.append(f"{info.name}: {self.unused[info.name]}")
+        self.notes.append(Note(f"{info.name}: {self.unused[info.name]}"))

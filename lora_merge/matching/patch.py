@@ -14,6 +14,7 @@ from ..algorithms import ALGORITHMS, dora
 from ..disk.files import StoredTensor
 from ..models.weights import RowSlice, WeightView
 from ..shapes import Shape
+from ..text import Note
 
 OFF: Final = "its strength is 0"
 COPY: Final = "the adapter holds it a second time; it is applied once"
@@ -85,7 +86,7 @@ class Match:
     unmatched: Mapping[str, str]  # module → reason
     components: Mapping[str, int]  # component → modules
     unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     settings: frozenset[str]  # the user's settings that a formula needed
     applied: Mapping[tuple[str, float], int]  # (component, strength) → number of modules
     parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # new head → the embeddings that it starts from

@@ -27,6 +27,7 @@ from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
 from ..shapes import Shape, flat
+from ..text import Note
 from .patch import REPLACED, Match, Patch, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})
@@ -80,7 +81,7 @@ IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that t
 
 def sizes(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
-) -> tuple[list[MergeError], list[str]]:
+) -> tuple[list[MergeError], list[Note]]:
     """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as
     embeddings and heads do. Whole numbers replace only the same dtype, because others may be quantised."""
     unfit: list[MergeError] = []
@@ -97,7 +98,7 @@ def sizes(
             fix = "merge into the checkpoint that the adapter was trained on"
             unfit.append(ShapeMismatch("adapter tensors do not fit the base", where, fix))
         else:
-            notes.append(f"{key}: {old[0]} rows become {info.shape[0]}")
+            notes.append(Note(f"{key}: {old[0]} rows become {info.shape[0]}"))
     return unfit, notes
 
 

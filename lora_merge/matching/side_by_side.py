@@ -19,6 +19,7 @@ from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView
+from ..text import Note
 from .context import AdapterContext
 from .patch import Patch
 from .remarks import DYLORA
@@ -40,7 +41,7 @@ NOT_SPLIT: Final = (
 
 def as_trained(
     patch: Patch, fused_in: Callable[[WeightView], Mapping[str, Split]], context: AdapterContext
-) -> tuple[Patch, tuple[str, ...]]:
+) -> tuple[Patch, tuple[Note, ...]]:
     """Return (the patch with the scale of the training, remarks).
 
     `fused_in`: weight → source in the base → the rows of every fused layer, in order.
@@ -60,7 +61,7 @@ def as_trained(
         return patch, dylora
     split = rank % n == 0 and _is_split(up, fused, context.values)
     text = (AS_TRAINED if split else NOT_SPLIT) if said else SPLIT_LIKELY
-    remarks = (*dylora, *([text.format(n=n, r=rank // n, rank=rank)] if said or split else []))
+    remarks = (*dylora, *([Note(text.format(n=n, r=rank // n, rank=rank))] if said or split else []))
     if not (said and split) or context.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
         return patch, remarks
     return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n}), remarks

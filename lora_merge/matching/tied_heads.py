@@ -26,7 +26,7 @@ from ..models.weights import WeightView, whole
 from ..options import Unmatched
 from ..ranges import Rows
 from ..shapes import Shape
-from ..text import listed
+from ..text import Note, listed
 from .context import AdapterContext
 from .patch import Match, PatchPart
 
@@ -173,13 +173,13 @@ def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Stre
     if unmatched == "error" and (refusal := _refusal(pair, {} if parted else both)):
         raise refusal
     created = {**match.created, **{key: (source.shape, source.name) for key, source in parted.items()}}
-    notes = [APART.format(head=pair.weight, table=parted[pair.weight].name)] if parted else []
+    notes = [Note(APART.format(head=pair.weight, table=parted[pair.weight].name))] if parted else []
     made, more = _followed(pair, replace(match, parted=parted, created=created), ref)
     if both and not parted:
         shared = ", ".join(sorted({*both.values()}))
-        more.append(f"{listed([*both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}")
+        more.append(Note(f"{listed([*both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}"))
     elif not parted and pair.tied and (pair.shared in made.replaced or pair.shared in made.uses):
-        more.append(f"the head is tied to {pair.shared} and changes with it")
+        more.append(Note(f"the head is tied to {pair.shared} and changes with it"))
     return replace(made, notes=(*made.notes, *notes, *more))
 
 
@@ -197,19 +197,19 @@ def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
                     "ends, which computes something else")  # fmt: skip
 
 
-def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, list[str]]:
+def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, list[Note]]:
     """Return (the match with the changes that the head takes from the embeddings, notes).
 
     Trained tokens change both ends, unless the head has trained tokens of its own. The same holds for a bias.
     """
-    uses, replaced, notes = dict(match.uses), dict(match.replaced), []
+    uses, replaced, notes = dict(match.uses), dict(match.replaced), list[Note]()
     head = next((key for key in match.parted if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
     if pair.bias and tokens:
-        notes.append(NO_BIAS.format(name=pair.bias))
+        notes.append(Note(NO_BIAS.format(name=pair.bias)))
     if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
         if pair.stored:
-            notes.append(f"{head} is tied to {pair.shared}: the trained tokens are those of both")
+            notes.append(Note(f"{head} is tied to {pair.shared}: the trained tokens are those of both"))
             strength = ref.factor(head, "model")
             tokens = [_moved(use, head, strength) for use in tokens if strength]
         uses[head] = [*uses.get(head, ()), *tokens]
@@ -220,7 +220,7 @@ def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, l
     made = replace(match, uses=uses, replaced=replaced)
     if not pair.stored or not _differ(pair, made):
         return made, notes
-    notes.append(f"{head} and {pair.shared} now differ: tie_word_embeddings is now false")
+    notes.append(Note(f"{head} and {pair.shared} now differ: tie_word_embeddings is now false"))
     return replace(made, untied=head), notes
 
 

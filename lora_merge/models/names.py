@@ -19,6 +19,7 @@ from typing import Any, Final
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..shapes import Shape
+from ..text import Note
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .fused import Split, splits
@@ -34,12 +35,14 @@ OTHER_ROWS: Final = (
 """Note on a base whose order of rows is known from its number of files only."""
 
 AVERAGES: Final = "model_ema."
-AVERAGED: Final = f"it also holds averages of its weights ({AVERAGES}*), which stay as they are: load its own weights"
+AVERAGED: Final = Note(
+    f"it also holds averages of its weights ({AVERAGES}*), which stay as they are: load its own weights"
+)
 """Note on a base that also holds averaged weights."""
 
 EXPERTS: Final = {
-    "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
-    "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
+    "transformer.": Note("it is for both transformers; the base is taken to be the first (high noise)"),
+    "transformer_2.": Note("it is for the second transformer (low noise), which the base is taken to be"),
 }
 """Prefix of the names of one of Wan 2.2's experts → note on which expert a single base, whose file does not state it,
 is taken to be."""
@@ -102,7 +105,7 @@ class Names:
         self.architecture = known.title if known else (main and main.title) or UNKNOWN
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
-        self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
+        self.notes = tuple(Note(f"{title} {OTHER_ROWS}") for title in in_shards)
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))

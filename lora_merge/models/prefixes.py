@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ..files.layouts import PEFT
-from ..text import NUMBER, listed
+from ..text import NUMBER, Note, listed
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
 """Levels of wrappers around layers (DeepSpeed, torch.compile, FSDP), left in states that were gathered by hand."""
@@ -140,15 +140,15 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
     return inner if len(inner) == len(every) and any(name != key for name, key in inner.items()) else {}
 
 
-def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
+def wrapper_notes(stored: Mapping[str, str]) -> Sequence[Note]:
     """Return notes for the user on a base with wrappers. `stored`: name without wrappers → key."""
     levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
-    notes = [KEPT.format(levels=listed(sorted(levels)))]
+    notes = [Note(KEPT.format(levels=listed(sorted(levels))))]
     if "base_layer" in levels:
         layers = {key.partition(".base_layer.")[0] for key in stored.values() if ".base_layer." in key}
         left = [key for key in stored.values() if _is_attached(key, layers)]
         if left:
-            notes.append(ATTACHED.format(count=len(left), names=listed(left, 2)))
+            notes.append(Note(ATTACHED.format(count=len(left), names=listed(left, 2))))
     return notes
 
 

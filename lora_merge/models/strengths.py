@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..job import BLOCKS, Adapter
 from ..limits import Refused, Steps
 from ..options import BLOCK_LIST, REGEX
-from ..text import listed, plural
+from ..text import Note, listed, plural
 from .blocks import Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
 from .names import Names
@@ -108,7 +108,7 @@ class Strengths:
             self._silent[key] = None
         return found
 
-    def notes(self, keys: Iterable[str]) -> Iterator[str]:
+    def notes(self, keys: Iterable[str]) -> Iterator[Note]:
         """Yield what lists of block weights do to some tensors that this adapter changes, which other programs do
         otherwise; `keys`: those that it changes, beside those that were found to get 0."""
         base, keys = self._blocks, [*dict.fromkeys((*keys, *self._silent))]
@@ -116,13 +116,13 @@ class Strengths:
             assert base is not None, "there are block weights"
             value = part.removeprefix(BLOCK_LIST)
             if loose := [key for key in keys if base.loose(key)]:
-                yield (
+                yield Note(
                     f"lbw={value[:40]}: {plural(len(loose), 'weight')} in no block, such as {loose[0]}: embeddings of "
                     f"time and labels count as {base.order[0]}, the output as {base.order[-1]}; webui leaves them at 1"
                 )
             unnamed = base.unnamed(value)
             if silent := [key for key in keys if base.of(key) in unnamed and not base.loose(key)]:
-                yield (f"lbw={value[:40]}: the list names no {listed(sorted({base.of(k) for k in silent}), 4)}: "
+                yield Note(f"lbw={value[:40]}: the list names no {listed(sorted({base.of(k) for k in silent}), 4)}: "
                        f"{plural(len(silent), 'weight')} of the adapter get 0")  # fmt: skip
 
     def check(self, components: Mapping[str, str]) -> None:

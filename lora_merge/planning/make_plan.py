@@ -45,7 +45,7 @@ from ..models.strengths import Strengths, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..shapes import Shape
-from ..text import listed
+from ..text import Note, listed
 from .cache import CheckpointCache
 from .checksums import entry, summed
 from .combining import Combining
@@ -121,11 +121,11 @@ def make_plan(matched: Matched) -> Plan:
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
-    notes = [f"not copied, because they hold other weights: {listed(left)}"] if left else []
+    notes = [Note(f"not copied, because they hold other weights: {listed(left)}")] if left else []
     if led := led_outside(base.path, sides):
-        notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
+        notes.append(Note(f"copied through links that lead out of the model folder: {listed(led)}"))
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
-        notes.append(f"{job.method}: {ADDED}")
+        notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
@@ -169,16 +169,16 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     return tuple(made)
 
 
-def _unusual(match: Match, ref: Adapter, *, again: bool) -> Iterator[str]:
+def _unusual(match: Match, ref: Adapter, *, again: bool) -> Iterator[Note]:
     """Yield notes on a probable mistake of the user: an adapter that is named again, an unusual strength."""
     if again:
-        yield "the same adapter is named before: its change is added again"
+        yield Note("the same adapter is named before: its change is added again")
     if not ref.strength:
-        yield "strength 0: it changes nothing"
+        yield Note("strength 0: it changes nothing")
     largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=ref.strength)
     if abs(largest) > USUAL:
         where = "" if largest == ref.strength else " of some weights"
-        yield f"strength {largest:g}{where} is unusual; most adapters are made for 0 to 2"
+        yield Note(f"strength {largest:g}{where} is unusual; most adapters are made for 0 to 2")
 
 
 def check_stored(matched: Matched) -> None:

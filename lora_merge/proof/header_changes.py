@@ -16,7 +16,7 @@ from ..files.seal import SEAL, ZEROS, intact, sealed
 from ..limits import from_json
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 
 FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 """Fields of a tensor that a merge writes."""
@@ -64,20 +64,23 @@ def header_changes(plan: Plan, made: Index) -> list[Change]:
     return found
 
 
-def notes(changes: Sequence[Change], made: Index) -> list[str]:
+def notes(changes: Sequence[Change], made: Index) -> list[Note]:
     """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
     if KEY not in made.metadata:
         return [
-            "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be found"
+            Note(
+                "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be "
+                "found"
+            )
         ]
     again = [change.path.name for change in changes]
-    found = [f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}"]
+    found = [Note(f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}")]
     unsealed = [path.name for path in made.files if KEY in made.metadata and SEAL not in made.headers[path].metadata]
     why = f"no {SEAL}, which earlier versions did not write: {listed(unsealed)}"
-    return [*(found if again else ()), *([f"changes of the metadata cannot be found: {why}"] if unsealed else ())]
+    return [*(found if again else ()), *([Note(f"changes of the metadata cannot be found: {why}")] if unsealed else ())]
 
 
 def beside(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:

@@ -15,7 +15,7 @@ from ..files.headers import metadata_of
 from ..files.json_files import read_json
 from ..files.side_files import CONFIG_DTYPES
 from ..planning.plan import OutputFile, Plan
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 
 EVERYBODY: Final = FLOATS | WHOLE
 """Dtypes that every supported version of the library reads."""
@@ -36,7 +36,7 @@ def check_folder(plan: Plan, part: Path, *, new: bool) -> None:
             check(plan, part, AGAIN if new else LATER)
 
 
-def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> tuple[str, ...]:
+def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> tuple[Note, ...]:
     """Compare the library's reading of a file with the plan; VerificationFailed if it reads something else.
 
     Returns a note if the library does not know a dtype in it. `header`: that of the file, where it was written just
@@ -56,7 +56,7 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
     except safetensors.SafetensorError as e:
         if odd := {dtype for dtype, _ in wanted.values()} - EVERYBODY:
             note = f"safetensors {safetensors.__version__} does not open the output, which holds {listed(sorted(odd))}"
-            return (note,)
+            return (Note(note),)
         raise VerificationFailed(f"the safetensors library does not open the output: {e}", str(path), AGAIN) from e
     if found != wanted:
         name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))

@@ -24,7 +24,7 @@ from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..shapes import Shape
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 from .find_inputs import different, find
 from .header_changes import beside, header_changes, notes
 from .read_recipe import Recipe, damaged, read_recipe
@@ -82,7 +82,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
                                      "merge again, or take these files from lora-merge replay")  # fmt: skip
         if sides := differing(contents(plan), output):
-            proof["warnings"].append(f"not what the merge writes, or missing beside the weights: {listed(sides)}")
+            proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
@@ -95,7 +95,7 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
-    more = tuple(f"{RECIPE_EDITED}: {change.path.name}: {'; '.join(change.differences)}" for change in edited)
+    more = tuple(Note(f"{RECIPE_EDITED}: {c.path.name}: {'; '.join(c.differences)}") for c in edited)
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *more)))
 
 

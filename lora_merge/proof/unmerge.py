@@ -18,11 +18,11 @@ from ..methods import SUM
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
-from ..text import listed, quoted
+from ..text import Note, listed, quoted
 from .find_inputs import find_all
 from .read_recipe import Recipe, read_recipe
 
-INEXACT: Final = "the numbers differ from those before the merge by at most one rounding step: sums were rounded"
+INEXACT: Final = Note("the numbers differ from those before the merge by at most one rounding step: sums were rounded")
 
 
 def plan_unmerge(
@@ -70,7 +70,7 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
 
 
-def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[str]:
+def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
     """Yield a note for each adapter that is taken out at another strength than that at which it was merged."""
     merged = {a.name: [] for a, _, _ in recipe.adapters} if recipe is not None else {}  # type: dict[str, list[Any]]
     for one, strength, parts in recipe.adapters if recipe is not None else ():
@@ -80,7 +80,7 @@ def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[str]:
         if known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
             told = "".join(f",{part}={factor:g}" for part, factor in parts)
-            yield f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{told}"
+            yield Note(f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{told}")
 
 
 def _recipe(made: Path) -> Recipe | None:

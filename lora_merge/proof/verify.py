@@ -30,7 +30,7 @@ from ..planning.checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..text import by_component, listed, quoted
+from ..text import Note, by_component, listed, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
 from .grids import DECODED, plain_grid
@@ -65,7 +65,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         told = _telling(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
-        checked, notes = [], list[str]()
+        checked, notes = [], list[Note]()
         headers = [None] * len(paths) if written is None else written
         for file, path, header in zip(plan.files, paths, headers, strict=True):
             checked.append(check_header(file, path, header))
@@ -295,21 +295,23 @@ def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     return findings.measures.to_dict(len(plan.job.adapters), groups(names(plan.base, plan.job.map)))
 
 
-def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[Note]:
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
     dtypes, wider, fix = remedy(plan)
     f = merged.findings
     if merged.unconfirmed:
-        yield f"the report's numbers of {listed(merged.unconfirmed)} are not those of the file; {REPORT}"
+        yield Note(f"the report's numbers of {listed(merged.unconfirmed)} are not those of the file; {REPORT}")
     if f.broken:
-        yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
+        yield Note(f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
     for share in shares:
         if share["retained"] is not None and share["retained"] < RETAINED:
-            yield (
+            yield Note(
                 f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
                 f"than {dtypes} can hold beside the weights; {fix}"
             )
         elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
-            yield (f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: {wider}")
+            yield Note(
+                f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: {wider}"
+            )

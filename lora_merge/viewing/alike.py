@@ -24,6 +24,7 @@ from ..models.names import names
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
+from ..text import Note
 from .adapter import rank_of
 from .changes import changes
 from .deltas import NOISE, Delta, Deltas, shape_of
@@ -88,10 +89,10 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
             total.add(one)
             rows.setdefault(block, Alike()).add(one)
             table[name] = one.to_dict() | one.pictures
-    told = [f"{len(notes)} modules need a base: name it with --base"] if notes else []
+    told = [Note(f"{len(notes)} modules need a base: name it with --base")] if notes else []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
-        told.append(f"{which} has the same name in both; if they spell names in other words, give --base")
+        told.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
     by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),

@@ -13,7 +13,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter
 from ..planning.plan import Plan
 from ..progress import Progress, unwatched
-from ..text import listed
+from ..text import Note, listed
 from .adapter import adapter_facts
 from .base import base_facts, dtypes
 from .facts import schema
@@ -90,10 +90,12 @@ def _sizes(index: Index, *, pictures: bool, progress: Progress) -> dict[str, Any
     return found
 
 
-def _changed(index: Index) -> Iterator[str]:
+def _changed(index: Index) -> Iterator[Note]:
     """Yield a note on a header that is not as its merge wrote it."""
     from ..proof.header_changes import changed_files
 
     if files := changed_files(index):
         names = listed(path.name for path in files)
-        yield f"the header was edited or written anew after the merge ({names}); lora-merge verify tells what differs"
+        yield Note(
+            f"the header was edited or written anew after the merge ({names}); lora-merge verify tells what differs"
+        )

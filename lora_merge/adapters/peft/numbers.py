@@ -7,13 +7,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...algorithms import ALGORITHMS, COUNT, Bounds, DoesNotFit, Shapes
 from ...errors import InputError
+from ...text import Note
 from .config import RETAKE, PeftConfig
 from .target_parameters import bare, parameters
 
 MHA_OUTPUT: Final = ".base_layer.out_proj"
 """End of the path of MultiheadAttention's output layer, whose change PEFT adds twice (0.21.2)."""
 
-SORTED: Final = (
+SORTED: Final = Note(
     "several entries of alpha_pattern fit it with different numbers; the first is used, as PEFT loads it, but it sorts "
     "them when it saves, so it may have been trained with another"
 )
@@ -113,21 +114,21 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
     return scale
 
 
-def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> str:
-    """Return the remark on tensors whose rank is not the configured one; "" where the two are equal."""
+def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> Note | None:
+    """Return the remark on tensors whose rank is not the configured one; None where the two are equal."""
     rank = stored_rank(row, shapes)
     if not rank or fields.get("r") is None or _shares(fields, module):
-        return ""
+        return None
     configured = _numbers(fields, "rank_pattern", module, fields.number("r", 8))
     if rank in configured:
-        return ""
-    return f"the configuration says rank {min(configured):g}; the tensors have rank {rank}, which is used"
+        return None
+    return Note(f"the configuration says rank {min(configured):g}; the tensors have rank {rank}, which is used")
 
 
-def alpha_doubt(fields: PeftConfig, module: str) -> str:
-    """Return the remark on a module to which entries of `alpha_pattern` give different numbers; else ""."""
+def alpha_doubt(fields: PeftConfig, module: str) -> Note | None:
+    """Return the remark on a module to which entries of `alpha_pattern` give different numbers; else None."""
     paths = parameters(fields, module) or (bare(module),)
-    return SORTED if any(fields.is_ambiguous("alpha_pattern", path) for path in paths) else ""
+    return SORTED if any(fields.is_ambiguous("alpha_pattern", path) for path in paths) else None
 
 
 def check_count(fields: PeftConfig, count: Count | None, module: str, shapes: Shapes) -> None:

@@ -40,6 +40,7 @@ from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
 from ...ranges import Rows
+from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import METHODS, MLX, OTHERS, SHARED, Method
 from .numbers import alpha_doubt, check_count, rank_doubt
@@ -51,7 +52,7 @@ SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
-UNREAD: Final = (
+UNREAD: Final = Note(
     "scaled by the lora_config in its header, as it was trained; diffusers does not read that and takes scale 1"
 )
 
@@ -177,14 +178,14 @@ class PeftRules:
             return {}
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
-    def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
+    def doubt(self, algorithm: str, module: str, shapes: Shapes) -> Note | None:
         """Return the remarks on a configured rank that the tensors do not have, or on one that diffusers does
-        not read, and on an alpha that the order of the configuration decides; else ""."""
+        not read, and on an alpha that the order of the configuration decides; else None."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
-            return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
-        of_rank = rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
+            return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else None
+        of_rank = rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else None
         of_alpha = alpha_doubt(self.fields, module)
-        return "; ".join(filter(None, (of_rank, of_alpha)))
+        return Note("; ".join(filter(None, (of_rank, of_alpha)))) or None
 
     def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
         """Return the settings of the row, with the module's own, but without `widest`."""

@@ -19,12 +19,15 @@ from ...algorithms import ALGORITHMS
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from ...matching.patch import Patch
+from ...text import Note
 from ..changes import Evaluator, squares_between, whole_change
 from ..dialects import Dialect
 from ..places import Share
 from ..truncation.effect import look
 
-IN_A_FACTOR: Final = "the scale of some modules is in one of their factors: their algorithm has no other place for it"
+IN_A_FACTOR: Final = Note(
+    "the scale of some modules is in one of their factors: their algorithm has no other place for it"
+)
 EXACT: Final = 1e-9
 """The share of a change by which two ways to compute it in fp64 may differ."""
 

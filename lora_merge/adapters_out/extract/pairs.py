@@ -14,7 +14,7 @@ from ...models.names import AVERAGES, Names
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
 from ...shapes import flat
-from ...text import listed
+from ...text import Note, listed
 from ..dialects import Dialect
 from ..places import Place, places
 from .pair import Pair
@@ -31,7 +31,7 @@ class Pairs:
     """Every parameter that both checkpoints have and that is to be compared."""
 
     pairs: tuple[Pair, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     nameless: tuple[Pair, ...] = ()  # rows that the dialect has no name for: they must be equal in both
     head: TiedPair | None = None  # the head that shares the weight of the embeddings in both
 
@@ -78,13 +78,13 @@ def paired(
     if alone and not lenient:
         raise FitError(f"{len(alone)} parameters are in the tuned checkpoint alone", listed(alone, 3), _fix(to))
     kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
-    notes += [f"{what}, left out: {listed(keys, 3)}" for what, keys in kinds.items() if keys]
+    notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
-        notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
+        notes.append(Note(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does"))
     rest = [p for p in _nameless(base, here) if prod(p.view.shape) and _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:
-        notes.append(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}")
+        notes.append(Note(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}"))
     head = None if apart else tied(base[1], base[0].tensors, base[0].config)
     return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 

@@ -25,7 +25,7 @@ from ...models.names import Names
 from ...paths import with_ending
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
-from ...text import listed
+from ...text import Note, listed
 from ..conversion.kept import Kept, kept
 from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
@@ -149,7 +149,7 @@ def run(
         )
 
 
-def _facts(found: Opened, layers: int, notes: tuple[str, ...]) -> Facts:
+def _facts(found: Opened, layers: int, notes: tuple[Note, ...]) -> Facts:
     rules, algorithm = found.task.job.rules, found.task.job.algorithm
     tasks = [(p.name, p.place.view.matrix, rules.of_layer(p.name, kernel=p.place.kernel)) for p in found.pairs.pairs
              if algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]  # fmt: skip
@@ -190,7 +190,7 @@ def _coverage(found: Opened, layers: int) -> dict[str, Any]:
 
 def _made(
     found: Opened, sides: tuple[Side, Side], heap: Heap, begin: Counting
-) -> tuple[list[Kept], list[Kept], list[str]]:
+) -> tuple[list[Kept], list[Kept], list[Note]]:
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
     task = found.task
     at = places(task.job.inputs.device, "F32")[0]
@@ -235,21 +235,21 @@ def _made(
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
     notes += _above_noise([one.layer for one in made])
-    notes += [f"{equal} parameters are equal in both"] if equal else []
-    notes += [f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}"] if skipped else []
+    notes += [Note(f"{equal} parameters are equal in both")] if equal else []
+    notes += [Note(f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}")] if skipped else []
     return made, heads, notes
 
 
-def _above_noise(layers: Sequence[Layer]) -> list[str]:
+def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     """Return the note about the energy that rounding errors do not explain, where these are known."""
     known = [(one.squares, one.noise) for one in layers if one.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
-    return [f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
-            f"rounding"] if known else []  # fmt: skip
+    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
+                 f"rounding")] if known else []  # fmt: skip
 
 
-def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
+def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[Note]:
     """Return the note about weights that changed and have no name in the dialect; FitError unless --unmatched skip."""
     lost = [pair.name for pair in found.pairs.nameless if difference(pair, *sides) is not None]
     if not lost:
@@ -258,10 +258,10 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[str]:
     if found.task.job.inputs.unmatched == "error":
         raise FitError(what, listed(lost, 3), "choose another --format, leave them out with --exclude re:REGEX, or "
                        "drop them with --unmatched skip")  # fmt: skip
-    return [f"{what} and are not written: {listed(lost, 3)}"]
+    return [Note(f"{what} and are not written: {listed(lost, 3)}")]
 
 
-def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, list[str]]:
+def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, list[Note]]:
     """Return the head that the base shares with its embeddings where it cannot be written, and the note on it.
 
     Only a folder of PEFT has a place for it. FitError where the tuned checkpoint has another weight there than its
@@ -278,7 +278,7 @@ def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, l
     if found.task.job.inputs.unmatched == "error":
         raise FitError(what, head.name, "write a folder of PEFT with --format peft, leave it out with "
                        "--exclude re:REGEX, or drop it with --unmatched skip")  # fmt: skip
-    return head, [f"{what}; it is not written: {head.name}"]
+    return head, [Note(f"{what}; it is not written: {head.name}")]
 
 
 def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:

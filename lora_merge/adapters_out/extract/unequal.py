@@ -10,7 +10,7 @@ from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import WeightView
-from ...text import listed
+from ...text import Note, listed
 from ..places import Place
 from .pair import Pair
 
@@ -65,15 +65,15 @@ def _stacks(name: str) -> list[str]:
     return [name[: found.start()] for found in re.finditer(r"\.\d+(?=\.|$)", name)]
 
 
-def said_of_rows(place: Place, view: WeightView) -> str:
+def said_of_rows(place: Place, view: WeightView) -> Note:
     """Return the note about a parameter with other rows."""
     rows = view.shape[0]
-    return f"{place.name}: {place.view.shape[0]} rows become {rows}, stored whole; before PEFT loads it, give the " \
-           f"base as many: resize_token_embeddings({rows})"  # fmt: skip
+    return Note(f"{place.name}: {place.view.shape[0]} rows become {rows}, stored whole; before PEFT loads it, give the "
+                f"base as many: resize_token_embeddings({rows})")  # fmt: skip
 
 
-def said_of_new(new: Sequence[Pair]) -> list[str]:
+def said_of_new(new: Sequence[Pair]) -> list[Note]:
     """Return the note about modules that the base lacks, if there are any."""
     names = dict.fromkeys(p.place.module for p in new)
-    return [f"the base lacks {listed(names, 3)}, stored whole; PEFT loads it into a class of models that has it"
+    return [Note(f"the base lacks {listed(names, 3)}, stored whole; PEFT loads it into a class of models that has it")
             ] if names else []  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ...text import size
+from ...text import Note, size
 from ..rank_rules import Rule
 
 SINGLE: Final = 4
@@ -26,12 +26,12 @@ def bytes_for(task: Task) -> int:
     return SINGLE * out * cols + FACTORS * (out + cols) * rank
 
 
-def note(tasks: Iterable[Task], limit: int) -> list[str]:
+def note(tasks: Iterable[Task], limit: int) -> list[Note]:
     """Return the note about a layer whose decomposition may hold more than a limit of bytes, if there is one."""
     largest = max(tasks, key=bytes_for, default=None)
     if largest is None or bytes_for(largest) <= limit:
         return []
     name, _, rule = largest
     fix = "" if rule.ceiling is not None else "; --max-rank makes that less"
-    return [f"{name} is decomposed as a whole matrix, which takes up to {size(bytes_for(largest))} of memory at once, "
-            f"more than --max-memory{fix}"]  # fmt: skip
+    return [Note(f"{name} is decomposed as a whole matrix, which takes up to {size(bytes_for(largest))} of memory at "
+                 f"once, more than --max-memory{fix}")]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, spoken
 from ...errors import FitError, InputError
+from ...text import Note
 from ..gguf.types import BLOCKS, UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
@@ -70,9 +71,9 @@ class Quantised:
     parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """Return a note for the user if a part is quantised."""
-        return (f"a part of the base is quantised and stays as it is: {self.how}",) if self.parts else ()
+        return (Note(f"a part of the base is quantised and stays as it is: {self.how}"),) if self.parts else ()
 
     def holds(self, key: str) -> bool:
         """Return whether a tensor is in one of the parts."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...disk.files import open_regular
+from ...text import Note
 from .base import Packing
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
@@ -28,10 +29,10 @@ ACTIVATIONS: Final = ("input_scale", "scale_input", "input_global_scale", "activ
 """Last names of scales that were measured on what goes through a layer."""
 
 
-def measured(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[str]:
+def measured(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[Note]:
     """Yield a note for the user if weights that change have scales of activations beside them, which do not change."""
     if any(name.endswith(ACTIVATIONS) for key in changed if key in packed for name in packed[key].names):
-        yield "scales of activations stay as they are, which were measured without the adapters"
+        yield Note("scales of activations stay as they are, which were measured without the adapters")
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -52,7 +53,7 @@ def with_modelopt(config: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping
     return {**config, SECTIONS[0]: {"quant_method": "modelopt", **inner}}
 
 
-def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[Note]:
     """Yield a note for the user if scales were moved between layers: the file holds another model of the same function.
 
     Nothing in the file tells the scales, so an adapter that was trained on the original model cannot be changed in the
@@ -66,7 +67,7 @@ def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
             text = file.read(RECIPE_LIMIT).decode(errors="replace")
     methods += [name for word, name in MODIFIERS.items() if word in text and name not in methods]
     if methods:
-        yield (
+        yield Note(
             f"the base was changed by {' and '.join(methods)} before it was quantised: scales moved between its layers,"
             " so an adapter that was trained on the original model does not fit it exactly; merge that one into the"
             " unquantised model"
