@@ -80,8 +80,9 @@ def _check_new(job: Job, base: Index) -> None:
     if diffusion_file(base.tensors) is None:
         known = ", ".join(sorted(kind.name for kind in KINDS))
         raise UsageError("the names of the base are of no diffusion model that ComfyUI-GGUF loads", where,
-                         f"give the model as ComfyUI has it, not as diffusers has it ({known}); a language model is "
-                         "converted first by llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+                         f"name the output .safetensors; or give the model as ComfyUI has it, not as diffusers has it "
+                         f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"
+                         )  # fmt: skip
     if base.packed and job.dtype == "keep":
         raise UsageError("GGUF has no type for the quantised weights of the base", where,
                          f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
