@@ -307,3 +307,27 @@ def test_fp8_without_a_negative_zero_is_read_and_never_written(kind: str, tmp_pa
     scaled = {f"{name}.weight": weight, f"{name}.weight_scale": torch.tensor(0.5)}
     with pytest.raises(InputError, match="quantised"):
         lora_merge.merge(save(scaled, source), lora, tmp_path / "kept.safetensors", dtype="bf16")
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 3), (16, 8, 3, 3), (16, 4, 3, 3, 3)])
+@pytest.mark.parametrize("axes", ["all", "one"])
+def test_a_convolution_has_a_scale_for_each_output_channel(shape: tuple[int, ...], axes: str, tmp_path: Path) -> None:
+    """Its scales have as many axes as its weight, or one."""
+    name, plain, single = "input_blocks.3.0.op", rand(*shape, scale=0.02), (1,) * (len(shape) - 1)
+    scale = (plain.flatten(1).abs().amax(1) / 127).view(-1, *single)
+    codes = (plain / scale).round().to(torch.int8)
+    mark = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    stored = {
+        f"{name}.weight": codes,
+        f"{name}.weight_scale": scale if axes == "all" else scale.flatten(),
+        f"{name}.comfy_quant": mark,
+    }
+    up, down = rand(16, 4, seed=1, scale=0.05), rand(4, codes[0].numel(), seed=2, scale=0.05)
+    lora = {f"{name}.lora_up.weight": up.view(16, 4, *single[1:]), f"{name}.lora_down.weight": down.view(4, *shape[1:])}
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(save(stored, tmp_path / "base.safetensors"), save(lora, tmp_path / "lora.safetensors"), out)
+    made, want = load(out), codes * scale + (up @ down).view(shape)
+    new = made[f"{name}.weight_scale"]
+    assert new.shape == stored[f"{name}.weight_scale"].shape
+    steps = (made[f"{name}.weight"] * new.view(-1, *single) - want) / new.view(-1, *single)
+    assert float(steps.abs().max()) <= 0.50001

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -77,10 +77,8 @@ def quanto(found: Checkpoint) -> Iterator[Claim]:
         if codes is None:
             made = _quanto_bits(found, name, scale, beside)
         else:
-            flat = replace(codes, shape=(codes.shape[0], prod(codes.shape[1:]))) if codes.shape else codes
-            rows = replace(scale, shape=scale.shape[:2]) if prod(scale.shape[2:]) == 1 else scale
-            packing = scaled(Stored(flat, rows, f"quanto {_KIND.get(codes.dtype, '')}", beside), zero_rows=True)
-            made = claimed(codes, name, codes.shape, packing._replace(codes=codes)) if packing else None
+            packing = scaled(Stored(codes, scale, f"quanto {_KIND.get(codes.dtype, '')}", beside), zero_rows=True)
+            made = claimed(codes, name, codes.shape, packing) if packing else None
         if made is not None:
             yield made
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
+from ...shapes import flat
 from .base import CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts
 
 if TYPE_CHECKING:
@@ -296,6 +297,8 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
         return None
     if of.kind == E8M0 and (of.block is None or of.zero is not None):
         return None
+    if len(shape) > 3 and of.block is None:
+        shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
         return Packing(_encoding(1, **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
@@ -322,10 +325,11 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
 def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns with one scale, where there is one for each row or each matrix; (0, 0) for neither."""
     lead, (rows, cols) = shape[:-2], shape[-2:]
-    flat = scales[:-1] if scales and scales[-1] == 1 else scales
-    if flat == (*lead, rows):
+    while scales and scales[-1] == 1 and scales != (*lead, rows):
+        scales = scales[:-1]
+    if scales == (*lead, rows):
         return 1, cols
-    return (rows, cols) if lead and flat in (lead, (*lead, 1)) else (0, 0)
+    return (rows, cols) if lead and scales in (lead, ()) else (0, 0)
 
 
 @cache
