@@ -52,7 +52,7 @@ from .combining import Combining
 from .containers import check_container, check_names, check_tensors, header_of, in_order, new_gguf, stored_as
 from .metadata import kept_entries
 from .plan import ALONE, OutputFile, OutputTensor, Plan, weights
-from .quantising import quantising
+from .quantising import idle, quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes of a part of a weight that is checked before the merge; larger ones are checked when read
@@ -128,6 +128,7 @@ def make_plan(matched: Matched) -> Plan:
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
+    notes += idle(job, base)
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final
 
@@ -207,6 +207,14 @@ def _given(job: Job) -> Callable[[str], bool]:
         return any(_matches(text, key, steps) for text in patterns)
 
     return found
+
+
+def idle(job: Job, base: Index) -> Iterator[str]:
+    """Yield a note on every pattern of the user that keeps no weight."""
+    for text in job.keep_precision:
+        found = _given(replace(job, keep_precision=(text,)))
+        if text != NO_DEFAULTS and not any(found(key) for key in base.tensors):
+            yield f"--keep-precision {text[:80]} matches no name of the base; a glob must match all of a name"
 
 
 def _matches(text: str, key: str, steps: Steps) -> bool:

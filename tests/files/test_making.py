@@ -221,6 +221,8 @@ def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
     assert quantised("re:layers.0", "*.2.*") == {f"{NAMES[1]}.weight"}
     assert quantised("none") == weights | {*KEPT[1:]}
     assert quantised("none", "lm_*") == weights | {KEPT[1]}
+    plan = lora_merge.plan(source, lora, dtype="int8", keep_precision=["layers.0", "re:layers.0", "none"])
+    assert [note.split(" matches")[0] for note in plan.base.notes] == ["--keep-precision layers.0"]
 
 
 def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
