@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
+from ..files.codecs.scaled import SCALE
 
 NUMBER: Final = re.compile(r"\d+")
 
@@ -21,7 +22,7 @@ def formats(index: Index) -> dict[str, Any]:
     weights, bits = numbers.copy(), numbers.copy()
     for name, packing in index.packed.items():
         if packing.encoding.quantised:
-            kind = packing.encoding.title, packing.encoding.block_of_scale
+            kind = packing.encoding.title, _block(packing, prod(index.tensors[name].shape))
             weights[kind] += 1
             numbers[kind] += prod(index.tensors[name].shape)
             bits[kind] += 8 * _stored(packing)
@@ -33,6 +34,16 @@ def formats(index: Index) -> dict[str, Any]:
         for kind, count in weights.items()
     ]
     return {"formats": found, "not_quantised": _plain(index)}
+
+
+def _block(packing: Packing, numbers: int) -> tuple[int, int]:
+    """Return the rows and columns with one scale; (0, 0) where there is one for the weight, or none.
+
+    Groups of columns of GPTQ and its kin are known by the number of their scales alone.
+    """
+    found, scale = packing.encoding.block_of_scale, packing.parts.get(SCALE)
+    count = prod(scale.info.shape) if scale is not None else 0
+    return (1, numbers // count) if found == (0, 0) and count > 1 else found
 
 
 def _stored(packing: Packing) -> int:
