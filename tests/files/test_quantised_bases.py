@@ -442,15 +442,3 @@ def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str
         assert lora_merge.verify(out, full=True)["tensors"] == 1
     one, other = made.values()
     assert all(same(one[key], other[key]) for key in one if key != state)
-
-
-@pytest.mark.parametrize("name", list(FORMS))
-def test_inspect_tells_how_many_numbers_share_a_scale(name: str, tmp_path: Path) -> None:
-    """Unless one scale is for the whole weight."""
-    source, _ = base(FORMS[name], tmp_path / "base", NAMES[:1])
-    (found,) = inspect(source)["formats"]
-    whole = name in {"ComfyUI int8", "ModelOpt fp8"}
-    assert ("block" in found) != whole
-    if not whole:
-        rows, cols = found["block"]
-        assert rows in {1, 128} and cols in {16, 32, 64, 128, SHAPE[1]}

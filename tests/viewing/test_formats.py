@@ -22,7 +22,8 @@ TOLD = {
     "block fp8": ("block fp8", [128, 128], 8.0), "ModelOpt fp8": ("ModelOpt fp8", None, 8.0),
     "compressed-tensors mxfp8": ("compressed-tensors mxfp8", [1, 32], 8.25),
     "compressed-tensors int4": ("compressed-tensors int4", [1, 64], 4.5), "bitsandbytes nf4": ("bitsandbytes nf4", [1, 64], 4.52),
-    "mlx 4 bit": ("mlx 4 bit", [1, 64], 4.5), "GPTQ": ("GPTQ", None, 4.51),
+    "mlx 4 bit": ("mlx 4 bit", [1, 64], 4.5), "GPTQ": ("GPTQ", [1, 64], 4.51),
+    "AWQ": ("AWQ", [1, 64], 4.31), "AQLM": ("AQLM", [1, 192], 3.15), "ComfyUI awq_w4a16": ("awq_w4a16", [1, 64], 4.5),
 }  # fmt: skip
 
 
