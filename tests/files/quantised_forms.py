@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,20 @@ def blocks(dtype: torch.dtype, *, powers: bool = False) -> Form:
         make, read, lambda t, w: fp8_half(spread(t["weight_scale_inv"], block=(128, 128)), w),
         {**config, **({"scale_fmt": "ue8m0"} if powers else {})}, scale="weight_scale_inv",
     )  # fmt: skip
+
+
+def tiled() -> Form:
+    """Blocks of 128 by 128 without a configuration."""
+    of, last = blocks(torch.float32), "weight_scale"
+
+    def named(t: Tensors) -> Tensors:
+        return {"weight": t["weight"], "weight_scale_inv": t[last]}
+
+    def make(w: Tensor) -> Tensors:
+        found = of.make(w)
+        return {"weight": found["weight"], last: found["weight_scale_inv"]}
+
+    return Form(make, lambda t: of.read(named(t)), lambda t, w: of.half_step(named(t), w))
 
 
 def compressed(form: str, half: Callable[[Tensors, Tensor], Tensor], **args: Any) -> Form:
@@ -603,6 +617,15 @@ FORMS: dict[str, Form] = {
     "ModelOpt nvfp4": modelopt(),
     "ModelOpt nvfp4 with factors of inputs": modelopt(pre=True),
     "musubi groups": Form(_musubi, _times("scale_weight"), _fp8("scale_weight"), scale="scale_weight"),
+    "fp8 rows without a mark": Form(
+        lambda w: {key: t.reshape(t.shape[:1]) if key == "weight_scale" else t for key, t in rows(FP8, 448, "weight_scale")(w).items()},
+        _times("weight_scale"), _fp8(),
+    ),
+    "fp8 without a mark": Form(
+        lambda w: {"weight": (w * (448 / w.abs().max())).to(FP8), "weight_scale": w.abs().max() / 448}, _times("weight_scale"), _fp8(),
+    ),
+    "nvfp4 without a mark": replace(modelopt(), config={}),
+    "lightx2v fp8 blocks": tiled(),
     "lightx2v int8": Form(rows(torch.int8, 127, "weight_scale"), _times("weight_scale"), _int),
     "bitsandbytes nf4": bnb("nf4", doubled=False),
     "bitsandbytes nf4 doubled": bnb("nf4", doubled=True),

@@ -331,3 +331,16 @@ def test_a_convolution_has_a_scale_for_each_output_channel(shape: tuple[int, ...
     assert new.shape == stored[f"{name}.weight_scale"].shape
     steps = (made[f"{name}.weight"] * new.view(-1, *single) - want) / new.view(-1, *single)
     assert float(steps.abs().max()) <= 0.50001
+
+
+@pytest.mark.parametrize("last", ["weight_zero_point", "weight_scale_2", "pre_quant_scale"])
+def test_a_weight_without_a_mark_is_not_read_without_its_other_parts(last: str, tmp_path: Path) -> None:
+    stored = {
+        "a.weight": torch.ones(32, 32, dtype=torch.int8),
+        "a.weight_scale": torch.ones(32, 1),
+        f"a.{last}": torch.ones(32),
+    }
+    lora = {"a.lora_up.weight": rand(32, 4), "a.lora_down.weight": rand(4, 32)}
+    base, adapter = save(stored, tmp_path / "base.safetensors"), save(lora, tmp_path / "lora.safetensors")
+    with pytest.raises(InputError, match="the base is quantised"):
+        lora_merge.merge(base, adapter, tmp_path / "out.safetensors", dtype="bf16")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
-from .comfy import layers, rows_of
+from .comfy import ENTRY, layers, rows_of
 from .scaled import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
@@ -277,10 +277,21 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
                 yield claimed(codes, codes.name, (rows, cols), packing)
 
 
+def _row_after_row(found: Checkpoint) -> bool:
+    """Return whether a file without any mark holds scales row after row: in tiles, those of some weight would be filled
+    up."""
+    if found.config or ENTRY in found.metadata or any(True for _ in found.stems("comfy_quant")):
+        return False
+    scales = [found.get(stem, "weight_scale") for stem in found.stems("weight_scale_2")]
+    shapes = [s.shape for s in scales if s is not None and s.dtype == "F8_E4M3" and len(s.shape) == 2]
+    return any(rows % TILE or across % 4 for rows, across in shapes)
+
+
 def modelopt(found: Checkpoint) -> Iterator[Claim]:
-    """Yield the nvfp4 weights of ModelOpt's folders: scales row after row, even columns in the low half."""
+    """Yield the nvfp4 weights of ModelOpt: scales row after row, even columns in the low half."""
     config = found.config
-    if config.get("quant_method") != "modelopt" or config.get("quant_algo") not in ("NVFP4", "NVFP4_AWQ"):
+    told = config.get("quant_method") == "modelopt" and config.get("quant_algo") in ("NVFP4", "NVFP4_AWQ")
+    if not (told or _row_after_row(found)):
         return
     for stem in found.stems("weight_scale_2"):
         codes, scale = found.get(stem, "weight"), found.get(stem, "weight_scale")

@@ -1,7 +1,8 @@
 """Scaled weights without any mark: files of musubi-tuner, sd-scripts and lightx2v.
 
 musubi-tuner and sd-scripts write `l.scale_weight` in the model's dtype: one number, one for each row, or [rows, groups,
-1]. lightx2v writes `l.weight_scale` [rows, 1] beside int8 or fp8.
+1]. lightx2v writes `l.weight_scale` beside int8 or fp8: [rows, 1], or for DeepGEMM one for each block of 128 by 128.
+Other files have [rows], or one number for the weight.
 https://github.com/kohya-ss/musubi-tuner src/musubi_tuner/modules/fp8_optimization_utils.py,
 https://github.com/ModelTC/lightx2v tools/convert.
 """
@@ -9,9 +10,14 @@ https://github.com/ModelTC/lightx2v tools/convert.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
+from typing import Final
 
 from .base import Checkpoint, Claim, claimed
-from .scaled import Stored, scaled
+from .scaled import TILE, Stored, scaled
+
+MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
+"""Tensors without which such a weight would be other numbers."""
 
 
 def claim(found: Checkpoint) -> Iterator[Claim]:
@@ -31,7 +37,10 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
             yield claimed(weight, weight.name, weight.shape, packing)
     for stem in found.stems("weight_scale"):
         weight, scale = found.get(stem, "weight"), found.tensors[f"{stem}.weight_scale"]
-        if weight is None or len(weight.shape) != 2 or scale.shape != (weight.shape[0], 1):
+        if weight is None or len(weight.shape) != 2 or scale.dtype == "F8_E8M0" or found.present(stem, *MORE):
             continue
-        if packing := scaled(Stored(weight, scale, "fp8 or int8 rows")):
+        (rows, cols), beside = weight.shape, found.present(stem, "input_scale")
+        tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // TILE), -(-cols // TILE))
+        label = "fp8 blocks" if tiled else "fp8 or int8 rows" if prod(scale.shape) > 1 else "fp8 or int8"
+        if packing := scaled(Stored(weight, scale, label, beside, block=(TILE, TILE) if tiled else None)):
             yield claimed(weight, weight.name, weight.shape, packing)
