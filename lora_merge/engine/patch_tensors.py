@@ -40,7 +40,7 @@ class PatchTensors:
     fetch: Fetch
     weights: Mapping[str, Weight]
     kept: DeviceCache = field(default_factory=DeviceCache)
-    kin: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
+    basis_weights: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
     held: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
@@ -76,7 +76,7 @@ class PatchTensors:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
             fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.kin)} for s in slices]
+        made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
         for slot in made[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in made], to)
         tensors = row.prepared(row.tensors(**fields))

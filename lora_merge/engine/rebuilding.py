@@ -15,7 +15,7 @@ from torch import Tensor
 from ..algorithms import ALGORITHMS, Loaded
 from ..disk.files import StoredTensor
 from ..matching.patch import Patch
-from ..matching.relatives import kin
+from ..matching.relatives import basis_weights
 from ..models.weights import Weight, WeightView
 from .placement import TORCH_DTYPES, Placement, host, stage
 from .tensors import gathered, weight_values
@@ -41,7 +41,7 @@ def from_base(
         at = WIDE if wide else AS_LOADED
         return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
 
-    of = kin(patch)
+    of = basis_weights(patch)
     if of and of in kept:
         return kept[of]
     loaded = Loaded(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))

@@ -31,7 +31,7 @@ from ..models.weights import WeightView, turned
 from ..shapes import Shape
 from ..text import Note
 from .context import LACKS_FACTS, AdapterContext, fit, shapes_of
-from .diagnosis import grouped
+from .diagnosis import advice_for_groups
 from .incomplete import UNGATHERED, incomplete, lacks
 from .orientation import Undecided
 from .patch import Patch
@@ -51,7 +51,7 @@ from .remarks import (
 )
 
 ALPHA: Final = "lora_alpha"
-"""The setting that says α where a file holds none."""
+"""The setting by which the user states α where a file holds none."""
 
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
 IN_FLOATS: Final = "export the adapter in fp32, fp16 or bf16 with the program that quantised it"
@@ -66,11 +66,11 @@ ONLY_IN_BYPASS: Final = (
 )
 LEAVE_OUT: Final = "no weight holds this; leave such modules out with --strength-for re:NAME=0"
 
-ODD: Final = 1e-3
-"""An α that no file leaves out: with it, the scale is another than without."""
+SOME_ALPHA: Final = 1e-3
+"""An α that equals no rank: a formula whose scale depends on α has another scale with it than without α."""
 
-LEAST: Final = 2.0**-149
-LARGEST: Final = (2 - 2.0**-23) * 2.0**127
+LEAST_FP32: Final = 2.0**-149
+LARGEST_FP32: Final = (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest number of fp32 above zero."""
 
 
@@ -129,17 +129,17 @@ class _Chooser:
                 reasons.append(str(e))
                 continue
             self._check_factors(full, name)
-            self._remember(name, shapes, tried.shape)
+            self._add_remarks(name, shapes, tried.shape)
             in_order = tuple(sorted(settings.items()))
             patch = Patch(context.number, full, name, shapes, numbers, in_order, tried, magnitude, beside)
             return Choice(patch, tuple(self.remarks), frozenset(self.settings))
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise incomplete(lacks(module), self.path)
         where = f"{self.path}: {module.where} {shapes_of(module)}: {'; or '.join(dict.fromkeys(reasons))}"
-        untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
-        if untold is not None:
-            raise ShapeMismatch(LACKS_FACTS, where, untold)
-        advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
+        to_state = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
+        if to_state is not None:
+            raise ShapeMismatch(LACKS_FACTS, where, to_state)
+        advice = TRAINED_ON + advice_for_groups(module.shapes.get("down", ()), view.shape)
         fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
@@ -164,7 +164,7 @@ class _Chooser:
                 where = f"{info.file}: {info.name} is {spoken(info.dtype)}"
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
-    def _remember(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
+    def _add_remarks(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """Add the remarks on the patch, and the user's settings that it depends on."""
         row = ALGORITHMS[name]
         if name == PEFT_OFT.name and prod(shape[2:]) > 1:
@@ -296,7 +296,7 @@ class _Chooser:
 
 def _in_fp32(value: float) -> bool:
     """Return whether a number is in the range of fp32, zero or infinite."""
-    return value == 0.0 or isinf(value) or LEAST <= abs(value) <= LARGEST
+    return value == 0.0 or isinf(value) or LEAST_FP32 <= abs(value) <= LARGEST_FP32
 
 
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
@@ -308,4 +308,4 @@ def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> Inpu
 
 def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
     """Return whether an alpha changes the scale."""
-    return row.scalars_from(None, shapes, shape) != row.scalars_from(ODD, shapes, shape)
+    return row.scalars_from(None, shapes, shape) != row.scalars_from(SOME_ALPHA, shapes, shape)

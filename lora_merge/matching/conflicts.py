@@ -61,7 +61,7 @@ class _Taken:
         self._by_kind: dict[str | None, tuple[Patch, _Name]] = {}
 
     def clashes(self, name: _Name) -> Iterator[tuple[Patch, _Name]]:
-        """Return the first patches of the kinds that clash with a name, and their names."""
+        """Return the first patch of every kind of names that clashes with a name, and its name."""
         for patch in self.unread:
             of = _Name.of(patch.module.name)
             for kind in of.kinds:
@@ -123,19 +123,22 @@ ADDED: Final = (
 """The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
 
 
-def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
+def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """Return the matches, each with a note on its modules that read rows which earlier adapters change.
 
     For these modules (orthogonal and scaling formulas, DoRA, all others that read the base) the sum of differences is
-    not what the adapters give one after the other. Who names another method wants another rule, and needs no note.
+    not what the adapters give one after the other.
+    Whoever names another method than `sum` has chosen how changes combine, and needs no note.
     """
     if job.method != SUM or len(matched) < 2:
         return tuple(matched)
     changed = [_Changed(one) for one in matched]
-    return tuple(replace(one, notes=(*one.notes, *_meetings(job, one, changed[:n]))) for n, one in enumerate(matched))
+    return tuple(
+        replace(one, notes=(*one.notes, *_overlap_notes(job, one, changed[:n]))) for n, one in enumerate(matched)
+    )
 
 
-def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
+def _overlap_notes(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     met: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(one) if changed else ():
@@ -143,7 +146,7 @@ def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[Not
         if len(pieces) == 1:  # a head with a new tensor of its own: the rows of that tensor
             pieces = [pieces[0]._replace(key=key)]
         pieces += [piece for view in patch.beside.values() for piece in view.row_slices]
-        before = tuple(n for n, rows in enumerate(changed) if any(map(rows.meets, pieces)))
+        before = tuple(n for n, rows in enumerate(changed) if any(map(rows.overlaps, pieces)))
         if before:
             met.setdefault(before, []).append(patch.module.where)
     for numbers, modules in met.items():
@@ -169,7 +172,7 @@ class _Changed:
         self._starts = {key: [start for start, _ in ranges] for key, ranges in rows.items()}
         self._stops = {key: list(accumulate((stop for _, stop in ranges), max)) for key, ranges in rows.items()}
 
-    def meets(self, piece: RowSlice) -> bool:
+    def overlaps(self, piece: RowSlice) -> bool:
         """Return whether the adapter changes a row of the piece."""
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
         before = bisect_left(starts, piece.stop)  # number of ranges that begin before the piece ends

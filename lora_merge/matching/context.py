@@ -19,7 +19,7 @@ from ..errors import MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView
 from ..shapes import Shape, flat
-from .orientation import NOTHING, Base, Orientation
+from .orientation import NO_FACTS, Base, Orientation
 
 LACKS_FACTS: Final = "the adapter's file does not hold all that its formula needs"
 FROM_THE_TRAINING: Final = (
@@ -38,7 +38,7 @@ class AdapterContext:
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the base
     model: str = ""  # architecture or model type of the base
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that the user states
-    base: Base = NOTHING  # layers of the base
+    base: Base = NO_FACTS  # layers of the base
     without_start: Collection[str] = frozenset()  # tensors with the values of the adapter's copy, without the start
     widest: tuple[int, int] = (0, 0)  # most rows and columns of the weights whose formula needs it
     _trained: dict[str, Trained] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache
@@ -97,10 +97,10 @@ class AdapterContext:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, FROM_THE_TRAINING) from e
         if chosen is None:
-            return [n for n in complete if _has_all(self.with_shared(module, n), n, near)], None
+            return [n for n in complete if _has_required(self.with_shared(module, n), n, near)], None
         left = ALGORITHMS[chosen].starts_in_base and view.row_slices[0].key in self.without_start
         chosen = LORA.name if left and LORA.name in complete else chosen
-        return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
+        return [chosen] if _has_required(self.with_shared(module, chosen), chosen, near) else [], chosen
 
     def _fits(self, module: Module, view: WeightView) -> bool:
         """Return whether some formula accepts the module's tensors for this view of the weight."""
@@ -108,7 +108,7 @@ class AdapterContext:
             rows, _ = self.candidates(module, view)
         except MergeError:
             return False
-        return any(_takes(name, self.with_shared(module, name).shapes, view) for name in rows)
+        return any(_formula_takes(name, self.with_shared(module, name).shapes, view) for name in rows)
 
 
 @lru_cache(maxsize=1024)  # a model has thousands of layers of a few shapes
@@ -127,7 +127,7 @@ def shapes_of(module: Module) -> str:
     return ", ".join(f"{slot} {list(shape)}" for slot, shape in module.shapes.items())
 
 
-def _takes(name: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
+def _formula_takes(name: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
     try:
         fit(name, tuple(shapes.items()), view.shape, view.matrix)
     except DoesNotFit:
@@ -135,6 +135,7 @@ def _takes(name: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
     return True
 
 
-def _has_all(module: Module, name: str, near: Mapping[str, WeightView]) -> bool:
+def _has_required(module: Module, name: str, near: Mapping[str, WeightView]) -> bool:
+    """Return whether the module has the slots that a formula requires, or the base has weights that fill them."""
     row = ALGORITHMS[name]
     return all(row.beside.get(slot) in near for slot in row.required - module.slots.keys())

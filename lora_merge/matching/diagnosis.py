@@ -66,7 +66,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     (where shapes do not fit) "" if nothing looks wrong.
     """
     if names.second and any(m.startswith("transformer.") for m in unmatched):
-        return absence(["transformer"], ["transformer_2"])
+        return missing_networks(["transformer"], ["transformer_2"])
     wanted = Counter(names.wanted(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
@@ -75,7 +75,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     if other := _for_pictures(names, unmatched):
         return f"the adapter is for {other}, the base is {_one(names.architecture)}; {OWN_BASE}"
     if absent := sorted(set(wanted) - labels):
-        return absence(absent, sorted(labels))
+        return missing_networks(absent, sorted(labels))
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
     if part is None or part is names.parts[0]:
         return likely_reason(_known(names, unmatched), modules, known, names.weights(), names.architecture)
@@ -96,7 +96,7 @@ def _known(names: Names, modules: Sequence[str]) -> dict[str, bool]:
     return {m: names.knows(m) for m in modules}
 
 
-def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
+def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
     """Return a sentence that names both models if the adapter looks made for another variant of the base, else "".
 
     The names may fit all the same, as those of a text-to-video adapter on a Wan 2.1 image-to-video base. `shapes`
@@ -108,7 +108,7 @@ def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
     return other_variant(of_the_denoiser(shapes()), known, names.weights())
 
 
-def absence(absent: Sequence[str], held: Sequence[str]) -> str:
+def missing_networks(absent: Sequence[str], held: Sequence[str]) -> str:
     """Return the sentence on modules of networks that the base does not hold."""
     missing, present = (" and ".join(map(_part, labels)) for labels in (absent, held))
     if list(held) == ["model"]:
@@ -129,15 +129,14 @@ def likely_reason(
 ) -> str:
     """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
 
-    `unmatched`: module → whether the base has one of this name, but for its numbers. `modules`, `stored`: shapes of the
-    adapter's and the base's weights, without prefixes. `title`: name of the model
-    for a base without an architecture.
+    `unmatched`: module → whether the base has a name that differs in numbers alone. `modules`, `stored`: shapes of the
+    adapter's and the base's weights, without prefixes. `title`: name of a model without an architecture.
     """
     return (
         other_model(modules, base, stored)
         or other_variant(modules, base, stored)
         or _other_size([m for m, known in unmatched.items() if known], stored)
-        or _unknown([*unmatched], base.title if base else title, stored)
+        or _other_names([*unmatched], base.title if base else title, stored)
     )
 
 
@@ -170,6 +169,7 @@ def _sentence(made_for: str, base: str) -> str:
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on a base with fewer blocks than the adapter changes; else ""."""
     wanted = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
     if wanted <= last or last < 0:
@@ -178,7 +178,8 @@ def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
     return f"{why}; {OWN_BASE}"
 
 
-def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
+def _other_names(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on names that the base does not have; "" without names."""
     if not unmatched:
         return ""
     tied = any("embed" in name or "wte" in name for name in stored)
@@ -213,7 +214,7 @@ def _known_prefix(name: str) -> str:
     return near if ratio >= ALIKE else ""
 
 
-def grouped(down: Shape, weight: Shape) -> str:
+def advice_for_groups(down: Shape, weight: Shape) -> str:
     """Return the advice for a convolution in groups whose `down` reads the channels of all groups; else "".
 
     Trainers that add a branch beside the layer give this branch all channels (PEFT, kohya's scripts).
@@ -224,14 +225,14 @@ def grouped(down: Shape, weight: Shape) -> str:
     return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
 
 
-FEW: Final = 1  # patterns of names, or modules, that an error shows: what to do comes after them
+SHOWN: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
 STRANGE: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
 OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
-def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
+def raise_problems(result: Match, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
     """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one."""
     if result.modules and not (failures or result.unmatched):
         return
@@ -239,9 +240,11 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        why, fix = _parted(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
-        if isinstance(worst, ShapeMismatch) and not why and result.unmatched:  # the names say what small shapes do not
-            why, fix = _parted(explain(names, list(result.unmatched), shapes))
+        why, fix = _split_advice(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
+        if (
+            isinstance(worst, ShapeMismatch) and not why and result.unmatched
+        ):  # the names may give the reason where the shapes do not
+            why, fix = _split_advice(explain(names, list(result.unmatched), shapes))
             if NO_NAMES in why:
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
                 why = f"the base is {_one(names.architecture)}, and {no_place}"
@@ -249,11 +252,11 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", (fix or worst.fix) + others)
-    left = counted(by_pattern(result.unmatched), FEW)
+    left = counted(by_pattern(result.unmatched), SHOWN)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)
-    why, fix = _parted(reason)
+    why, fix = _split_advice(reason)
     where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_one(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
@@ -275,17 +278,17 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         )
 
 
-def _parted(reason: str) -> tuple[str, str]:
-    """Return a reason and what to do; all is advice where the reason cannot be told from it."""
+def _split_advice(reason: str) -> tuple[str, str]:
+    """Return (reason, advice) of a text `reason; advice`; a text without a semicolon is all advice."""
     why, _, fix = reason.rpartition("; ")
     return why, fix
 
 
-def doubtful(result: Match, names: Names, unmatched: Unmatched) -> Note | None:
+def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | None:
     """Return the sentence on an adapter that looks made for another variant; FitError unless `unmatched` is "skip"."""
     if result.grown:  # the adapter resizes the base to the variant that it was made for
         return None
-    why = doubt(names, lambda: weight_shapes(result.adapter.modules))
+    why = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
     if why and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
         fix = "use the base it was trained on, or merge all the same with --unmatched skip"

@@ -31,22 +31,21 @@ UNGATHERED: Final = (
 )
 """The advice for tensors of shape [0]."""
 
-LONGEST_END: Final = 40  # characters of the end of a key that are looked up among the known ones
-STEM: Final = "module"
-MOST: Final = 2  # so many other modules must have the tensor that one module lacks
+LONGEST_END: Final = 40  # characters: the end of a key that is compared with SUFFIXES
+STEM: Final = "module"  # any path of a module, in front of an ending that is looked up
+AGREEING: Final = 2  # so many other modules must have the tensor that one module lacks
 
 
 class Gap(NamedTuple):
     """A tensor that a module lacks."""
 
     slot: str
-    key: str
-    """The end of its name, as the other modules of the file have it: lora_up.weight."""
+    key: str  # the end of its name in the other modules of the file: lora_up.weight
 
 
 def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
     """Return the incomplete modules, each with the tensor that it lacks."""
-    weights = [(m, _has(m)) for m in modules if m.parameter == "weight"]
+    weights = [(m, _compared_slots(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((has, m.algorithms) for m, has in weights)
     lacking = _lacking(kinds)
@@ -57,7 +56,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
             missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
         else:
             missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
-        missing = missing or (_alone(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
+        missing = missing or (_slot_of_others(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
         if missing:
             found[m.where] = min(missing)
     ends = {slot: _end_of_key(slot, modules) for slot in {*found.values()}}
@@ -73,20 +72,21 @@ def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
     return slot
 
 
-def _has(m: Module) -> frozenset[str]:
+def _compared_slots(m: Module) -> frozenset[str]:
+    """Return the slots that a module has, but for those that only some layers get."""
     return frozenset({*m.slots, *m.shared}) - BY_LAYER
 
 
 def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
     """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
     found: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
-    for slots, algorithms in (kind for kind, count in kinds.items() if count >= MOST):
+    for slots, algorithms in (kind for kind, count in kinds.items() if count >= AGREEING):
         for slot in slots:
             found.setdefault(slots - {slot}, []).append((slot, algorithms))
     return found
 
 
-def _alone(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
+def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
     """Return the one slot that this module lacks and the others of its algorithms have; empty if there is none."""
     for slot, algorithms in others:
         if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in set(algorithms) & set(m.algorithms)):

@@ -32,14 +32,14 @@ from ..text import Note, listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
-from .diagnosis import IDLE, STRANGE, doubtful, refuse
+from .diagnosis import IDLE, STRANGE, check_variant, raise_problems
 from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
-from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, bias_beside, by_rows, grown, is_copy, is_idle, sizes, with_values
+from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, as_rows, bias_beside, grown, is_copy, is_zero, sizes, with_values
 from .row_parts import chosen_rows
 from .side_by_side import as_trained
 from .stored_base import stored_base
@@ -58,25 +58,25 @@ class KnownBase(NamedTuple):
     tied: TiedPair | None
 
 
-def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatched: Unmatched) -> Match:
+def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strengths, unmatched: Unmatched) -> Match:
     """Return the changes that one adapter makes to the base; with `skip`, without the modules that have no place.
 
-    `alone`: the facts about the adapter without the base's tensors. One error lists all problems of one kind.
+    `unplaced`: the facts about the adapter that are known without the base's tensors.
     """
-    names, adapter = base.names, alone.adapter
-    stored = stored_base(alone, ref, names, base.tensors, base.tied)
-    pair = AdapterPair(stored.tied, alone)
-    modules = [m for m in adapter.modules if not alone.rules.of(m.name).is_shared(m.name)]
-    rules, modules = unstored(alone.rules, modules, {**stored.base, **pair.own}, alone.config)
+    names, adapter = base.names, unplaced.adapter
+    stored = stored_base(unplaced, strengths, names, base.tensors, base.tied)
+    pair = AdapterPair(stored.tied, unplaced)
+    modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
+    rules, modules = unstored(unplaced.rules, modules, {**stored.base, **pair.own}, unplaced.config)
     lone = names.lone_expert([m.name for m in modules])
-    places = Places(names, replace(alone, rules=rules), stored, pair, lone)
+    places = Places(names, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
     widest = places.widest(modules)
-    rules = rules.counting([m.name for m in modules], type_of(alone.config))
-    rules = related(rules, modules, places.dtype, alone)
-    layers = Base(base_types(alone.config), names.recognised, partial(places.of, adapter.modules))
-    context = replace(alone, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
-    builder = MatchBuilder(context, ref, places, gaps(modules, rules))
+    rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
+    rules = related(rules, modules, places.dtype, unplaced)
+    layers = Base(base_types(unplaced.config), names.recognised, partial(places.of, adapter.modules))
+    context = replace(unplaced, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
+    builder = MatchBuilder(context, strengths, places, gaps(modules, rules))
     for module in modules:
         builder.place(module)
     for info in strange:
@@ -88,34 +88,34 @@ def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatc
 class MatchBuilder:
     """Collects the changes that one adapter makes to the base, module by module."""
 
-    def __init__(self, context: AdapterContext, ref: Strengths, places: Places, lacking: Mapping[str, Gap]) -> None:
-        self.context, self.ref, self.places = context, ref, places
+    def __init__(self, context: AdapterContext, strengths: Strengths, places: Places, lacks: Mapping[str, Gap]) -> None:
+        self.context, self.strengths, self.places = context, strengths, places
         self.names, self.stored, self.pair = places.names, places.stored, places.pair
         self.path, self.values, self.base = context.adapter.path, context.values, places.base
-        self.lacking = lacking  # module → the tensor that it should have
+        self.lacks = lacks  # module → the tensor that it should have
         self.uses: dict[str, list[PatchPart]] = {}
         self.replaced: dict[str, StoredTensor] = {}
         self.created: dict[str, tuple[Shape, str]] = {}
         self.grown: dict[str, Shape] = {}
         self.unmatched: dict[str, str] = {}
         self.components: Counter[str] = Counter()
-        self.strengths: Counter[tuple[str, float]] = Counter()
+        self.applied: Counter[tuple[str, float]] = Counter()
         self.unused: dict[str, str] = {}
         self.placed: list[str] = []
         self.notes: list[Note] = []
         self.remarks: dict[Note, dict[str, None]] = {}  # sentence for the user → its modules
         self.settings: set[str] = set()  # the user's settings that a formula needed
         self.ends: dict[str, str] = {}  # module that changes one end of tied embeddings → that tensor
-        self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
-        self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # parameters with a new value
+        self.shape_errors: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
+        self.new_values: dict[tuple[RowSlice, ...], StoredTensor] = {}  # parameters with a new value
         self.duplicates = DuplicateCheck(self.path, self.values)
-        self.runs = 0  # of the rows that are replaced so far
+        self.replaced_runs = 0  # of consecutive rows, so far
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, notes: Sequence[Note], unmatched: Unmatched) -> Match:
         """Return the frozen match, or raise one error that lists the problems."""
-        odd = self.odd | self.stored.halves(self.names, self.replaced)
-        self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # a new value settles the shape
+        errors = self.shape_errors | self.stored.resized_alone(self.names, self.replaced)
+        self.failures += [errors[p] for p in errors if p not in self.new_values]  # a new value settles the shape
         unfit, resized = sizes(self.replaced, self.base, self.path)
         self.failures += unfit
         if unmatched == "error" and (refusal := shared_layers(self.context)):
@@ -123,11 +123,11 @@ class MatchBuilder:
         made = Match(
             self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
             self.grown, self.placed, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
-            frozenset(self.settings), self.strengths,
+            frozenset(self.settings), self.applied,
         )  # fmt: skip
-        refuse(made, self.names, self.failures, unmatched)
-        made = separate(self.pair, self.ends, made, self.ref, unmatched)
-        why = doubtful(made, self.names, unmatched)
+        raise_problems(made, self.names, self.failures, unmatched)
+        made = separate(self.pair, self.ends, made, self.strengths, unmatched)
+        why = check_variant(made, self.names, unmatched)
         remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in self.remarks.items()]
         new = [name for name in self.created if name in self.uses]
         remarks += [Note(NEW_BIAS.format(names=listed(new, 2)))] if new else []
@@ -142,7 +142,7 @@ class MatchBuilder:
         if components:
             self._count(module.where, components)
 
-    def _seek(self, module: Module) -> WeightView | None:
+    def _find_or_create(self, module: Module) -> WeightView | None:
         """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""
         try:
             view = self.places.find(module)
@@ -150,29 +150,29 @@ class MatchBuilder:
             self.failures.append(e)
             return None
         if view is None and module.parameter == "bias":
-            if self._is_nothing(module):
+            if self._is_for_no_bias(module):
                 return None
             view = self._new_bias(module)
-        if view is None or is_idle(module, self.base.get(view.row_slices[0].key), self.values):
+        if view is None or is_zero(module, self.base.get(view.row_slices[0].key), self.values):
             self.unmatched[module.where] = "no such module in the base" if view is None else IDLE
             return None
         return view
 
     def place(self, module: Module) -> None:
         """Place one module: find its weight and formula and record the patch."""
-        if (view := self._seek(module)) is None:
+        if (view := self._find_or_create(module)) is None:
             return
-        if self.pair.as_one(module.name) and self.places.lacks_end(module.name) and self.places.embeddings_change:
+        if self.pair.changes_both(module.name) and self.places.lacks_end(module.name) and self.places.embeddings_change:
             self.notes.append(Note(AGAIN.format(name=module.name)))
             self._leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
-        gap = self.lacking.get(module.where)
+        gap = self.lacks.get(module.where)
         if gap and not (gap.slot == "alpha" and ALPHA in self.context.given):
             self.failures.append(incomplete(f"{module.where} has no {gap.key}", self.path))
             return
         larger = self._grow(module, view)
         self._untie(module.name, view)
-        if (patch := self._patch(module, self.pair.origin(larger))) is None:
+        if (patch := self._patch(module, self.pair.start_of(larger))) is None:
             return
         if lacking := self.stored.lacking(patch):
             self.failures.append(lacking)
@@ -180,7 +180,7 @@ class MatchBuilder:
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
-    def _repeat(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
+    def _leave_out_twin(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
         """Leave out trained tokens that the adapter stores for the embeddings too; they are equal."""
         if self.values.same(twin, info):
             self.notes.append(Note(AGAIN.format(name=name)))
@@ -191,11 +191,11 @@ class MatchBuilder:
     def _untie(self, name: str, view: WeightView) -> None:
         """Record a module that may change one end of tied embeddings alone."""
         key = view.row_slices[0].key
-        shared = self.pair.tied is not None and key == self.pair.shared
-        if (shared or self.places.lacks_end(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
+        is_end = (self.pair.tied is not None and key == self.pair.shared) or self.places.lacks_end(name)
+        if is_end and not self.pair.changes_both(name) and not key.endswith(".bias"):
             self.ends[name] = key
 
-    def _of_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
+    def _place_in_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
         """Return the place of a value for a head that the base does not store."""
         view = self.pair.place(info, name, parameter, rows=rows)
         if view is not None and self.pair.key(view):
@@ -228,11 +228,11 @@ class MatchBuilder:
     def _patch(self, module: Module, view: WeightView) -> Patch | None:
         try:
             near = self.places.near(module, self.context.rules.relatives.get(module.name, ()))
-            chosen = choose(*by_rows(module, view), self.context, near)
+            chosen = choose(*as_rows(module, view), self.context, near)
             patch, remarks = as_trained(chosen.patch, self.names.fused, self.context)
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
-            left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
+            left_out = self.strengths.strength and not any(self.strengths.factor(*place) for place in places.items())
             if left_out and isinstance(e, ShapeMismatch):
                 self._remark(LEFT_OUT, module)
                 self._leave_unused(module, OFF, set(places.values()))
@@ -244,7 +244,7 @@ class MatchBuilder:
             self._remark(text, module)
         return patch
 
-    def _is_nothing(self, module: Module) -> bool:
+    def _is_for_no_bias(self, module: Module) -> bool:
         """Return whether these are PEFT's zeros for a layer without bias (GLoRA); count the module if so."""
         weight = self.places.named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
@@ -261,13 +261,13 @@ class MatchBuilder:
         added = set()
         for piece, start in patch.view.addresses():
             into = key or piece.key
-            strength = self.ref.factor(into, component := self.names.component(into))
+            strength = self.strengths.factor(into, component := self.names.component(into))
             added.add((component, strength))
             if strength:
                 self.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
                 self._leave_unused(patch.module, OFF)
-        self.strengths.update(added)
+        self.applied.update(added)
         self._count(patch.module.where, {component for component, _ in added})
 
     def _count(self, name: str, components: Collection[str]) -> None:
@@ -298,14 +298,14 @@ class MatchBuilder:
             bare = self.places.look(info.name)
             view = bare if bare and bare.row_slices[0].key.rpartition(".")[2] == parameter else None
         if value is not None and value.kind != "value":
-            self._leave(info, value, view)
+            self._record_unneeded(info, value, view)
         elif value is not None and value.rows is not None and (twin := self.places.twin(name, value.rows)):
-            self._repeat(info, name, twin)
-        elif (view := view or self._of_head(info, name, parameter, rows=bool(value and value.rows))) is None:
+            self._leave_out_twin(info, name, twin)
+        elif (view := view or self._place_in_head(info, name, parameter, rows=bool(value and value.rows))) is None:
             self.unmatched[info.name] = STRANGE
         elif value is not None and value.rows is not None:
             self._replace_rows(info, view, value.rows)
-        elif (first := self.set.setdefault(view.row_slices, info)) is info:
+        elif (first := self.new_values.setdefault(view.row_slices, info)) is info:
             if info.shape == view.shape:
                 self._untie(name, view)
             inside = saved_inside(self.context.rules.of(name).fields, info.name)
@@ -319,32 +319,32 @@ class MatchBuilder:
 
     def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
         piece = view.row_slices[0]
-        strength, old = self.ref.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
+        strength, old = self.strengths.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
         all_of_it = len(view.row_slices) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
             self.placed.append(info.name)
             self.replaced[piece.key] = info
-        elif (patch := self._patch(module, self.pair.origin(view))) is not None:
+        elif (patch := self._patch(module, self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Rows) -> None:
         """Add a patch that replaces rows of an embedding, one piece for each run of rows."""
         module = Module.of_value(*split_parameter(info.name), info)
-        key, view = self.pair.key(view), self.pair.origin(view)
-        self.runs += len(rows.runs)
+        key, view = self.pair.key(view), self.pair.start_of(view)
+        self.replaced_runs += len(rows.runs)
         try:
-            some = chosen_rows(info, view, rows, self.runs)
+            some = chosen_rows(info, view, rows, self.replaced_runs)
         except MergeError as e:
             self.failures.append(e)
         else:
             if (patch := self._patch(module, some)) is not None:
                 self._add(patch, key)
 
-    def _leave(self, info: StoredTensor, value: StoredValue, view: WeightView | None) -> None:
+    def _record_unneeded(self, info: StoredTensor, value: StoredValue, view: WeightView | None) -> None:
         """Record a tensor that the merge does not need; a copy of the base must have the base's shape."""
         if value.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
-            self.odd[view.row_slices] = self.stored.resized(where)
+            self.shape_errors[view.row_slices] = self.stored.resized(where)
         self.unused[info.name] = self.stored.notes.get(info.name, value.why)
         self.notes.append(Note(f"{info.name}: {self.unused[info.name]}"))

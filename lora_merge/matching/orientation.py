@@ -17,7 +17,7 @@ from ..models.weights import WeightView, transposed
 
 
 class Undecided(ValueError):
-    """The signs contradict each other, so that only the user knows a weight's orientation."""
+    """Signs that contradict each other, so that only the user knows a weight's orientation."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Base:
     places: Callable[[], Iterable[Place]]  # of the adapter's modules
 
 
-NOTHING: Final = Base((), lambda _: False, tuple)
+NO_FACTS: Final = Base((), lambda _: False, tuple)
 """The empty facts, where only the adapter is known."""
 
 

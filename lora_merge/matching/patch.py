@@ -89,7 +89,7 @@ class Match:
     notes: tuple[Note, ...]
     settings: frozenset[str]  # the user's settings that a formula needed
     applied: Mapping[tuple[str, float], int]  # (component, strength) → number of modules
-    parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # new head → the embeddings that it starts from
+    separated: Mapping[str, StoredTensor] = field(default_factory=dict)  # new head → the embeddings that it starts from
     untied: str = ""  # stored head that was equal to the embeddings and now differs
 
     @property

@@ -52,7 +52,7 @@ class Places:
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
         found = (self.look(*split_parameter(target)) for target in targets)
-        return next((view for view in found if view is not None), None) or self._of_head(name, parameter)
+        return next((view for view in found if view is not None), None) or self._weight_of_end(name, parameter)
 
     def find(self, module: Module) -> WeightView | None:
         """Return the weight that the module changes, for a part of a module its rows; ShapeMismatch if it has none."""
@@ -131,8 +131,8 @@ class Places:
         store."""
         return self.pair.is_end(name) and self.look(name) is None
 
-    def _of_head(self, name: str, parameter: str) -> WeightView | None:
+    def _weight_of_end(self, name: str, parameter: str) -> WeightView | None:
         """Return the weight of an end that the base does not store: a new one if possible, else the embeddings."""
         if parameter != "weight" or not self.pair.is_end(name):
             return None
-        return self.pair.own_weight if self.pair.parts(name) else self.embeddings()
+        return self.pair.own_weight if self.pair.separates(name) else self.embeddings()

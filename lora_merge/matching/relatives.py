@@ -22,7 +22,7 @@ from ..models.weights import WeightView
 from .context import AdapterContext
 from .patch import Patch
 
-MOST: Final = 256
+MOST_RELATIVES: Final = 256
 """The most layers that share a basis: those of one kind, one in each block. Each of them is computed from all."""
 
 
@@ -46,7 +46,7 @@ def related(
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)
-    if (most := max(map(len, kinds.values()))) > MOST:
+    if (most := max(map(len, kinds.values()))) > MOST_RELATIVES:
         raise refuse(rules.kind, f"{most} layers share a basis, more than any model has", CONVERT, rules.fields.where)
     fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
     common = {
@@ -65,7 +65,7 @@ def related(
     return replace(rules, relatives=relatives, layer_settings=settings)
 
 
-def kin(patch: Patch) -> tuple[WeightView, ...]:
+def basis_weights(patch: Patch) -> tuple[WeightView, ...]:
     """Return the weights of all layers from which the patch's basis is computed; empty for other formulas."""
     return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
 
@@ -80,15 +80,15 @@ def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]
     """Return kind → its layers by number; None where this depends on an order that the paths do not have."""
     numbered: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
-    unsure = set()
+    unordered = set()
     for place, path in enumerate(paths):
         kind, number = shared_kind(path), _number(path)
         level = place if number is None else number
         if number is None or level in numbered.get(kind, {}):
-            unsure.add(kind)
+            unordered.add(kind)
         numbered.setdefault(kind, {})[level] = path
         counts[kind] = counts.get(kind, 0) + 1
-    if not ordered and any(counts[kind] > 1 for kind in unsure):
+    if not ordered and any(counts[kind] > 1 for kind in unordered):
         return None
     return {kind: [found[n] for n in sorted(found)] for kind, found in numbered.items()}
 

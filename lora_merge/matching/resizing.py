@@ -54,7 +54,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
     return replace(module, slots={**module.slots, **slots}) if slots else module
 
 
-def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
+def is_zero(module: Module, own: StoredTensor | None, values: Values) -> bool:
     """Return whether the module adds zeros to a tensor of whole numbers, such as a counter."""
     info = module.slots.get("diff")
     if info is None or own is None or own.dtype not in WHOLE:
@@ -67,7 +67,7 @@ def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
     return info.shape == own.shape and not values.differing(info, own)
 
 
-def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
+def as_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     """Return module and view as `E·out` rows, where a value or difference is of all stacked experts `[E, out, in]`."""
     info = module.slots.get("diff")
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
@@ -102,15 +102,15 @@ def sizes(
     return unfit, notes
 
 
-def _one_base(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
+def _check_same_values(adapters: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
     """Raise FitError if two adapters store different values of a tensor of the base."""
     for number, one in enumerate(matched):
         for key, info in one.bases.items():
-            for other, ref in zip(matched, refs, strict=True):
+            for other, adapter in zip(matched, adapters, strict=True):
                 copy = other.copies.get(key, info)
                 if other is not one and (copy.shape != info.shape or values.differing(copy, info)):
                     raise FitError("two adapters were trained on different values of a tensor",
-                                   f"{key}: {refs[number].path}: {info.name}, {ref.path}: {copy.name}",
+                                   f"{key}: {adapters[number].path}: {info.name}, {adapter.path}: {copy.name}",
                                    "merge one of them, or remove that tensor from the one whose values shall not count"
                                    )  # fmt: skip
 
@@ -164,15 +164,16 @@ def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.row_slices[0], 0, 1.0)
 
 
-def clashes(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
+def check_addable(adapters: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
     """Raise FitError if adapters cannot be added: they replace one parameter, or were trained on different values."""
-    _one_base(refs, matched, values)
+    _check_same_values(adapters, matched, values)
     seen: dict[str, int] = {}
     for number, one in enumerate(matched):
         for key in one.replaced:
             own = {use.patch.algorithm for use in one.uses.get(key, ())}
             if key in seen or own - ADDED or any(key in m.uses for m in matched if m is not one):
-                raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
+                raise FitError("a parameter is replaced as a whole and changed again",
+                               f"{key}: by {adapters[number].path}",
                                "merge the adapters one after the other")  # fmt: skip
             seen[key] = number
     sizes = {key: shape for one in matched for key, shape in one.grown.items()}

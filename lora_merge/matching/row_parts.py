@@ -41,9 +41,8 @@ class NoPlace(ValueError):
 class Parts:
     """The parts of one split module that an adapter has."""
 
-    heights: Mapping[
-        int, int
-    ]  # number of the part, in order → rows that it changes, 0 where its tensors do not show them
+    heights: Mapping[int, int]
+    """Number of a part, in order → the rows that it changes; 0 where its tensors do not show them."""
 
     @cached_property
     def starts(self) -> Sequence[int]:
@@ -69,8 +68,8 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Parts]:
 def place(view: WeightView, number: int, parts: Parts, splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
-    `splits`: source in the base → rows of every fused layer, in order. Without
-    a source, the parts follow each other and must fill the weight.
+    `splits`: source in the base → rows of every fused layer, in order. Without a source, the parts follow each
+    other and must fill the weight.
     """
     if any(piece.transposed for piece in view.row_slices):
         raise NoPlace(TURNED)

@@ -24,7 +24,7 @@ from .context import AdapterContext
 from .patch import Patch
 from .remarks import DYLORA
 
-LEAST: Final = 3  # layers that the trainers split: q, k and v
+FEWEST: Final = 3  # layers that the trainers split: q, k and v
 
 AS_TRAINED: Final = (
     "trained with split_qkv, {n} LoRAs of rank {r} that are stored as one: scaled by alpha / {r}, as it was trained; "
@@ -54,10 +54,10 @@ def as_trained(
     evidence = fused_in(patch.view)
     fused = agreed(evidence) if evidence else ()
     n = len(fused)
-    if n < LEAST:
+    if n < FEWEST:
         return patch, dylora
     rank, said = prod(up.shape[1:]), context.trained(LORA.name).split
-    if not said and not _may_be(up, fused, context.values):
+    if not said and not _looks_split(up, fused, context.values):
         return patch, dylora
     split = rank % n == 0 and _is_split(up, fused, context.values)
     text = (AS_TRAINED if split else NOT_SPLIT) if said else SPLIT_LIKELY
@@ -67,8 +67,8 @@ def as_trained(
     return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n}), remarks
 
 
-def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """Return whether the first and the last row have numbers only in their own layer's columns; a cheap test."""
+def _looks_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
+    """Return whether the first and the last row are zero outside their own layer's columns; a cheap test."""
     rows, rank = up.shape[0], prod(up.shape[1:])
     r = rank // len(fused)
     ends = ((0, (0, r)), (rows - 1, (rank - r, rank)))
@@ -79,7 +79,7 @@ def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
 
 
 def _is_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """Return whether the rows of every layer have numbers only in its own columns."""
+    """Return whether the rows of every layer are zero outside its own columns."""
     r = prod(up.shape[1:]) // len(fused)
     bounds = pairwise([0, *accumulate(fused)])
     return all(values.zero_outside(up, rows, (k * r, (k + 1) * r)) for k, rows in enumerate(bounds))

@@ -36,27 +36,29 @@ class StoredBase:
     base: Mapping[str, StoredTensor]  # in the shapes that the tensors have for the adapter
     tied: TiedPair | None
     copies: Mapping[str, StoredTensor]  # base key → its copy in the adapter
-    other: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
-    idle: Collection[str]  # tensors that the output keeps from the base, because the strength is 0
+    replacing: Mapping[str, StoredTensor]  # base key → copy that differs from the base's tensor and replaces it
+    at_strength_0: Collection[str]  # base keys of tensors that stay in the output as they are
     without_start: Collection[str]  # tensors with the values of the adapter's copy, without the start
     notes: Mapping[str, str]  # name in the adapter → sentence on how it is used
 
     @property
     def bases(self) -> dict[str, StoredTensor]:
         """Copies that replace the base's tensors in the output."""
-        return {key: info for key, info in self.other.items() if key not in self.idle}
+        return {key: info for key, info in self.replacing.items() if key not in self.at_strength_0}
 
     def view(self, view: WeightView | None) -> WeightView | None:
         """Return a view of the base in the shape that the adapter's copy has."""
         key = view.row_slices[0].key if view else ""
-        return whole(key, self.other[key].shape) if key in self.other else view
+        return whole(key, self.replacing[key].shape) if key in self.replacing else view
 
-    def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
+    def resized_alone(
+        self, names: Names, replaced: Mapping[str, StoredTensor]
+    ) -> dict[tuple[RowSlice, ...], MergeError]:
         """Return the errors for embeddings or heads that keep their rows while the adapter resizes the other end."""
         views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
         old = {view.row_slices[0].key: view.shape[:1] for view in views}
         new = {key: replaced.get(key, self.base[key]).shape[:1] for key in old}
-        grown = {old[key] for key in old if key in self.other and new[key] != old[key]}
+        grown = {old[key] for key in old if key in self.replacing and new[key] != old[key]}
         left = {v.row_slices: v.row_slices[0].key for v in views if new[v.row_slices[0].key] == v.shape[:1] in grown}
         return {
             pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
@@ -79,34 +81,34 @@ class StoredBase:
 
 
 def stored_base(
-    context: AdapterContext, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
+    context: AdapterContext, strengths: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
 ) -> StoredBase:
     """Return the base as the adapter sees it; every copy in the adapter is compared with the base's tensor."""
     stored = [*_stored(context, names, base, tied)]
     complete = {m.name: m.complete for m in reversed(context.adapter.modules)} if stored else {}
     started = {own.name for info, own in stored if _takes_start(context, info, complete)}
     copies: dict[str, StoredTensor] = {}
-    other: dict[str, StoredTensor] = {}
+    replacing: dict[str, StoredTensor] = {}
     notes: dict[str, str] = {}
-    without_start, idle = set(), set()
+    without_start, at_strength_0 = set(), set()
     for info, own in stored:
         if own.name not in copies:  # tied ends are one tensor
             copies[own.name] = info
-            strength = ref.factor(own.name, names.component(own.name))
+            strength = strengths.factor(own.name, names.component(own.name))
             if info.shape != own.shape or (strength and (strength == 1 or own.name not in started)):
                 without_start.add(own.name)
                 if how := _difference(info, own, context.values):
-                    other[own.name] = info
+                    replacing[own.name] = info
                     notes[info.name] = f"{how}; the values that the adapter was trained on replace them, as in PEFT"
             if not strength:
-                idle.add(own.name)
+                at_strength_0.add(own.name)
     if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - copies.keys()) == 1:
         (left,), (copied,) = ends, {tied.info.name, tied.stored} - ends
-        if copied in other and not context.values.differing(base[tied.stored], tied.info):
-            other[left] = other[copied]  # one tensor in transformers, whatever is loaded later
-    shaped = {**base, **{key: replace(base[key], shape=info.shape) for key, info in other.items()}}
-    pair = replace(tied, info=shaped[tied.info.name]) if tied is not None and tied.info.name in other else tied
-    return StoredBase(context.adapter.path, shaped, pair, copies, other, idle, without_start, notes)
+        if copied in replacing and not context.values.differing(base[tied.stored], tied.info):
+            replacing[left] = replacing[copied]  # one tensor in transformers, whatever is loaded later
+    shaped = {**base, **{key: replace(base[key], shape=info.shape) for key, info in replacing.items()}}
+    pair = replace(tied, info=shaped[tied.info.name]) if tied is not None and tied.info.name in replacing else tied
+    return StoredBase(context.adapter.path, shaped, pair, copies, replacing, at_strength_0, without_start, notes)
 
 
 def _takes_start(context: AdapterContext, info: StoredTensor, complete: Mapping[str, Sequence[str]]) -> bool:

@@ -57,7 +57,7 @@ class AdapterPair:
         self._head, self.shared = (tied.head, tied.info.name) if tied else (LM_HEAD, "")
         self.sources = tied.sources if tied else {}
         self.bias = tied.own_bias if tied else ""
-        self.weight = next(iter(self.sources), "")  # name of a new head
+        self.weight = next(iter(self.sources), "")  # name of the weight that a separate head gets
         self.own = {key: replace(info, name=key) for key, info in self.sources.items()}
 
     def is_head(self, name: str) -> bool:
@@ -69,7 +69,7 @@ class AdapterPair:
 
         Encoder and decoder may each have a name for the one table; PEFT then trains and saves it under all names.
         """
-        return self.is_head(name) or (name.rpartition(".")[2] in EMBEDDING_NAMES and self.as_one(name))
+        return self.is_head(name) or (name.rpartition(".")[2] in EMBEDDING_NAMES and self.changes_both(name))
 
     @property
     def own_weight(self) -> WeightView | None:
@@ -82,7 +82,7 @@ class AdapterPair:
         if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.own):
             return None
         shared = self.sources.get(key, self.tied.info)
-        if self.as_one(info.name):
+        if self.changes_both(info.name):
             return whole(shared.name, shared.shape)
         strange = self.context.adapter.strange
         others = [t for t in strange if t is not info and t.shape == info.shape]
@@ -102,7 +102,7 @@ class AdapterPair:
                 found.setdefault(value.rows, []).append((value.target.rpartition(".")[0], info))
         return found
 
-    def origin(self, view: WeightView) -> WeightView:
+    def start_of(self, view: WeightView) -> WeightView:
         """Return the view with the values that a place starts from: for a new head the embeddings."""
         source = self.sources.get(self.key(view))
         return whole(source.name, source.shape) if source else view
@@ -111,8 +111,8 @@ class AdapterPair:
         """Return the name of a new tensor of the head; "" for all other places."""
         return view.row_slices[0].key if view.row_slices[0].key in self.own else ""
 
-    def as_one(self, name: str) -> bool:
-        """Return whether both ends change as one: PEFT was configured so, and the saved changes of both ends are equal.
+    def changes_both(self, name: str) -> bool:
+        """Return whether the module changes both ends: PEFT was told to tie them, and the saved changes are equal.
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
@@ -122,9 +122,9 @@ class AdapterPair:
         flag = rules.fields.flag("ensure_weight_tying", default=False)
         return flag and self._has_both and name not in self._unlike
 
-    def parts(self, name: str) -> bool:
+    def separates(self, name: str) -> bool:
         """Return whether a module of the adapter changes one end alone, and the two ends can be stored separately."""
-        return bool(self.own and self.context.rules.of(name).kind) and not self.as_one(name)
+        return bool(self.own and self.context.rules.of(name).kind) and not self.changes_both(name)
 
     @cached_property
     def _has_both(self) -> bool:
@@ -161,24 +161,26 @@ class AdapterPair:
         yield from (name for name, values in (*found, *other) if values in common)
 
 
-def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Strengths, unmatched: Unmatched) -> Match:
+def separate(
+    pair: AdapterPair, ends: Mapping[str, str], match: Match, strengths: Strengths, unmatched: Unmatched
+) -> Match:
     """Return the match with a separate head, where the adapter changes only one of embeddings and head.
 
     `ends`: module that changes one end → the tensor that it changes. FitError where PEFT trained one end and the two
     cannot be stored separately, unless `unmatched` is "skip": then both change.
     """
-    changed = {name: key for name, key in ends.items() if ref.factor(key, "model")}
-    both = {name: key for name, key in changed.items() if key not in pair.own and not pair.parts(name)}
-    parted = pair.sources if len(both) < len(changed) else {}
-    if unmatched == "error" and (refusal := _refusal(pair, {} if parted else both)):
+    changed = {name: key for name, key in ends.items() if strengths.factor(key, "model")}
+    both = {name: key for name, key in changed.items() if key not in pair.own and not pair.separates(name)}
+    separated = pair.sources if len(both) < len(changed) else {}
+    if unmatched == "error" and (refusal := _refusal(pair, {} if separated else both)):
         raise refusal
-    created = {**match.created, **{key: (source.shape, source.name) for key, source in parted.items()}}
-    notes = [Note(APART.format(head=pair.weight, table=parted[pair.weight].name))] if parted else []
-    made, more = _followed(pair, replace(match, parted=parted, created=created), ref)
-    if both and not parted:
+    created = {**match.created, **{key: (source.shape, source.name) for key, source in separated.items()}}
+    notes = [Note(APART.format(head=pair.weight, table=separated[pair.weight].name))] if separated else []
+    made, more = _with_tokens_of_head(pair, replace(match, separated=separated, created=created), strengths)
+    if both and not separated:
         shared = ", ".join(sorted({*both.values()}))
         more.append(Note(f"{listed([*both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}"))
-    elif not parted and pair.tied and (pair.shared in made.replaced or pair.shared in made.uses):
+    elif not separated and pair.tied and (pair.shared in made.replaced or pair.shared in made.uses):
         more.append(Note(f"the head is tied to {pair.shared} and changes with it"))
     return replace(made, notes=(*made.notes, *notes, *more))
 
@@ -188,7 +190,7 @@ def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
     names = [name for name in both if pair.context.rules.of(name).kind]
     if not names or (
         pair.tied is None and not pair.context.by_config
-    ):  # but for its absence nothing tells that it is tied
+    ):  # only the missing head suggests that it is tied
         return None
     where = f"{pair.context.adapter.path}: {listed(names)} on {pair.shared or both[names[0]]}"
     return FitError("the adapter trained one end of embeddings that the base ties, and models of its kind cannot "
@@ -197,24 +199,24 @@ def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
                     "ends, which computes something else")  # fmt: skip
 
 
-def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, list[Note]]:
+def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) -> tuple[Match, list[Note]]:
     """Return (the match with the changes that the head takes from the embeddings, notes).
 
     Trained tokens change both ends, unless the head has trained tokens of its own. The same holds for a bias.
     """
     uses, replaced, notes = dict(match.uses), dict(match.replaced), list[Note]()
-    head = next((key for key in match.parted if key.endswith(".weight")), pair.stored)
+    head = next((key for key in match.separated if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
     if pair.bias and tokens:
         notes.append(Note(NO_BIAS.format(name=pair.bias)))
     if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
         if pair.stored:
             notes.append(Note(f"{head} is tied to {pair.shared}: the trained tokens are those of both"))
-            strength = ref.factor(head, "model")
+            strength = strengths.factor(head, "model")
             tokens = [_moved(use, head, strength) for use in tokens if strength]
         uses[head] = [*uses.get(head, ()), *tokens]
-    for key in match.parted.keys() - {head} - uses.keys() - replaced.keys():
-        source = match.parted[key].name
+    for key in match.separated.keys() - {head} - uses.keys() - replaced.keys():
+        source = match.separated[key].name
         uses |= {key: uses[source]} if source in uses else {}
         replaced |= {key: replaced[source]} if source in replaced else {}
     made = replace(match, uses=uses, replaced=replaced)
@@ -230,7 +232,7 @@ def _differ(pair: AdapterPair, match: Match) -> bool:
     tokens = [{u.piece.start for u in match.uses.get(end, ()) if _trains_tokens(u)} for end in ends]
     names = [u.patch.module.name for end in ends for u in match.uses.get(end, ()) if not _trains_tokens(u)]
     names += [match.replaced[end].name for end in ends if end in match.replaced]
-    return tokens[0] != tokens[1] or not all(map(pair.as_one, names))
+    return tokens[0] != tokens[1] or not all(map(pair.changes_both, names))
 
 
 def _trains_tokens(use: PatchPart) -> bool:
@@ -255,12 +257,12 @@ def shared_layers(context: AdapterContext) -> MergeError | None:
     return FitError(what, f"{context.adapter.path}: {listed(names)}", fix) if names else None
 
 
-def check_alone(refs: Sequence[Adapter], matched: Sequence[Match]) -> None:
+def check_separations(adapters: Sequence[Adapter], matched: Sequence[Match]) -> None:
     """Raise FitError if one adapter separates the head from the embeddings and another changes both as one."""
     for number, one in enumerate(matched):
-        for head, info in one.parted.items():
-            for other, ref in zip(matched, refs, strict=True):
-                if head not in other.parted and info.name in {*other.uses, *other.replaced}:
+        for head, info in one.separated.items():
+            for other, adapter in zip(matched, adapters, strict=True):
+                if head not in other.separated and info.name in {*other.uses, *other.replaced}:
                     raise FitError("one adapter trained the head apart from the embeddings, another the two as one",
-                                   f"{info.name}: by {refs[number].path} and {ref.path}",
-                                   f"merge {ref.path} first, and the other into the result")  # fmt: skip
+                                   f"{info.name}: by {adapters[number].path} and {adapter.path}",
+                                   f"merge {adapter.path} first, and the other into the result")  # fmt: skip

@@ -23,7 +23,7 @@ from ..models.module_order import in_order, tables, type_of
 from ..shapes import flat
 
 EXPERTS: Final = re.compile(r"experts\.\d+\.")
-AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
+SAVE_INDICES: Final = "save it again with save_indices=True, or " + CONVERT
 
 
 def unstored(
@@ -37,7 +37,7 @@ def unstored(
     why = _doubt(rules, [*found], config)
     order = None if why or type_of(config) not in tables() else in_order([*found], type_of(config))
     if order is None:
-        raise refuse(rules.kind, why or UNKNOWN_ORDER, AGAIN, rules.fields.where)
+        raise refuse(rules.kind, why or UNKNOWN_ORDER, SAVE_INDICES, rules.fields.where)
     rank = rules.fields.integer("r", 4)
     *starts, total = accumulate((rank * sum(flat(found[name].shape)) for name in order), initial=0)
     common = {"rank": rank, "shuffle": rules.fields.integer("proj_seed", 42), "total": total}

@@ -33,12 +33,12 @@ from ..files.side_files import (
 )
 from ..job import Adapter, Job
 from ..limits import Steps
-from ..matching.conflicts import with_meetings
+from ..matching.conflicts import with_overlap_notes
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
-from ..matching.resizing import clashes, replace_in_turn, values_as_changes
-from ..matching.tied_heads import check_alone
+from ..matching.resizing import check_addable, replace_in_turn, values_as_changes
+from ..matching.tied_heads import check_separations
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.strengths import Strengths, on_base
@@ -155,15 +155,15 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         matched = replace_in_turn(matched, base.tensors)
     if method.combines:
         matched = values_as_changes(matched, base.tensors, alone=bool(method.keeps))
-    clashes(job.adapters, matched, values)
-    check_alone(job.adapters, matched)
+    check_addable(job.adapters, matched, values)
+    check_separations(job.adapters, matched)
     used = {name for one in matched for name in one.settings}
     if every_setting and (unused := sorted(dict(job.setting).keys() - used)):
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     files = [os.path.realpath(ref.path) for ref in job.adapters]
     made = []
-    for n, met in enumerate(with_meetings(job, matched)):
+    for n, met in enumerate(with_overlap_notes(job, matched)):
         usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
         listed_weights = strengths[n].notes({**met.uses, **met.replaced})
         made.append(replace(met, notes=(*met.notes, *usual, *listed_weights)))
@@ -244,7 +244,7 @@ def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path,
     job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
-    parted = {key for one in adapters for key in one.parted}
+    separated = {key for one in adapters for key in one.separated}
     replaced = {key: Weight(info.shape, info) for one in adapters for key, info in one.replaced.items()}
     for one in adapters:
         created.update(one.created)
@@ -263,10 +263,10 @@ def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path,
         for new in form.beside if form else ():
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
     for key, (shape, beside) in created.items():
-        if key in uses or key in replaced or key in parted:
+        if key in uses or key in replaced or key in separated:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
-            like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
+            like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])
             if gguf is not None and gguf.holds(like, changed=True):
                 yield sibling.file, _target(job, gguf.named(like), weight, uses, gguf.stored_as(like, shape))

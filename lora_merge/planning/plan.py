@@ -211,13 +211,13 @@ class Plan(Shown):
             The shapes by the tensor's name in its file.
         """
         old, found = self.base.tensors, {}
-        parted = {name for m in self.adapters for name in (*m.parted, m.untied)}
+        separated = {name for m in self.adapters for name in (*m.separated, m.untied)}
         files = [f for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder)]
         for t in [t for f in files for t in f.targets]:
             own, shape = old.get(t.name), t.weight.shape
             if own is not None and own.shape is not shape and own.shape != shape:
                 found[t.stored] = own.shape, shape
-            if t.name in parted:
+            if t.name in separated:
                 found[t.stored] = (), t.shape
         return found
 
@@ -266,13 +266,13 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
     found = {key: Weight(info.shape, info) for key, info in tensors.items()}
     own = (key for key in base.packed if tensors[key] is base.tensors[key])
     found.update({key: Weight(tensors[key].shape, tensors[key], base.packed[key]) for key in own})
-    parted = {key: info.name for one in matched for key, info in one.parted.items()}
+    separated = {key: info.name for one in matched for key, info in one.separated.items()}
     for one in matched:
         for key, shape in one.grown.items():
             if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
                 found[key] = Weight(shape, tensors[key])
         for key, (shape, beside) in one.created.items():
-            found[key] = found[parted[key]] if key in parted else unstored(key, shape, base.tensors[beside])
+            found[key] = found[separated[key]] if key in separated else unstored(key, shape, base.tensors[beside])
     return found
 
 

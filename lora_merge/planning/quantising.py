@@ -209,12 +209,12 @@ def _given(job: Job) -> Callable[[str], bool]:
     return found
 
 
-def idle(job: Job, base: Index) -> Iterator[str]:
+def idle(job: Job, base: Index) -> Iterator[Note]:
     """Yield a note on every pattern of the user that keeps no weight."""
     for text in job.keep_precision:
         found = _given(replace(job, keep_precision=(text,)))
         if text != NO_DEFAULTS and not any(found(key) for key in base.tensors):
-            yield f"--keep-precision {text[:80]} matches no name of the base; a glob must match all of a name"
+            yield Note(f"--keep-precision {text[:80]} matches no name of the base; a glob must match all of a name")
 
 
 def _matches(text: str, key: str, steps: Steps) -> bool:

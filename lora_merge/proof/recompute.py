@@ -17,7 +17,7 @@ from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES, spoken
 from ..matching.patch import Patch, PatchPart
-from ..matching.relatives import kin
+from ..matching.relatives import basis_weights
 from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
@@ -292,7 +292,7 @@ class Recomputation:
 
     def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
-        of = kin(patch) or id(patch)
+        of = basis_weights(patch) or id(patch)
         if of not in self._made:
             self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, made))
         return self._made[of]

@@ -200,7 +200,7 @@ def check_sources(
     adapter that replaces it, and no other tensor is. `network`: the prefix of the tensors that are written."""
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
-    added = {key for m in adapters for key in (*m.parted, *m.created)}
+    added = {key for m in adapters for key in (*m.separated, *m.created)}
     recoded = [
         p for key, p in base.packed.items() if key in written and written[key].packing.encoding is not p.encoding
     ]

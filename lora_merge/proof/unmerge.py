@@ -62,7 +62,7 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
     for one in plan.adapters:
         patches = [use.patch for uses in one.uses.values() for use in uses]
         wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
-        wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.parted)]
+        wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.separated)]
         if wrong:
             raise FitError("the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}",
                            _instead(recipe or _recipe(plan.base.path)))  # fmt: skip

@@ -21,7 +21,7 @@ from lora_merge.algorithms import Shape
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
-from lora_merge.matching.diagnosis import absence, doubt, explain
+from lora_merge.matching.diagnosis import explain, missing_networks, variant_doubt
 from lora_merge.models.names import Names, denoiser_of, guess, names
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
@@ -751,15 +751,17 @@ def test_an_adapter_of_some_layers_is_not_taken_for_another_models(name: str, pa
 def test_doubt_where_names_fit_all_the_same() -> None:
     t2v, base_i2v = adapter("native/wan-t2v-14B", "diffusion_model."), base("native/wan-i2v-14B")
     assert all(base_i2v.find(m) for m in t2v)
-    assert "without image embeddings" in doubt(base_i2v, lambda: t2v)
-    assert not doubt(base_i2v, lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
-    assert not doubt(base_i2v, lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
-    assert not doubt(base("native/wan-t2v-14B"), lambda: t2v)
-    assert "without image embeddings" in doubt(base_i2v, lambda: adapter("diffusers/wan", "transformer.", "blocks"))
+    assert "without image embeddings" in variant_doubt(base_i2v, lambda: t2v)
+    assert not variant_doubt(base_i2v, lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
+    assert not variant_doubt(base_i2v, lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
+    assert not variant_doubt(base("native/wan-t2v-14B"), lambda: t2v)
+    assert "without image embeddings" in variant_doubt(
+        base_i2v, lambda: adapter("diffusers/wan", "transformer.", "blocks")
+    )
     for there in (base_i2v, base("diffusers/wan-i2v-14B")):  # their trainers' default: to_q, to_k, to_v, to_out.0
-        assert not doubt(there, lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
+        assert not variant_doubt(there, lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
     for name in ("sdxl", "sd15", "flux-dev", "sd35-medium", "chroma", "mochi"):
-        assert not doubt(base(f"native/{name}"), partial(adapter, f"diffusers/{name}", "lycoris_")), name
+        assert not variant_doubt(base(f"native/{name}"), partial(adapter, f"diffusers/{name}", "lycoris_")), name
 
 
 def test_other_reasons() -> None:
@@ -865,8 +867,8 @@ def test_views_join_and_turn() -> None:
 
 
 def test_a_model_of_one_network_is_not_called_one_of_several() -> None:
-    assert "single network" in absence(["te"], ["model"])
-    assert "holds only the unet" in absence(["te"], ["unet"])
+    assert "single network" in missing_networks(["te"], ["model"])
+    assert "holds only the unet" in missing_networks(["te"], ["unet"])
 
 
 ALIKE = {
