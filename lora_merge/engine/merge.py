@@ -19,7 +19,7 @@ from ..errors import MergeError, TooLarge, as_resource_error, resource_errors
 from ..models.blocks import groups
 from ..models.names import names
 from ..planning.card import card, card_path
-from ..planning.metadata import headings
+from ..planning.metadata import final_headers
 from ..planning.outputs import Card, contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
@@ -182,7 +182,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     wanted = plan.job.verify or full
-    headers, seen = headings(plan, written.digests, written.sums), written.measures.seen
+    headers, seen = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
         verify(plan, written.part, reader, full=full, written=headers, seen=seen, progress=progress) if wanted else None
     )

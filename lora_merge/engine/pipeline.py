@@ -24,7 +24,7 @@ from ..disk.pages import PAGE
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
 from ..measure import Measures
-from ..planning.metadata import headings
+from ..planning.metadata import final_headers
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import APART, Progress, Step
@@ -253,7 +253,7 @@ class Pipeline:
         self._leave(number, len(plan.files) - 1)
         again = self.merger.complete(number, self.parts[number])
         self.entries[number] = self.sums[number].entries(self.parts[number], again)
-        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs), self.entries[number])):
+        for n, header in enumerate(final_headers(plan, self.digests.of(plan.inputs), self.entries[number])):
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:

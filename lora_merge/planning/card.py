@@ -1,7 +1,7 @@
-"""The model card of an output: front matter that model hubs read, and in words what was merged.
+"""The model card of an output: front matter for model hubs, and a section that says what was merged.
 
-A card of the base keeps its text and its entries. Ours is a section between two marks, and the entries that would
-otherwise claim that the output is the base.
+The text and the entries of the base's card stay. Our section, between two marks, is added, and those entries are
+replaced that would claim that the output is the base.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def card(plan: Plan, earlier: Path | None) -> bytes | None:
         return None
     rest = _SECTION.sub("", body).strip("\n")
     made = {name: value for name, value in front.items() if name not in ENTRIES} | _entries(plan, front)
-    parts = [f"---\n{_yaml(made)}---", "\n".join([BEGIN, *_words(plan), END]), rest]
+    parts = [f"---\n{_yaml(made)}---", "\n".join([BEGIN, *_section(plan), END]), rest]
     return ("\n\n".join(part for part in parts if part) + "\n").encode("utf-8", "replace")
 
 
@@ -68,7 +68,7 @@ def read_card(path: Path) -> str | None:
 
 
 def _split(text: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the front matter and the rest; None as front matter that is not a table."""
+    """Return (front matter, rest) of a card; None for front matter that is too long or not a table."""
     match = _FRONT.match(text)
     if match is None:
         return {}, text
@@ -90,7 +90,7 @@ def _yaml(front: Mapping[str, Any]) -> str:
 
 
 def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that tell what the output is. https://huggingface.co/docs/hub/model-cards."""
+    """Return the entries that say what the output is. https://huggingface.co/docs/hub/model-cards."""
     tags = front.get("tags")
     held = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
@@ -103,9 +103,9 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
-    """Yield the base and the adapters, by the names that they have on a hub, where these are known.
+    """Yield the names of the base and of the adapters on a hub; the names of their files where these are not known.
 
-    A base that does not tell its own has the one that its adapters were trained on: by their configurations or cards.
+    If the base's configuration does not state its name, those of the adapters, or their cards, may state it.
     """
     yield next(filter(_is_hub_name, (plan.base.config.get("_name_or_path"), _trained_on(plan))), _stem(plan.job.base))
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
@@ -118,15 +118,15 @@ def _is_hub_name(name: Any) -> TypeGuard[str]:
 
 
 def _trained_on(plan: Plan) -> str:
-    """Return the one base that the adapters name, or of several the one that is called as the base is; else ""."""
-    told: dict[str, None] = {}
+    """Return the base that the adapters name; of several, the one with the name of the base's file; "" for none."""
+    named: dict[str, None] = {}
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         found = _front_of(ref.path).get("base_model")
         of_card = found[0] if isinstance(found, list) and len(found) == 1 else found
         own = (m.adapter.index.config.get("base_model_name_or_path"), of_card)
-        told |= dict.fromkeys([name for name in own if _is_hub_name(name)][:1])
-    alike = [name for name in told if name.rpartition("/")[2].lower() == _stem(plan.job.base).lower()]
-    return next(iter(told if len(told) == 1 else alike), "")
+        named |= dict.fromkeys([name for name in own if _is_hub_name(name)][:1])
+    alike = [name for name in named if name.rpartition("/")[2].lower() == _stem(plan.job.base).lower()]
+    return next(iter(named if len(named) == 1 else alike), "")
 
 
 def _stem(path: Path) -> str:
@@ -134,7 +134,7 @@ def _stem(path: Path) -> str:
 
 
 def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (input, its licence), "" where none is stated: by its card or its metadata."""
+    """Yield (input, its licence) by its card or its metadata; "" where neither states one."""
     for path, metadata in (
         (plan.job.base, plan.base.metadata),
         *((ref.path, m.adapter.index.metadata) for ref, m in zip(plan.job.adapters, plan.adapters, strict=True)),
@@ -146,7 +146,7 @@ def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
 def _front_of(path: Path) -> dict[str, Any]:
     """Return the front matter of the card in a folder or beside a file; {} where there is none that can be read.
 
-    In a folder with one file of weights, as hubs have them for adapters, README.md is that of the file.
+    README.md counts as the card of a file if that is the only file of weights in its folder, as on hubs.
     """
     card = path / CARD if path.is_dir() else path.with_suffix(".md")
     if not path.is_dir() and not card.is_file():
@@ -155,7 +155,7 @@ def _front_of(path: Path) -> dict[str, Any]:
     return _split(read_card(card) or "")[0] or {}
 
 
-def _words(plan: Plan) -> Iterator[str]:
+def _section(plan: Plan) -> Iterator[str]:
     """Yield our section, line by line."""
     job = plan.job
     yield f"# {_plain(job.title or dict(job.metadata).get(TITLE) or job.output.stem)}"
@@ -179,11 +179,11 @@ def _words(plan: Plan) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text without what Markdown and HTML would take for a command, in one line."""
+    """Return a text as one line, without the characters that Markdown and HTML interpret."""
     return re.sub(r"[\x00-\x1f<>`*#\[\]|]", " ", text)[:200].strip()
 
 
 def _code(name: str) -> str:
-    """Return the name of a file as Markdown shows it letter by letter."""
+    """Return the name of a file in backquotes, in which Markdown interprets nothing."""
     plain = re.sub(r"[\x00-\x1f<>`]", " ", name)[:200].strip()
     return f"`{plain}`"

@@ -1,4 +1,4 @@
-"""Way from the changes of one weight to one change: the method of a job, its numbers, and the seeds of its draws."""
+"""How the changes of one weight become one change: the method of a job, its numbers, the seeds of its random draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .recipe import sha256
 
 @dataclass(frozen=True, eq=False)
 class Combining:
-    """The method of one job with its numbers, and the adapters for whose changes it draws."""
+    """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
 
     method: Method
     numbers: Numbers
@@ -26,7 +26,7 @@ class Combining:
 
     @staticmethod
     def of(job: Job, adapters: Sequence[AdapterFile]) -> Combining | None:
-        """Return how a job combines changes; None where it adds them, or applies them in turn."""
+        """Return the way in which a job combines changes; None where it adds them, or applies them in turn."""
         row = METHODS[job.method]
         return Combining(row, numbers(job), adapters) if row.combines else None
 
@@ -37,8 +37,11 @@ class Combining:
         return tuple(f"{one}#{own[:n].count(one)}" for n, one in enumerate(own))
 
     def seed(self, adapter: int, uses: Sequence[PatchPart]) -> str:
-        """Return the text on which the draws for the change of a weight by an adapter depend: the adapter, its module,
-        and which rows of that module the weight begins with. `uses`: all changes of the weight by the adapter."""
+        """Return the seed of the random draws for the changes that an adapter makes to a weight; "" without draws.
+
+        It names the adapter, its module, and the row of that module with which the weight begins. `uses`: these
+        changes.
+        """
         if not self.method.draws:
             return ""
         first = min(uses, key=lambda u: (u.piece.start, u.patch.algorithm))

@@ -73,8 +73,8 @@ def _check_new(job: Job, base: Index) -> None:
     """Raise UsageError for a base of which no GGUF file can be made."""
     where = f"{base.path}: {job.output.name}, --dtype {job.dtype}"
     if base.path.is_dir():
-        raise UsageError("of folders no GGUF file is made: a language model needs its tokenizer in it, and a diffusion "
-                         "model the names of its own checkpoint", where,
+        raise UsageError("no GGUF file is made of a folder: a language model needs its tokenizer in it, and a "
+                         "diffusion model the names of its own checkpoint", where,
                          "convert the base by llama.cpp's convert_hf_to_gguf.py and merge into that file; or give the "
                          "diffusion model as one file, as ComfyUI has it")  # fmt: skip
     if diffusion_file(base.tensors) is None:
@@ -88,8 +88,8 @@ def _check_new(job: Job, base: Index) -> None:
                          f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
 
 
-def in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
-    """Return an adapter with its rows in the order of transformers; those of a GGUF adapter depend on the heads."""
+def with_rows_in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
+    """Return an adapter with its rows in the order of transformers; a GGUF adapter needs the base's heads for it."""
     if not any(header.fields for header in adapter.index.headers.values()):
         return adapter
     return group(replace(adapter.index, tensors=with_heads(adapter.index.tensors, base.config)))
@@ -146,7 +146,7 @@ class NewGguf:
         return replace(info, stored=self.file.name(info.name) or info.name)
 
     def stored_as(self, info: StoredTensor, shape: Shape) -> tuple[str, None]:
-        """Return the type of a tensor that is not quantised, and that it has no packing; `info` is the base's."""
+        """Return (type, None for its packing) of a tensor that is not quantised; `info` is the base's."""
         packed = info.name in self.packed
         if info.dtype not in FLOATS and not packed:
             return info.dtype, None

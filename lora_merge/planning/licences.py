@@ -23,7 +23,7 @@ KNOWN: Final = frozenset(
     fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma
     """.split()  # noqa: SIM905  # a list of words
 )
-"""The words that a hub takes for a licence, but for `unknown` and `other`; it refuses a card with another one. Source:
+"""The words for a licence that hubs accept, besides `unknown` and `other`; they refuse cards with another word. Source:
 the table of https://huggingface.co/docs/hub/repositories-licenses on 22 August 2026 (hub-docs 242f4a1)."""
 
 SAME: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-open-rail++-m": "openrail++"}
@@ -46,8 +46,8 @@ def word(licence: str) -> str:
 def entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that state the licence of a merge of inputs with these licences, "" for none stated.
 
-    Where all agree it is theirs, with what `front` tells of it; where they do not, it is another one, which the text of
-    the card tells. Nothing is stated where no input states anything.
+    If all inputs agree, the output has their licence, with its name and link from `front`, the base's card. If they do
+    not, it has `other`, and the text of the card names the licences. {} if no input states any.
     """
     every = {word(one) for one in licences}
     if every == {""}:

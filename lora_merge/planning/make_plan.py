@@ -1,4 +1,4 @@
-"""Job + headers → Plan, before the first weight is read. Every foreseeable error is raised here."""
+"""Makes the plan of a job from headers, before the first weight is read. Every foreseeable error is raised here."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from ..text import Note, listed
 from .cache import CheckpointCache
 from .checksums import entry, summed
 from .combining import Combining
-from .containers import check_container, check_names, check_tensors, header_of, in_order, new_gguf, stored_as
+from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_rows_in_order
 from .metadata import kept_entries
-from .plan import ALONE, OutputFile, OutputTensor, Plan, weights
+from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, weights
 from .quantising import idle, quantising
 from .recipe import blanks, entries
 
-SMALL: Final = 64  # bytes of a part of a weight that is checked before the merge; larger ones are checked when read
+SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
 
-USUAL: Final = 4  # a larger strength is probably a mistake: :80 for :0.8
+USUAL: Final = 4  # a larger strength is probably a mistake: 80 instead of 0.8
 
 
 @dataclass(frozen=True)
@@ -83,29 +83,31 @@ class Matched:
         return weights(self.inputs.base, self.adapters)
 
 
-def plan_job(job: Job, opened: CheckpointCache) -> Plan:
-    """Return the plan of a job; the output path is not checked here. `opened` provides and keeps the checkpoints."""
-    return make_plan(match(open_inputs(job, opened)))
+def plan_job(job: Job, cache: CheckpointCache) -> Plan:
+    """Return the plan of a job; the output path is not checked here. `cache` opens and keeps the checkpoints."""
+    return make_plan(match(open_inputs(job, cache)))
 
 
-def open_inputs(job: Job, opened: CheckpointCache, *, merged: bool = True) -> Inputs:
-    """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used.
+def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inputs:
+    """Return the inputs of a job, opened or taken from the cache; InputError for a file that cannot be used.
 
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
-    base, lookup = opened.base(job.base, job.map)
+    base, lookup = cache.base(job.base, job.map)
     check_names(job, base)
     job = check_container(job, base) if merged else job
-    adapters = tuple(in_order(opened.adapter(ref.path), base) for ref in job.adapters)
+    adapters = tuple(with_rows_in_order(cache.adapter(ref.path), base) for ref in job.adapters)
     return Inputs(job, base, lookup, adapters)
 
 
 def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
-    """Match every adapter with the base; FitError if one does not fit. `every_setting`: whether a setting of the user
-    that no formula uses is a mistake."""
+    """Return the changes of every adapter to the base; FitError if one does not fit.
+
+    `every_setting`: whether a setting of the user that no formula uses is an error.
+    """
     job = inputs.job
-    own = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
-    inputs = replace(inputs, job=own)
+    adapters = tuple(on_base(ref, inputs.names) for ref in job.adapters)
+    inputs = replace(inputs, job=replace(job, adapters=adapters))
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
@@ -113,7 +115,7 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
 
 
 def make_plan(matched: Matched) -> Plan:
-    """Give every output tensor its origin and its place."""
+    """Return the plan, in which every output tensor has its origin and its place."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     check_stored(matched)
     quantised = quantising(job, base, matched.inputs.names)
@@ -146,10 +148,11 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     matched: list[Match] = []
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
-    for number, (ref, adapter) in enumerate(zip(strengths, adapters, strict=True)):
-        peft_rules = rules(adapter.index.config, str(ref.path), adapter.index.metadata)
+    for number, adapter in enumerate(adapters):
+        path = str(job.adapters[number].path)
+        peft_rules = rules(adapter.index.config, path, adapter.index.metadata)
         context = AdapterContext(number, adapter, peft_rules, values, base.config, model, dict(job.setting))
-        matched.append(match_adapter(context, known, ref, job.unmatched))
+        matched.append(match_adapter(context, known, strengths[number], job.unmatched))
     method = METHODS[job.method]
     if method.in_turn:
         matched = replace_in_turn(matched, base.tensors)
@@ -170,15 +173,15 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     return tuple(made)
 
 
-def _unusual(match: Match, ref: Adapter, *, again: bool) -> Iterator[Note]:
+def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
     """Yield notes on a probable mistake of the user: an adapter that is named again, an unusual strength."""
     if again:
         yield Note("the same adapter is named before: its change is added again")
-    if not ref.strength:
+    if not adapter.strength:
         yield Note("strength 0: it changes nothing")
-    largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=ref.strength)
+    largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=adapter.strength)
     if abs(largest) > USUAL:
-        where = "" if largest == ref.strength else " of some weights"
+        where = "" if largest == adapter.strength else " of some weights"
         yield Note(f"strength {largest:g}{where} is unusual; most adapters are made for 0 to 2")
 
 
@@ -240,7 +243,7 @@ def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -
 
 
 def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Yield the same without the way in which changes are combined."""
+    """Yield as `outputs` does, without the way in which changes are combined."""
     job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
@@ -284,7 +287,7 @@ def _target(
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
-    others = all_uses if uses and method.in_turn else ALONE
+    others = all_uses if uses and method.in_turn else NO_OTHERS
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)

@@ -51,11 +51,11 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     return found | given
 
 
-def headings(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]]) -> Iterator[bytes]:
+def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]]) -> Iterator[bytes]:
     """Yield the final header of every file of the plan, as long as the planned header.
 
-    A header is planned before any weight is read; the digests of the inputs are known after. No placeholder is searched
-    in the planned header, because the base's names and texts may look like one: our own entries are made a second time.
+    A header is planned before any weight is read; the digests of the inputs are known after. Our own entries are
+    made a second time, because names and texts of the base may look like the placeholders in the planned header.
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order. `sums`: for every file the entry with
     the sums of its codes.
     """

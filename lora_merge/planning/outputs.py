@@ -57,15 +57,15 @@ def contents(plan: Plan) -> Contents:
 
 
 def _card(plan: Plan) -> bytes | None:
-    """Return the card of an output folder; None for that of the base, or for none.
+    """Return the card of an output folder; None if the base's card is copied, or if there is none.
 
-    The card of a folder that is replaced is the user's, who may have edited it: it keeps its text, and stays as it is
-    where it cannot be read or no card is wanted.
+    If the output replaces a folder, the user may have edited the card there: its text is kept. It stays as it is if it
+    cannot be read, or if no card is wanted.
     """
     own = plan.job.output / CARD
-    theirs = own.is_file() and not plan.job.no_metadata
-    made = card(plan, own if theirs else plan.base.path / CARD) if plan.has_card else None
-    return own.read_bytes() if made is None and theirs else made
+    edited = own.is_file() and not plan.job.no_metadata
+    made = card(plan, own if edited else plan.base.path / CARD) if plan.has_card else None
+    return own.read_bytes() if made is None and edited else made
 
 
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
@@ -78,7 +78,7 @@ def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
 
 def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
     """Return the names of side files that an output lacks or holds with other bytes."""
-    return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
+    return [name for name, side in wanted.sides.items() if not _equals(output / name, side, digest)]
 
 
 def misleading(plan: Plan, output: Path) -> list[str]:
@@ -101,7 +101,8 @@ def misleading(plan: Plan, output: Path) -> list[str]:
     return found
 
 
-def _is(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:
+def _equals(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:
+    """Return whether a file has the planned content; any content is right for a card."""
     if not file.is_file():
         return False
     if isinstance(side, Card):

@@ -30,8 +30,8 @@ CARD: Final = "README.md"
 """The name of the model card in a folder."""
 
 
-ALONE: Final[Mapping[str, Sequence[PatchPart]]] = MappingProxyType({})
-"""What tensors have as `others` whose adapters do not act in turn: one mapping for all of them."""
+NO_OTHERS: Final[Mapping[str, Sequence[PatchPart]]] = MappingProxyType({})
+"""The `others` of all tensors whose adapters do not act in turn; one mapping that they share."""
 
 
 class OutputTensor(NamedTuple):
@@ -45,7 +45,7 @@ class OutputTensor(NamedTuple):
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
-    others: Mapping[str, Sequence[PatchPart]] = ALONE  # base key → uses, where adapters act in turn
+    others: Mapping[str, Sequence[PatchPart]] = NO_OTHERS  # base key → uses, where adapters act in turn
     packed: Packing | None = None  # how its numbers are stored; None: plain
     combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
 
@@ -66,7 +66,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def recoded(self) -> bool:
-        """Whether its numbers are stored in another way than in the input."""
+        """Whether its numbers are stored in another form than in the input."""
         if self.packed is None and self.weight.packed is None:  # the fast way: every tensor comes here several times
             return self.weight.stored.dtype != self.dtype
         return self.weight.packing.encoding is not self.packing.encoding
@@ -116,7 +116,7 @@ class OutputFile:
     """One output file. `name` is relative to the output folder, "" if the output is a single file."""
 
     name: str
-    header: bytes  # planned: `headings` (metadata.py) makes the final one, of the same length
+    header: bytes  # planned: `final_headers` (metadata.py) makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
     kept: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
     alignment: int = 1  # every tensor begins at a multiple of it, and the file ends at one
@@ -250,7 +250,7 @@ class Plan(Shown):
     @property
     def read(self) -> tuple[Path, ...]:
         """Every file that is read: the inputs, configurations of adapters, the name table. No output replaces one."""
-        return (*self.inputs, *kept(self.job))
+        return (*self.inputs, *protected(self.job))
 
     @property
     def _adapter_files(self) -> tuple[Path, ...]:
@@ -294,12 +294,12 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
 
 
 def sources(job: Job) -> tuple[Path, ...]:
-    """Return all paths that a job reads: the base and the paths of `kept`."""
+    """Return all paths that a job reads: the base, and the paths of `protected`."""
     base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
-    return base, *kept(job)
+    return base, *protected(job)
 
 
-def kept(job: Job) -> tuple[Path, ...]:
+def protected(job: Job) -> tuple[Path, ...]:
     """Return the paths that no output may replace: the adapters, their configurations, the name table."""
     adapters = [ref.path for ref in job.adapters]
     found = (*adapters, *map(configuration, adapters), job.map)

@@ -1,7 +1,7 @@
 """The weights that an output quantises, and their form: `--dtype fp8_scaled`, `nf4`, `q4_0` and the like.
 
-Only matrices of linear layers are quantised. Norms, embeddings, the first and last layers, modulation and what embeds
-times and positions keep their numbers: they are few, and errors there spread over the whole model. Text encoders and
+Only matrices of linear layers are quantised. Norms, embeddings (of times and positions too), the first and last layers
+and modulation keep their numbers: they are few, and errors there spread over the whole model. Text encoders and
 VAE of a file with a diffusion model keep theirs too.
 """
 
@@ -25,6 +25,7 @@ from ..job import Job
 from ..limits import Refused, Steps
 from ..models.names import Names
 from ..options import NO_DEFAULTS, REGEX
+from ..text import Note
 
 DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
@@ -46,18 +47,18 @@ PRECISE: Final = re.compile(
 """Names of weights that keep their numbers."""
 
 INSIDE: Final = re.compile(r"(attn\w*|attention|to_out|layer\.\d+)\.(out|output)\.", re.IGNORECASE)
-"""Names of layers that are called like a last layer and are none."""
+"""Names of layers inside blocks that are called like a last layer."""
 
-HERE: Final = "."
-"""The folder of an output itself."""
+TOP: Final = "."
+"""The output folder itself, as its sub-folders are named."""
 
-NARROW: Final = 32  # rows or columns below which a matrix is too small to be worth it
-EVEN: Final = 16  # numbers of a row, and of a whole matrix, are a multiple of it
+NARROWEST: Final = 32  # rows or columns of a matrix that is quantised; smaller ones save next to nothing
+UNIT: Final = 16  # the columns and the elements of a matrix that is quantised are multiples of it
 BITSANDBYTES: Final = ("nf4", "int8")
 """Formats of folders that diffusers reads too."""
 
 NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt", "decision_transformer"))
-"""Values of `model_type` whose layers are transposed (Conv1D), which loaders of quantised folders take for others."""
+"""Values of `model_type` whose layers are transposed (Conv1D); loaders of quantised folders read them as linear."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         if job.keep_precision:
             raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
                              f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
-        return Quantising({})
+        return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
     chosen = [*_chosen(job, base, names)]
     made: dict[str, Made] = {}
@@ -99,26 +100,31 @@ def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
     found: dict[str, dict[str, StoredTensor]] = {}
     for info in base.tensors.values():
         if len(info.shape) == 2 and info.name.endswith(".weight"):
-            part = info.name.partition(".")[0] if base.components else HERE
+            part = info.name.partition(".")[0] if base.components else TOP
             found.setdefault(part, {})[stored_name(info).removesuffix(".weight")] = info
     return found
 
 
 def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form) -> dict[str, Made]:
-    """Return the weights to quantise so that the list of those that are not means no others.
+    """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
-    Loaders compare the names of the list with the ends of names: `proj_out`, the last layer of Flux, means that layer
-    of each of its blocks too. Such a last layer is quantised with them; where it cannot be, they keep their numbers.
+    config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
+    last layer of Flux, stands for that layer of each block too. So such a last layer is quantised with them; if it
+    cannot be, they keep their numbers.
     https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
     """
-    found, given = dict(made), _given(job)
+    found, given = dict(made), _kept_by_user(job)
     for modules in _matrices(base).values():
         coded = {name for name, info in modules.items() if info.name in made}
         kept = sorted(modules.keys() - coded) if coded else []
         for name in kept:  # grows
             meant = [other for other in coded if other.endswith(name) or f"{name}." in other]
             info = modules[name]
-            own = form.make(info) if meant and _fits(info) and _numbers(info, base) and not given(info.name) else None
+            own = (
+                form.make(info)
+                if meant and _fits(info) and _is_decodable(info, base) and not given(info.name)
+                else None
+            )
             if own is not None:
                 found[info.name] = own
                 coded.add(name)
@@ -166,26 +172,26 @@ def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
     main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
     kept = _kept(job)
     for key, info in base.tensors.items():
-        if _fits(info) and key.endswith(".weight") and _numbers(info, base) and parts[key] in main:
+        if _fits(info) and key.endswith(".weight") and _is_decodable(info, base) and parts[key] in main:
             inside = key.partition(".")[2] if base.components else key
             if not kept(key, inside):
                 yield info
 
 
 def _fits(info: StoredTensor) -> bool:
-    """Return whether a weight is a matrix that is large enough, and of an even size."""
+    """Return whether a weight is a matrix that is large enough and fills units of codes."""
     rows, cols = (info.shape[0], info.shape[-1]) if len(info.shape) == 2 else (0, 0)
-    return rows >= NARROW <= cols and cols % EVEN == 0 == prod(info.shape) % EVEN
+    return rows >= NARROWEST <= cols and cols % UNIT == 0 == prod(info.shape) % UNIT
 
 
-def _numbers(info: StoredTensor, base: Index) -> bool:
+def _is_decodable(info: StoredTensor, base: Index) -> bool:
     """Return whether a tensor holds numbers that can be read."""
     return info.name in base.packed or info.dtype in FLOATS
 
 
 def _kept(job: Job) -> Callable[[str, str], bool]:
-    """Return whether a weight keeps its numbers because of its name: as the user knows it, and in its component."""
-    usual, given = NO_DEFAULTS not in job.keep_precision, _given(job)
+    """Return a test of (key, name in its component): whether a weight keeps its numbers because of its name."""
+    usual, given = NO_DEFAULTS not in job.keep_precision, _kept_by_user(job)
 
     def found(key: str, own: str) -> bool:
         return (usual and precise(own)) or given(key)
@@ -198,8 +204,8 @@ def precise(name: str) -> bool:
     return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
 
 
-def _given(job: Job) -> Callable[[str], bool]:
-    """Return whether the user keeps the numbers of a weight."""
+def _kept_by_user(job: Job) -> Callable[[str], bool]:
+    """Return a test of a key: whether `--keep-precision` names the weight."""
     steps, patterns = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
 
     def found(key: str) -> bool:
@@ -212,7 +218,7 @@ def _given(job: Job) -> Callable[[str], bool]:
 def idle(job: Job, base: Index) -> Iterator[Note]:
     """Yield a note on every pattern of the user that keeps no weight."""
     for text in job.keep_precision:
-        found = _given(replace(job, keep_precision=(text,)))
+        found = _kept_by_user(replace(job, keep_precision=(text,)))
         if text != NO_DEFAULTS and not any(found(key) for key in base.tensors):
             yield Note(f"--keep-precision {text[:80]} matches no name of the base; a glob must match all of a name")
 

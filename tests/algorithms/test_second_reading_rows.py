@@ -24,10 +24,10 @@ from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
 from lora_merge.proof.second_reading import Reading, read_again
 
-ALONE = ()
+NO_OTHERS = ()
 """Rows whose places and numbers are the plan's alone, as the report says of them by name."""
 
-KNOWN = [name for name in ALGORITHMS if name not in ALONE]
+KNOWN = [name for name in ALGORITHMS if name not in NO_OTHERS]
 
 
 def read(plan: Plan) -> Reading:
@@ -65,7 +65,7 @@ def exchanged(plan: Plan) -> Plan:
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
     found = read(planned(write(row, tmp_path)))
-    assert len(found.alone) == (2 if row in ALONE else 0)
+    assert len(found.alone) == (2 if row in NO_OTHERS else 0)
     assert found.proven == found.modules - len(found.alone)
 
 

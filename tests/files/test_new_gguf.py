@@ -164,8 +164,8 @@ def test_what_is_quantised_again_says_so_in_its_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "what"),
     [
-        ("names of diffusers", UsageError, "of no diffusion model that ComfyUI-GGUF loads"),
-        ("a folder", UsageError, "of folders no GGUF file is made"),
+        ("names of diffusers", UsageError, "no diffusion model that ComfyUI-GGUF loads"),
+        ("a folder", UsageError, "no GGUF file is made of a folder"),
         ("another type", UsageError, "GGUF has no such type"),
         ("scaled codes kept", UsageError, "no type for the quantised weights"),
         ("bytes", InputError, "GGUF has no type for uint8"),

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from .programs import ROOT, Figures, differences, merged, printed, program, python
 
-ALONE: Final = "memory or never_fits or busy_stream"
+NO_OTHERS: Final = "memory or never_fits or busy_stream"
 """Tests that fill the device's memory."""
 
 FLUX: Final = 80e9
@@ -78,8 +78,8 @@ def right(_data: Path) -> Iterator[Part]:
             raise RuntimeError(done.stdout[-2000:])
         return {"gpu_tests_failed": len(failed), "failed_tests": failed[:40]}
 
-    yield lambda seconds: tests("-n", 6, "-k", f"not ({ALONE})", seconds=seconds)
-    yield lambda seconds: tests("-n", 0, "-k", ALONE, seconds=seconds)
+    yield lambda seconds: tests("-n", 6, "-k", f"not ({NO_OTHERS})", seconds=seconds)
+    yield lambda seconds: tests("-n", 0, "-k", NO_OTHERS, seconds=seconds)
 
 
 def races(_data: Path) -> Iterator[Part]:
