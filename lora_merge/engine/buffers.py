@@ -17,8 +17,8 @@ from ..measure import Measured, Norms
 from .windows import Change, Window
 
 if TYPE_CHECKING:
-    from .measuring.strided import Seen
-    from .measuring.watch import Watch
+    from .measuring.row_sample import RowSample
+    from .measuring.run_sample import RunSample
     from .tensors import Held
 
 Item = TypeVar("Item")
@@ -61,7 +61,7 @@ class Outcome:
     parts: tuple[PartBytes, ...] = ()
     measured: tuple[Measured, ...] = ()  # what was done to the blocks
     held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
-    seen: tuple[Watch | Seen, ...] = ()  # what is to be measured of them
+    samples: tuple[RowSample | RunSample, ...] = ()  # numbers of blocks whose sums are not added up yet
     norms: Norms = field(default_factory=dict)
 
     def __add__(self, other: Outcome) -> Outcome:
@@ -70,7 +70,7 @@ class Outcome:
             largest[name] = max(magnitude, largest.get(name, 0.0))
         return Outcome(
             self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured,
-            self.held + other.held, self.seen + other.seen, {**self.norms, **other.norms},
+            self.held + other.held, self.samples + other.samples, {**self.norms, **other.norms},
         )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ class WindowTask:
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
     under_way: list[Future[Outcome]] = field(default_factory=list, compare=False)  # blocks that are being merged
-    told: list[int] = field(default_factory=list, compare=False)  # its bytes that were reported before it was written
+    reported: list[int] = field(default_factory=list, compare=False)  # bytes reported before it was written
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
     @property
@@ -106,15 +106,15 @@ class WindowTask:
         return self.window.changes[self.plan]
 
 
-class Room:
-    """A number of bytes of memory that threads hold parts of."""
+class MemoryBudget:
+    """A number of bytes of memory, of which threads hold parts."""
 
     def __init__(self, nbytes: int) -> None:
         self._free, self._whole, self._changed = nbytes, nbytes, Condition()
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Hold so many bytes; waits until they are free. More than all of them are held alone."""
+        """Hold so many bytes; waits until they are free. Who needs more than all of them waits to be alone."""
         wanted = min(nbytes, self._whole)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= wanted)

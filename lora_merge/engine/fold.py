@@ -68,24 +68,24 @@ def separable(block: Block) -> bool:
     return not (narrow(block.last - block.first, block.cols) and (several or any(row.prepare for row in rows)))
 
 
-class Watching(Protocol):
-    """An object that takes note of the changes of each adapter while several are folded."""
+class ChangeObserver(Protocol):
+    """An object that records the change of each adapter while several are folded."""
 
-    def seen(self, adapter: int, merged: Tensor) -> None:
-        """Take note of blocks to which all changes up to those of an adapter are added."""
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record blocks to which all changes up to those of an adapter are added."""
 
-    def tell(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
-        """Take note of a change that becomes one change with others."""
+    def note_change(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
+        """Record a change that becomes one change with others."""
 
 
-def fold(base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
+def fold(base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
     """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula after the first one reads it; ΔW of
     the first one is computed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
         _add(s, s.region(merged), s.strength, base, read=not (s.algorithm.reads_base and number))
-        if watch is not None and s.adapter not in {later.adapter for later in stacks[number + 1 :]}:
-            watch.seen(s.adapter, merged)
+        if observer is not None and s.adapter not in {later.adapter for later in stacks[number + 1 :]}:
+            observer.note_sum(s.adapter, merged)
     return merged
 
 
@@ -99,29 +99,29 @@ def _add(s: StackedPatch, target: Tensor, strength: Tensor, base: Tensor, *, rea
         target.addcmul_(strength, change(s, base))
 
 
-def in_turn(base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
+def in_turn(base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
     """Return Wₙ [n, rows, cols] of Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ, adapter by adapter, with every ΔWᵢ computed from Wᵢ₋₁. `base` is
     overwritten as by `fold`."""
     for _, own in groupby(stacks, key=lambda s: s.adapter):
-        base = fold(base, tuple(own), watch)
+        base = fold(base, tuple(own), observer)
     return base
 
 
 def new_weights(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None
 ) -> Tensor:
     """Return the merged weights [n, rows, cols] of blocks of one kind by their method. `base` is overwritten as by
-    `fold`. `watch` is told of the change of each adapter."""
+    `fold`. `observer` records the change of each adapter."""
     combining = blocks[0].target.combining
     if combining is None:
-        return _by_rule(RULES[blocks[0].target.method.name], base, stacks, watch)
+        return _by_rule(RULES[blocks[0].target.method.name], base, stacks, observer)
     parts: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
         parts.setdefault(s.adapter, []).append(k)
     changes = [_of_adapter(base, [stacks[k] for k in own]) for own in parts.values()]
-    if watch is not None:
+    if observer is not None:
         for one, (number, own) in zip(changes, parts.items(), strict=True):
-            watch.tell(number, one, [b.slices[own[0]].use.strength for b in blocks])
+            observer.note_change(number, one, [b.slices[own[0]].use.strength for b in blocks])
     for n, block in enumerate(blocks):
         uses = [[block.slices[k].use for k in own] for own in parts.values()]
         seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
@@ -131,13 +131,13 @@ def new_weights(
     return base
 
 
-def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None) -> Tensor:
-    told = () if watch is None else (watch,)
+def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None) -> Tensor:
+    observers = () if observer is None else (observer,)
     if base.device.type != "cpu" or not narrow(*base.shape[1:]):
-        return rule(base, stacks, *told)
+        return rule(base, stacks, *observers)
     for n in range(len(base)):
         own = stacks if len(base) == 1 else [s.single(n) for s in stacks]
-        base[n] = rule(base[n : n + 1].clone(), own, *told)[0]
+        base[n] = rule(base[n : n + 1].clone(), own, *observers)[0]
     return base
 
 
@@ -153,7 +153,7 @@ def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
 class Rule(Protocol):
     """Function of base values, which it may overwrite, and stacks, that returns merged values."""
 
-    def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], watch: Watching | None = None) -> Tensor:
+    def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
         """Return [n, rows, cols]."""
         ...
 

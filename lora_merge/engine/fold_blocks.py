@@ -24,15 +24,15 @@ from ..job import Job
 from ..planning.plan import OutputTensor
 from ..text import Note
 from .blocks import Block, groups, portions
-from .buffers import Outcome, Room, settled
+from .buffers import MemoryBudget, Outcome, settled
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import separable
-from .measuring.codes import looked, told
+from .measuring.codes import measure_codes, sample_width
 from .measuring.factors import factor_norms
-from .measuring.looks import Looks
-from .measuring.strided import Seen
-from .measuring.watch import Read, Together, Watch, bring, watched
+from .measuring.row_sample import Read, RowSample, SharedSums, bring_sums, fold_and_sample
+from .measuring.run_sample import RunSample
+from .measuring.sampling import Sampling
 from .patch_tensors import PatchTensors
 from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
@@ -45,17 +45,16 @@ STAGED: Final = 2**23
 Result = TypeVar("Result")
 _block: Final[Callable[[Item], Block]] = attrgetter("block")
 
-ERRAND: Final = 2**16
-"""The least numbers that a thread of the pool gets to fold, where there are as many: it takes longer to get a tiny
-group than to fold it."""
+LEAST_WORK: Final = 2**16
+"""The least numbers that a thread of the pool gets at once: getting a tiny group would take longer than folding it."""
 
 
 class Folded(NamedTuple):
-    """Folded blocks: the merged values, if there is more to do with them, and what was seen of them."""
+    """Folded blocks: the merged values, if there is more to do with them, and the sample of their numbers."""
 
     values: Tensor | None  # codes are to be made of them, or some may be too large for their dtype
-    watch: Watch | Seen | None
-    looked: Read = tuple
+    sample: RowSample | RunSample | None
+    read: Read = tuple
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ class BlockMerger:
     saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
     draw: Draw | None = None  # for stochastic rounding
     staged: int = STAGED  # bytes of pinned memory for a transfer
-    looks: Looks = field(default_factory=Looks)  # how many numbers are measured
+    sampling: Sampling = field(default_factory=Sampling)  # how many numbers are measured
     fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
-    host: Room = field(default_factory=lambda: Room(2**30))  # for changes of whole weights
+    host: MemoryBudget = field(default_factory=lambda: MemoryBudget(2**30))  # for changes of whole weights
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
 
@@ -85,8 +84,8 @@ class BlockMerger:
         return BlockMerger(
             at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
             saturate=job.on_overflow == "saturate", draw=draws(job.seed) if job.rounding == "stochastic" else None,
-            looks=Looks(runs=job.rounding != "stochastic"),
-            fallback_device=fallback_device(job.device, at), host=Room(job.max_memory),
+            sampling=Sampling(runs=job.rounding != "stochastic"),
+            fallback_device=fallback_device(job.device, at), host=MemoryBudget(job.max_memory),
         )  # fmt: skip
 
     def fold(self, items: Sequence[Item]) -> Outcome:
@@ -99,10 +98,10 @@ class BlockMerger:
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
         held, rest = [i for i in items if i.held is not None], [i for i in items if i.held is None]
-        errands = list(portions(groups(rest, _block, self._most), _numbers, ERRAND))
-        together = Together(len(held) + len(errands))
-        work = [partial(self._store, item, together) for item in held]
-        work += [partial(self._fold_all, some, together) for some in errands]
+        shares = list(portions(groups(rest, _block, self._most), _numbers, LEAST_WORK))
+        shared = SharedSums(len(held) + len(shares))
+        work = [partial(self._store, item, shared) for item in held]
+        work += [partial(self._fold_all, some, shared) for some in shares]
         for one in work:
             if self.pool is None:
                 done: Future[Outcome] = Future()
@@ -113,10 +112,10 @@ class BlockMerger:
 
     def fold_here(self, items: Sequence[Item]) -> Outcome:
         """Fold all items in the calling thread, which may be one of the pool."""
-        return self._fold_all(groups(items, _block, self._most), Together(1))
+        return self._fold_all(groups(items, _block, self._most), SharedSums(1))
 
-    def _fold_all(self, some: Iterable[Sequence[Item]], together: Together) -> Outcome:
-        return _measured(sum(map(self._fold, some), Outcome()), together)
+    def _fold_all(self, some: Iterable[Sequence[Item]], shared: SharedSums) -> Outcome:
+        return _measured(sum(map(self._fold, some), Outcome()), shared)
 
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
@@ -186,10 +185,10 @@ class BlockMerger:
             raise misfit(group[0].block.target.name, e) from e
         if isinstance(merged, str):
             return merged
-        values, watch, looked = merged
+        values, sample, read = merged
         if values is not None and group[0].block.target.packed is not None:
-            return self._recoded(group, values, watch if isinstance(watch, Watch) else None, lane)
-        outcome = Outcome(measured=looked(), seen=() if watch is None or watch.apart else (watch,))
+            return self._recoded(group, values, sample if isinstance(sample, RowSample) else None, lane)
+        outcome = Outcome(measured=read(), samples=() if sample is None or sample.on_device else (sample,))
         return outcome if values is None else outcome + self._cut(group, values)
 
     def turn(self, work: Callable[[DeviceStream], Result], lane: DeviceStream | None = None) -> Result | str:
@@ -209,7 +208,7 @@ class BlockMerger:
         return short
 
     def norms(self, targets: Sequence[OutputTensor]) -> Outcome:
-        """Return the sizes of changes that factors tell; of no weight if the device is out of memory."""
+        """Return the norms of changes from their factors; none if the device is out of memory."""
         found = self.turn(lambda lane: factor_norms(targets, self.tensors, lane))
         return Outcome() if isinstance(found, str) else Outcome(norms=found)
 
@@ -223,18 +222,18 @@ class BlockMerger:
         blocks = [i.block for i in group]
         stacks, one = self.tensors.stacks(blocks, at, lane), group[0]
         base = base_values(group, at, None if one.keep else lane, self.tensors.fetch)
-        looks = None if one.measured and not one.keep else self.looks
-        merged, watch = watched(blocks, base, stacks, looks)
+        sampling = None if one.measured and not one.keep else self.sampling
+        merged, sample = fold_and_sample(blocks, base, stacks, sampling)
         if blocks[0].target.packed is not None:
-            return Folded(merged, watch)
+            return Folded(merged, sample)
         if self.draw is not None and one.into.dtype.itemsize < 4:
             merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
-            if isinstance(watch, Watch):
-                watch.drawn(merged)
-        looked = bring([watch] if isinstance(watch, Watch) and watch.apart else [], lane)
+            if isinstance(sample, RowSample):
+                sample.note_stored(merged)
+        read = bring_sums([sample] if isinstance(sample, RowSample) and sample.on_device else [], lane)
         if merged is base and in_place(group, at):
-            return Folded(merged if odd(merged) else None, watch, looked)
-        return Folded(None if land(merged, [i.into for i in group], lane) else merged, watch, looked)
+            return Folded(merged if odd(merged) else None, sample, read)
+        return Folded(None if land(merged, [i.into for i in group], lane) else merged, sample, read)
 
     def _uniform(self, block: Block, device: torch.device) -> Tensor | None:
         """Return the draws of a block's numbers, made on a device; None for rounding to the nearest."""
@@ -250,22 +249,22 @@ class BlockMerger:
         return own if uniform is None else to_floats(own.reshape(-1), block.target.dtype, uniform).view(values.shape)
 
     def _recoded(
-        self, group: Sequence[Item], merged: Tensor, watch: Watch | None, lane: DeviceStream | None
+        self, group: Sequence[Item], merged: Tensor, sample: RowSample | None, lane: DeviceStream | None
     ) -> Outcome | str:
         """Store merged blocks that are not plain numbers; nothing is written if the device is out of memory."""
-        look = 0 if group[0].keep else looked(watch)
+        look = 0 if group[0].keep else sample_width(sample)
         pairs = [*zip(group, merged.unbind(), strict=True)]
         made = self.turn(lambda _: [self._stored(item, values, look) for item, values in pairs], lane)
         if isinstance(made, str):
             return made
         outcome, there = Outcome(), [n for n, found in enumerate(made) if isinstance(found, NewParts)]
         if group[0].keep:
-            outcome = Outcome(held=tuple(Held(i.block, v, watch) for i, v in pairs))
-        elif watch is not None and there:
+            outcome = Outcome(held=tuple(Held(i.block, v, sample) for i, v in pairs))
+        elif sample is not None and there:
             new = [found for found in made if isinstance(found, NewParts)]
             bases = [group[n].base for n in there]
-            measured, seen = told(watch.on_host().only(there), bases, new, self.tensors.fetch)
-            outcome = Outcome(measured=tuple(measured), seen=tuple(seen))
+            measured, samples = measure_codes(sample.on_host().only(there), bases, new, self.tensors.fetch)
+            outcome = Outcome(measured=tuple(measured), samples=tuple(samples))
         for item, found in zip(group, made, strict=True):
             if isinstance(found, Outcome):
                 outcome += found
@@ -274,15 +273,15 @@ class BlockMerger:
                 outcome += Outcome(parts=found.others)
         return outcome
 
-    def _store(self, item: Item, together: Together) -> Outcome:
+    def _store(self, item: Item, shared: SharedSums) -> Outcome:
         """Store a block that is merged already."""
         held = item.held
         assert held is not None
-        watch = None if held.watch is None else replace(held.watch, blocks=[item.block])
-        found = self._recoded([item], held.values.unsqueeze(0), watch, None)
+        sample = None if held.sample is None else replace(held.sample, blocks=[item.block])
+        found = self._recoded([item], held.values.unsqueeze(0), sample, None)
         if isinstance(found, str):
             raise ResourceError("the device is out of memory", f"{item.block.target.name}: {found}", FULL)
-        return _measured(found, together)
+        return _measured(found, shared)
 
     def _stored(self, item: Item, values: Tensor, look: int) -> NewParts | Outcome:
         """Return how a merged block is stored, or its largest number where no scale covers it. `look`: how many numbers
@@ -336,14 +335,14 @@ class BlockMerger:
         self._own.__dict__.clear()
 
     def note(self, text: str) -> None:
-        """Tell the user, once, what was done as a device was short of memory."""
+        """Add a note, once, on what was done because a device was short of memory."""
         note = Note(f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}")
         self.notes.extend({note} - {*self.notes})
 
 
-def _measured(outcome: Outcome, together: Together) -> Outcome:
-    """Return what a thread has done, with measures in place of what it has seen."""
-    return replace(outcome, seen=(), measured=outcome.measured + together.measured(outcome.seen))
+def _measured(outcome: Outcome, shared: SharedSums) -> Outcome:
+    """Return the outcome of a thread, with measures in place of its samples."""
+    return replace(outcome, samples=(), measured=outcome.measured + shared.measured(outcome.samples))
 
 
 def _numbers(group: Sequence[Item]) -> int:

@@ -24,7 +24,7 @@ from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .storing.new_codes import NewCodes, made_again
 from .storing.recoding import new_parts, refitted
-from .tensors import Item, TensorCache, decoded, inside, packed, raw
+from .tensors import Item, TensorCache, base_view, decoded, packed, raw
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -49,7 +49,7 @@ class WindowMerger:
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, held=held)
         merger = BlockMerger.of(job, at, tensors, self.pool)
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
-        self.blocks = replace(merger, staged=2 * unit, looks=replace(merger.looks, checked=changed))
+        self.blocks = replace(merger, staged=2 * unit, sampling=replace(merger.sampling, checked=changed))
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
@@ -171,4 +171,4 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
     into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)
     if base is None:
         return Item(block, into, into)
-    return Item(block, inside(f, base), into)
+    return Item(block, base_view(f, base), into)

@@ -31,7 +31,7 @@ from ..text import Note
 from ..version import __version__
 from .pipeline import Pipeline, Written
 
-Outcome = TypeVar("Outcome")
+Result = TypeVar("Result")
 
 
 def run(plan: Plan, progress: Progress = unwatched) -> Report:
@@ -98,7 +98,7 @@ class _Output:
     stack: ExitStack  # renames the output when it is closed, and removes it after an error
     opening: float  # seconds until it was there
 
-    def attempt(self, act: Callable[[], Outcome]) -> Outcome | Exception:
+    def attempt(self, act: Callable[[], Result]) -> Result | Exception:
         """Return the result of `act`, or its error of any kind, which ends this output alone."""
         try:
             return act()

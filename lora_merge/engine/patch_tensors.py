@@ -62,7 +62,7 @@ class PatchTensors:
         row = ALGORITHMS[patch.algorithm]
         to = at if row.prepare is None else precise(at)
         if row.decomposes:
-            load_decompositions(at.device)  # here, where a device that is full is told
+            load_decompositions(at.device)  # here, where the error of a full device is handled
         fields: dict[str, Any] = dict(patch.settings)
         for s in slices:
             self._check(s.use.patch)

@@ -204,18 +204,18 @@ class Pipeline:
         """Write the finished window."""
         if task.plan not in self.failed:
             self._alone(task.plan, lambda n: self._put(self._writer(n, task.window.file), task))
-        self._written_now(task.plan, task.window.size - sum(task.told))
+        self._written_now(task.plan, task.window.size - sum(task.reported))
 
     def _paced(self, task: WindowTask, steps: Iterable[object], count: int) -> None:
         """Make so many steps; meanwhile report a part of the window's bytes for each, the last one when it is written.
 
         So progress moves inside a window too, where formulas or the disk are slow.
         """
-        part, waiting, before = (task.window.size - sum(task.told)) // (count + 1), 0, time.perf_counter()
+        part, waiting, before = (task.window.size - sum(task.reported)) // (count + 1), 0, time.perf_counter()
         for _ in steps:
             waiting += part
             if (now := time.perf_counter()) - before >= APART:
-                task.told.append(waiting)
+                task.reported.append(waiting)
                 self._written_now(task.plan, waiting)
                 waiting, before = 0, now
 

@@ -179,11 +179,11 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
 
 
 class Held(NamedTuple):
-    """A merged block whose codes are to be made, and what was seen of it."""
+    """A merged block whose codes are to be made, and the sample of its numbers."""
 
     block: Block
     values: Tensor  # [rows, cols]
-    watch: Any  # a Watch, whose module imports this one; None if no numbers were looked at
+    sample: Any  # a RowSample, whose module imports this one; None if no numbers are measured
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Item:
     held: Held | None = None  # the same block, where it is merged already
 
 
-def apart(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
+def item_of(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
     """Return a block with base values of its own, unless they are given, and memory of its own for its codes."""
     weight, made = block.target.weight, block.target.packing.encoding
     numbers = stored_numbers(weight, *block.stored, fetch) if given is None else given
@@ -206,7 +206,7 @@ def apart(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
     return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
 
 
-def inside(f: Fold, data: memoryview) -> Tensor:
+def base_view(f: Fold, data: memoryview) -> Tensor:
     """Return the base values of a fold, which share the bytes of its buffer."""
     block, weight = f.block, f.block.target.weight
     shape = (block.stored[1],) if weight.padded else (block.last - block.first, block.cols)

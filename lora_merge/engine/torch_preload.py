@@ -37,7 +37,7 @@ def preload(*, wait: bool = False) -> None:
     """Start to load torch's largest library: `import torch` then takes a sixth less (0.3 s). For programs that own the
     process.
 
-    `wait`: return when it is loaded. Other threads go on until then; while `import torch` loads it, none does.
+    `wait`: return when it is loaded. Other threads run meanwhile, which they cannot while `import torch` loads it.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:
         keep_freed_memory()

@@ -19,7 +19,7 @@ _SUMS: Final = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-"""Settings with which CUDA rounds the partial sums of products in 16 bits; they matter where these are computed in."""
+"""Settings with which CUDA rounds the partial sums of products in 16 bits; they matter for products in 16 bits."""
 
 
 @contextmanager

@@ -219,9 +219,9 @@ def merge_into(
     with merged._alone():
         try:
             with watched(progress) as watcher:
-                told = merge.run(give, watcher)
-            merged.numbers = told.numbers
-            warn_of(told)
+                facts = merge.run(give, watcher)
+            merged.numbers = facts.numbers
+            warn_of(facts)
         except BaseException:
             with suppress(DeviceFailed):  # the first error is the one to report
                 merged.undo()

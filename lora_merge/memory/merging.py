@@ -61,7 +61,7 @@ MemoryAdapters: TypeAlias = MemoryAdapter | Sequence[MemoryAdapter] | Mapping[st
 Give = Callable[[OutputTensor, Tensor], None]
 
 
-class Made(NamedTuple):
+class MergeFacts(NamedTuple):
     """The facts of a merge in memory, beside its tensors."""
 
     saturated: Counter[str]  # tensor → numbers that were cut to the largest of their dtype
@@ -86,20 +86,20 @@ class MemoryMerge:
         return self.matched.inputs.job
 
     def of_base(self, target: OutputTensor) -> bool:
-        """Return whether a target starts from a tensor of the base, not from one of an adapter that replaces it."""
+        """Return whether a target starts from a tensor of the base, and not from one of an adapter that replaces it."""
         return target.source.file == self.matched.inputs.base.path
 
     def targets(self) -> Iterator[OutputTensor]:
         """Yield every tensor of the result."""
         return (target for _, target in outputs(self.matched))
 
-    def run(self, give: Give, progress: Progress) -> Made:
+    def run(self, give: Give, progress: Progress) -> MergeFacts:
         """Pass every target with its result to `give`.
 
         The tensors of `Packing.parts` come last, as they are known when all weights are merged.
         """
         inputs, saturated, measures = self.matched.inputs, Counter[str](), Measures()
-        told = counted(progress, "merge", "", sum(target.nbytes for target in self.targets()))
+        report = counted(progress, "merge", "", sum(target.nbytes for target in self.targets()))
         with ExitStack() as stack:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
             factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
@@ -123,12 +123,12 @@ class MemoryMerge:
                         give(target, made[name])
                 factors.forget()
                 tensors.kept.clear()
-                told(sum(target.nbytes for target in some))
+                report(sum(target.nbytes for target in some))
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)
         numbers = measures.to_dict(len(self.job.adapters), groups(inputs.names), saturated)
-        return Made(saturated, numbers, (*measures.lost(self.job),))
+        return MergeFacts(saturated, numbers, (*measures.lost(self.job),))
 
 
 def prepare(
@@ -160,7 +160,7 @@ def prepare(
     return MemoryMerge(found, at, own if keep else {}, head)
 
 
-def warn_of(made: Made) -> None:
+def warn_of(made: MergeFacts) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in made.lost:
@@ -179,7 +179,7 @@ def _device(tensors: Iterable[Tensor]) -> str:
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockMerger, own: Mapping[str, Tensor], saturated: Counter[str]
 ) -> tuple[dict[str, Tensor], Outcome]:
-    """Return name → result, and what changes beside codes and was measured; adds to the counts of cut numbers."""
+    """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
     merged, items, fetch = {}, [], folder.tensors.fetch
 
     def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:

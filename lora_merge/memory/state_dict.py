@@ -55,10 +55,10 @@ def merge_state_dict(
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
     with watched(progress) as watcher:
-        told = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
-    warn_of(told)
+        facts = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
+    warn_of(facts)
     if numbers is not None:
-        numbers.update(told.numbers)
+        numbers.update(facts.numbers)
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:

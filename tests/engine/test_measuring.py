@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring import strided
-from lora_merge.engine.measuring.looks import Looks
-from lora_merge.engine.measuring.watch import Watch
+from lora_merge.engine.measuring import run_sample
+from lora_merge.engine.measuring.row_sample import RowSample
+from lora_merge.engine.measuring.sampling import Sampling
 from lora_merge.measure import Measured
 
 from ..proof.test_numbers import NAMES, STRENGTHS, assert_same, lora, numbers_of
@@ -48,7 +48,7 @@ def test_every_number_is_what_numpy_says(count: int, method: str, dtype: str, tm
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One number in 16 is looked at, also of small weights."""
-    monkeypatch.setattr(Looks.__init__, "__defaults__", (16, 1, False, frozenset()))
+    monkeypatch.setattr(Sampling.__init__, "__defaults__", (16, 1, False, frozenset()))
     yield
 
 
@@ -81,10 +81,10 @@ def test_of_blocks_in_a_row_every_fourth_stands_for_them_all(
 ) -> None:
     """The sums stand for every number, whether parts of a weight have many blocks, one, or a short last one."""
     monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
-    monkeypatch.setattr(Looks.__init__, "__defaults__", (8, 1, runs, frozenset()))
+    monkeypatch.setattr(Sampling.__init__, "__defaults__", (8, 1, runs, frozenset()))
     monkeypatch.setattr("lora_merge.engine.fold_window.checked", lambda _: frozenset())
     for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST", 64)):
-        monkeypatch.setattr(strided, name, size)
+        monkeypatch.setattr(run_sample, name, size)
     name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
     save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")
     save(
@@ -241,12 +241,12 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
 def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning names a tensor of which other numbers were recorded than its rows have."""
     if wrong:
-        own = Watch._measure
+        own = RowSample._measure
 
-        def half(self: Watch, n: int, sums: Sequence[float], *, known: bool) -> Measured:
+        def half(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measured:
             return own(self, n, [s / 2 for s in sums], known=known)
 
-        monkeypatch.setattr(Watch, "_measure", half)
+        monkeypatch.setattr(RowSample, "_measure", half)
     save(sd1(), tmp_path / "base.safetensors")
     lora(tmp_path / "a.safetensors", NAMES, 0.02, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "a", "out")), dtype="bf16")
@@ -260,14 +260,14 @@ def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, mo
 def test_each_number_that_was_recorded_is_computed_again(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Watch._measure
+    own = RowSample._measure
 
-    def one_wrong(self: Watch, n: int, sums: Sequence[float], *, known: bool) -> Measured:
+    def one_wrong(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measured:
         found = own(self, n, sums, known=known)
         less = getattr(found.seen, field)
         return found._replace(seen=found.seen._replace(**{field: less - 1 if field == "changed" else less / 2}))
 
-    monkeypatch.setattr(Watch, "_measure", one_wrong)
+    monkeypatch.setattr(RowSample, "_measure", one_wrong)
     assert doubted(sd1(), 0.02, tmp_path)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring import watch
+from lora_merge.engine.measuring import row_sample
 
 from ..support import rand, save
 
@@ -45,8 +45,8 @@ def test_a_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_o
         folds += 1
         return usual(*args)
 
-    usual = watch.new_weights
-    monkeypatch.setattr(watch, "new_weights", counted)
+    usual = row_sample.new_weights
+    monkeypatch.setattr(row_sample, "new_weights", counted)
     monkeypatch.setattr("lora_merge.engine.fold_blocks.BlockMerger._most", lambda *_: 1)
     made, rooms = {}, {"all": 2**30, "some": 3 * 4 * 128 * SHAPE[1], "none": 0}
     for room, nbytes in rooms.items():

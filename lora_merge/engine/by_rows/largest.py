@@ -1,4 +1,4 @@
-"""The largest numbers of a matrix that is read by rows, exactly: their bits are counted, some at a time."""
+"""Finds the largest numbers of a matrix read by rows, exactly: bits of magnitudes are counted, a few at a time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from .rows import Rows
 
 AT_ONCE: Final = 16
-"""Bits that are counted in one look at all numbers."""
+"""Bits that are counted each time that all numbers are read."""
 
 FEW: Final = 2**21
-"""Numbers that are sorted: as soon as so few have the bits that are known, their other bits are not counted."""
+"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
 
 INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 """Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
 
 
 class Largest(NamedTuple):
-    """Which numbers are the largest in magnitude: all from a bound on; of equal ones the earlier are."""
+    """The numbers that are the largest in magnitude: all above a bound, and the first of those that equal it."""
 
     least: float  # the smallest magnitude among them
     last: int  # the place, counted row by row, of the last number of that magnitude among them
@@ -43,7 +43,7 @@ def largest(change: Rows, count: int) -> Largest:
     if count <= 0 or count >= change.numel():
         return Largest(torch.inf if count <= 0 else 0.0, -1 if count <= 0 else change.numel(), cols)
     known, left, wanted, number = _leading_bits(change, count)
-    bits, place = _with(known, left, number, change)
+    bits, place = _with_leading_bits(known, left, number, change)
     least = bits.kthvalue(number - wanted + 1).values
     wanted -= int((bits > least).sum())
     last = int(place[int(((bits == least).cumsum(0) >= wanted).to(torch.uint8).argmax())])
@@ -52,8 +52,8 @@ def largest(change: Rows, count: int) -> Largest:
 
 
 def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
-    """Return the leading bits of the count-th largest magnitude, how many bits follow, and of which number, counted
-    from the largest, it is among those with the same leading bits; and how many these are."""
+    """Return (leading bits of the count-th largest magnitude, number of bits after them, its place among the magnitudes
+    with these leading bits, counted from the largest, number of these magnitudes)."""
     known, left, wanted, number = 0, -1, count, change.numel()
     if change.numel() <= FEW:
         return known, INTEGERS[change.read(slice(0, 0)).dtype][1], wanted, change.numel()
@@ -80,8 +80,8 @@ def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
     return known, left, wanted, number
 
 
-def _with(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
-    """Return the bits and the places of the magnitudes, so many, with these leading bits."""
+def _with_leading_bits(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
+    """Return (bits, places) of the `number` magnitudes with these leading bits."""
     nothing = change.read(slice(0, 0))
     kind = INTEGERS[nothing.dtype][0]
     if number == change.numel():

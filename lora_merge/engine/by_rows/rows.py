@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 PIECE: Final = 2**18
-"""Numbers of a matrix that are worked at together: they stay in the caches."""
+"""Numbers of a block of rows: they stay in the caches."""
 
 HELD: Final = 2**21
-"""Numbers up to which a matrix is held when it was computed once, as it is read several times."""
+"""Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Rows:
             lambda own: self.read(slice(rows.start + own.start, rows.start + own.stop)))  # fmt: skip
 
     def of_rows(self, order: Tensor) -> Rows:
-        """Return some of the rows, in an order of their own."""
+        """Return the rows with these numbers, in this order."""
         return Rows((len(order), self.shape[1]), lambda rows: self._some(order[rows]))
 
     def _some(self, order: Tensor) -> Tensor:
-        """Return rows by their numbers: those that lie side by side are computed together."""
+        """Return the rows with these numbers; neighbours are computed in one call."""
         cuts = [0, *(order.diff() != 1).nonzero().flatten().add_(1).tolist(), len(order)]
         runs = [order[low:high].tolist() for low, high in pairwise(cuts) if low < high]
         return torch.cat([self.read(slice(run[0], run[-1] + 1)) for run in runs]) if runs else self.read(slice(0, 0))

@@ -23,7 +23,7 @@ GAP: Final = 2**16
 """Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
 
 Key: TypeAlias = tuple[Source, int, int, str] | float
-"""What tells a stored tensor, or a number that formulas take: a scale, a strength."""
+"""The key of a stored tensor, or a number that formulas take: a scale, a strength."""
 
 
 class AdaptersOnDevice:

@@ -40,7 +40,7 @@ CLEAR: Final = 0.9
 
 
 class Choice(NamedTuple):
-    """The device to use, as `--device` names it, and why; no reason where nothing was to be chosen."""
+    """The device to use, as `--device` names it, and why; "" where there was no choice."""
 
     device: str
     why: str = ""

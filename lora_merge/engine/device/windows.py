@@ -22,9 +22,9 @@ from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import device_bytes, precise_at
 from ..fold_blocks import BlockMerger
-from ..measuring import strided
-from ..measuring.strided import Seen, StridedLooks, runs, suits
-from ..measuring.watch import Read, Watch, bring, watched
+from ..measuring import run_sample
+from ..measuring.row_sample import Read, RowSample, bring_sums, fold_and_sample
+from ..measuring.run_sample import RunSample, RunSums, runs, suits
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
 from ..windows import Fold, Window
@@ -43,8 +43,8 @@ class Joined(NamedTuple):
     parts: tuple[Fold, ...]
 
 
-class Part(NamedTuple):
-    """Blocks of a window that are folded together, in the order of their results, and their way back block by block."""
+class Batch(NamedTuple):
+    """Blocks of a window that are folded at once, in the order of their results, with a way to fold them one by one."""
 
     task: WindowTask
     folds: tuple[Fold, ...]
@@ -53,14 +53,14 @@ class Part(NamedTuple):
     nbytes: int  # of the device's memory that folding takes
 
 
-class Made(NamedTuple):
+class FoldedBlocks(NamedTuple):
     """Folded blocks, in another order than in their window."""
 
     folds: list[Fold]
     work: Tensor  # their merged numbers, flat
     sizes: list[int]  # how many there are of each
-    watches: list[Watch]  # rows of those of which rows are looked at
-    seen: Seen | None  # runs of the others
+    row_samples: list[RowSample]  # of the blocks that are sampled by rows
+    by_runs: RunSample | None  # of the others
 
 
 class DeviceWindows:
@@ -72,7 +72,7 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
-        self.looks = StridedLooks(min(strided.HELD, blocks.share // strided.ROOM))
+        self.run_sums = RunSums(min(run_sample.HELD, blocks.share // run_sample.ROOM))
         self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
@@ -89,7 +89,7 @@ class DeviceWindows:
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
                 parts = [f for j in some for f in j.parts]
                 items = partial(lambda parts: [item(f) for f in parts], parts)
-                yield self.pool.submit(self._fold, Part(task, tuple(j.fold for j in some), items, made, nbytes))
+                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), items, made, nbytes))
 
     def _takes(self, f: Fold) -> bool:
         target, at = f.block.target, self.blocks.at[0]
@@ -123,7 +123,7 @@ class DeviceWindows:
         if run:
             yield [*part, _joined(run)], used
 
-    def _fold(self, part: Part) -> Outcome:
+    def _fold(self, part: Batch) -> Outcome:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
         room = self.blocks.room
@@ -135,9 +135,9 @@ class DeviceWindows:
             self.blocks.note("smaller batches were used")
         return Outcome(measured=done()) if callable(done) else self.blocks.fold_here(part.items())
 
-    def _at_once(self, part: Part, lane: DeviceStream) -> Read | None:
+    def _at_once(self, part: Batch, lane: DeviceStream) -> Read | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
-        adapter's value is invalid: the way block by block tells which."""
+        adapter's value is invalid: folding block by block then finds which."""
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
@@ -169,15 +169,15 @@ class DeviceWindows:
                 new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
             cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
             if drawn:
-                _draw(made.watches, new)
-        read = self._looked(task.plan, found, lane)
+                _note_stored(made.row_samples, new)
+        read = self._add_up(task.plan, found, lane)
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
             download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
         lane.settle()
         return read
 
-    def _uploaded(self, part: Part, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
+    def _uploaded(self, part: Batch, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
         """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
         tasks."""
         task, apart = part.task, part.folds[0].apart
@@ -203,11 +203,11 @@ class DeviceWindows:
         direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
         return 0 if direct else self.piece
 
-    def _looked(self, plan: int, found: Sequence[Made], lane: DeviceStream) -> Read:
-        """Start to add up what was seen of a part, and of earlier ones; return a function for the measures of blocks
-        of which rows were seen. Those of the others are kept."""
-        read = bring([w for made in found for w in made.watches], lane)
-        rest = self.looks.add(plan, [made.seen for made in found if made.seen is not None], lane)
+    def _add_up(self, plan: int, found: Sequence[FoldedBlocks], lane: DeviceStream) -> Read:
+        """Start to add up the samples of a part, and of earlier ones; return a function for the measures of blocks that
+        are sampled by rows. Those of the others are kept."""
+        read = bring_sums([w for made in found for w in made.row_samples], lane)
+        rest = self.run_sums.add(plan, [made.by_runs for made in found if made.by_runs is not None], lane)
 
         def both() -> tuple[Measured, ...]:
             rest()
@@ -217,13 +217,13 @@ class DeviceWindows:
 
     def measured(self, plan: int) -> Iterator[Measured]:
         """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
-        for lane, add in self.looks.rest():
+        for lane, add in self.run_sums.rest():
             rest = self.blocks.turn(add, DeviceStream(lane.at))
             if not isinstance(rest, str):
                 rest()
-        return self.looks.of(plan)
+        return self.run_sums.of(plan)
 
-    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> Made:
+    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBlocks:
         """Fold blocks of one placement and dtype."""
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
@@ -236,32 +236,34 @@ class DeviceWindows:
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
         by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
-        before, done, watches = runs(work, strided.PERIOD) if by_runs else None, 0, list[Watch]()
+        before, done, row_samples = runs(work, run_sample.PERIOD) if by_runs else None, 0, list[RowSample]()
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            looks = None if by_runs and suits(b) else self.blocks.looks
-            merged, watch = watched([f.block for f in stack], base, own, looks)
-            watches += [watch] if isinstance(watch, Watch) else []
+            sampling = None if by_runs and suits(b) else self.blocks.sampling
+            merged, sample = fold_and_sample([f.block for f in stack], base, own, sampling)
+            row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        seen = None
+        sampled = None
         if before is not None:
             numbers = [f.block.elements if suits(f.block) else 0 for f in ordered]
-            seen = Seen([f.block for f in ordered], numbers, before, runs(work, strided.PERIOD), strided.PERIOD)
-        return Made(ordered, work, sizes, watches, seen)
+            sampled = RunSample(
+                [f.block for f in ordered], numbers, before, runs(work, run_sample.PERIOD), run_sample.PERIOD
+            )
+        return FoldedBlocks(ordered, work, sizes, row_samples, sampled)
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""
         self.registered.close()
 
 
-def _draw(watches: Sequence[Watch], stored: Iterable[Tensor]) -> None:
-    """Tell of blocks what is stored, where it is rounded by chance."""
+def _note_stored(row_samples: Sequence[RowSample], stored: Iterable[Tensor]) -> None:
+    """Record in the samples what is stored, where numbers are rounded stochastically."""
     left = iter(stored)
-    for watch in watches:
-        watch.drawn(torch.stack([next(left).view(-1, b.cols) for b in watch.blocks]))
+    for sample in row_samples:
+        sample.note_stored(torch.stack([next(left).view(-1, b.cols) for b in sample.blocks]))
 
 
 def _follows(a: Fold, b: Fold) -> bool:
@@ -281,7 +283,7 @@ def _joined(run: Sequence[Fold]) -> Joined:
     return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
 
 
-def _runs(part: Part, *, bridged: bool) -> Iterator[tuple[int, int]]:
+def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
     them and was uploaded, if no other result lies there."""
 

@@ -1,4 +1,4 @@
-"""Measures outputs of codes: the rows that are looked at are read back from the new codes."""
+"""Measures outputs of codes: the sampled rows are read back from the new codes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from torch import Tensor
 
 from ..storing.recoding import Codes, NewParts, read_back
 from ..tensors import Fetch
-from .strided import same
-from .watch import Stored, Watch
+from .row_sample import RowSample, Stored
+from .run_sample import same
 
 if TYPE_CHECKING:
     from ...measure import Measured
 
 
-def looked(watch: Watch | None) -> int:
-    """Return how many of the first numbers of each block are looked at."""
-    return watch.work.shape[2] if watch is not None else 0
+def sample_width(sample: RowSample | None) -> int:
+    """Return how many of the first numbers of each block are in its sample."""
+    return sample.work.shape[2] if sample is not None else 0
 
 
-def told(
-    own: Watch, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
-) -> tuple[Sequence[Measured], Sequence[Watch]]:
-    """Return the measures of blocks, or what is still to be added up. `own`: their rows, on the host; `bases`: their
-    stored numbers, which new codes may overwrite afterwards; `made`: their new codes."""
+def measure_codes(
+    own: RowSample, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
+) -> tuple[Sequence[Measured], Sequence[RowSample]]:
+    """Return (measures of blocks, samples that are still to be added up); one of the two is empty.
+
+    `own`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite
+    afterwards; `made`: their new codes.
+    """
     target = own.blocks[0].target
     if target.weight.padded:
         return own.measured(own.sums(None), known=False), ()
     base, merged, _ = own.work.unbind()
-    size = target.weight.packing.encoding.nbytes(looked(own))
+    size = target.weight.packing.encoding.nbytes(sample_width(own))
 
     def nearest(values: Tensor) -> Tensor:
         """Return what the output would hold for some numbers."""

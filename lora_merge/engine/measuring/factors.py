@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..patch_tensors import PatchTensors
 
 WORTH: Final = 3
-"""The products of the factors with themselves take at most 1 / WORTH of the operations of L R; else a sample of rows
-tells the norm."""
+"""The products of the factors with themselves take at most 1 / WORTH of the operations of L R; else the norm is that of
+a sample."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
@@ -33,9 +33,9 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
     overflow.
     """
     at = Placement(lane.at.device, torch.promote_types(lane.at.dtype, torch.float32))
-    told = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _told(t)]
+    of_factors = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _from_factors(t)]
     every: Norms = {}
-    for alike in groups(told, lambda b: b, lambda _: len(told)):
+    for alike in groups(of_factors, lambda b: b, lambda _: len(of_factors)):
         found = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
         rows = zip(*(norm.clamp_min(0).tolist() for norm in found.values()), strict=True)
         for whole, own in zip(alike, rows, strict=False):
@@ -44,8 +44,8 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
     return every
 
 
-def _told(target: OutputTensor) -> bool:
-    """Return whether factors tell the norm of a weight's change at less cost than its rows."""
+def _from_factors(target: OutputTensor) -> bool:
+    """Return whether the norm of a weight's change costs less by its factors than by its rows."""
     cols, uses = target.matrix[1], target.uses
     if target.combining is not None or not all(map(factored, uses)):
         return False

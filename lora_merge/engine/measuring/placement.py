@@ -1,4 +1,4 @@
-"""Copies and casts the rows that are looked at, on the device where they are."""
+"""Copies and casts sampled rows, on the device where they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..placement import _ready, holds
 
 
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return zeros beside other numbers, in a dtype in which sums of squares keep their digits."""
+    """Return zeros on the device of other numbers, in a dtype in which sums of squares keep their digits."""
     return torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 

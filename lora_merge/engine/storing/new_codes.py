@@ -21,7 +21,7 @@ from ...planning.plan import OutputTensor, Plan
 from ..blocks import BLOCK_ELEMENTS, Block, blocks
 from ..buffers import Outcome, settled
 from ..fold_blocks import BlockMerger
-from ..tensors import Fetch, Held, Item, apart, decoded, inside, packed, stored_numbers
+from ..tensors import Fetch, Held, Item, base_view, decoded, item_of, packed, stored_numbers
 from ..windows import Change, Convert, Fold
 from .recoding import Codes, new_parts, recode, refitted
 
@@ -116,7 +116,7 @@ class NewCodes:
 
     def _item(self, block: Block, fold: Fold | None, base: memoryview) -> Item:
         """Return a block to measure. `fold`: the block in the window whose input is `base`, if it is there."""
-        item = apart(block, self.read, None if fold is None else inside(fold, base))
+        item = item_of(block, self.read, None if fold is None else base_view(fold, base))
         keep = self._size(block) <= self._room
         self._room -= self._size(block) if keep else 0
         return replace(item, measured=True, keep=keep)
@@ -140,7 +140,7 @@ def _store(target: OutputTensor, span: tuple[int, int], numbers: Tensor, into: T
 def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:
     """Yield every block of a refitted target with its codes, as bytes, and its other parts."""
     for block in blocks(target):
-        item = apart(block, merger.tensors.fetch)
+        item = item_of(block, merger.tensors.fetch)
         codes, outcome = item.into, merger.fold([item])
         assert not outcome.largest, "the new scale covers the weight"
         yield block, codes, outcome

@@ -1,4 +1,4 @@
-"""Looks at some rows of each block while it is folded: base, change and stored numbers, added up."""
+"""Samples rows of blocks while they are folded: base, change and stored numbers, of which sums are made."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..blocks import Block
 from ..device.placement import brought
 from ..fold import new_weights
 from ..placement import HOST, TORCH_DTYPES, DeviceStream, host
-from .looks import Looks
 from .placement import as_stored, take, workspace
-from .strided import Seen, added, runs, same, several
+from .run_sample import RunSample, added, runs, same, several
+from .sampling import Sampling
 
 if TYPE_CHECKING:
     from ..fold import StackedPatch
@@ -38,56 +38,60 @@ Nearest: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """The numbers that the output holds in the rows that are looked at."""
+    """The numbers that the output holds in the sampled rows."""
 
     nearest: Nearest
     same: bool = False  # whether it can hold the numbers of the base as they are
 
 
-class Own(NamedTuple):
-    """The change of one adapter in the rows that are looked at."""
+class AdapterChange(NamedTuple):
+    """The change of one adapter in the sampled rows."""
 
     adapter: int
     change: Tensor  # [n, k · cols]
-    combined: bool  # whether it becomes one change with others, in which its part is not told apart
+    combined: bool  # whether it becomes one change with others, in which its part is unknown
 
 
 @dataclass
-class Watch:
-    """Some rows of blocks of one kind, before and after they are folded."""
+class RowSample:
+    """Rows of blocks of one kind, before and after the blocks are folded."""
 
     blocks: Sequence[Block]
     rows: Sequence[range]  # of each block
     stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
     work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
-    parts: list[Own] = field(default_factory=list)
+    parts: list[AdapterChange] = field(default_factory=list)
     found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
-    step: int = 1  # of so many rows one is added up: the others had to be taken along, as they are encoded together
+    step: int = 1  # one row in so many is added up; the others are here because they are encoded together
 
     @staticmethod
-    def of(blocks: Sequence[Block], base: Tensor, looks: Looks) -> Watch | None:
-        """Return rows of base values [n, rows, cols], which are not folded yet; None if they are not looked at."""
-        if not any(stands_for := looks.stands_for(blocks)):
+    def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
+        """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
+        if not any(stands_for := sampling.stands_for(blocks)):
             return None
-        rows, (n, _, cols) = looks.rows(blocks[0]), base.shape
+        rows, (n, _, cols) = sampling.rows(blocks[0]), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
-        watch = Watch(
-            blocks, [rows] * n, stands_for, workspace(base, (3, n, width)), step=looks.step(blocks[0], max(stands_for))
+        sample = RowSample(
+            blocks,
+            [rows] * n,
+            stands_for,
+            workspace(base, (3, n, width)),
+            step=sampling.step(blocks[0], max(stands_for)),
         )
-        take(base, rows, watch.work.select(0, 0))
-        return watch
+        take(base, rows, sample.work.select(0, 0))
+        return sample
 
     @property
-    def apart(self) -> bool:
+    def on_device(self) -> bool:
         """Whether the rows are on a device, where they are added up at once."""
         return self.work.device.type != "cpu"
 
     @property
     def several(self) -> bool:
-        """Whether the parts of the adapters are to be told apart."""
+        """Whether several adapters change the blocks, so that the change of each is kept."""
         return several(self.blocks[0])
 
     @property
@@ -95,45 +99,45 @@ class Watch:
         """How many numbers are kept."""
         return self.work.numel()
 
-    def seen(self, adapter: int, merged: Tensor) -> None:
-        """Take note of blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
         before = self.work.select(0, 1).clone() if self.parts else self.work.select(0, 0)
         take(merged, self.rows[0], self.work.select(0, 1))
-        self.parts.append(Own(adapter, self.work.select(0, 1) - before, combined=False))
+        self.parts.append(AdapterChange(adapter, self.work.select(0, 1) - before, combined=False))
 
-    def tell(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
-        """Take note of a change [n, rows, cols] that becomes one change with others."""
+    def note_change(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
+        """Record a change [n, rows, cols] that becomes one change with others."""
         own = torch.zeros_like(self.work.select(0, 0))
         take(change, self.rows[0], own)
         for part, strength in zip(own.unbind(), strengths, strict=True):
             part.mul_(strength)
-        self.parts.append(Own(adapter, own, combined=True))
+        self.parts.append(AdapterChange(adapter, own, combined=True))
 
-    def done(self, merged: Tensor) -> None:
-        """Take note of the merged blocks [n, rows, cols]."""
+    def note_merged(self, merged: Tensor) -> None:
+        """Record the merged blocks [n, rows, cols]."""
         take(merged, self.rows[0], self.work.select(0, 1))
 
-    def drawn(self, stored: Tensor) -> None:
-        """Take note of what is stored [n, rows, cols], where numbers are rounded by chance."""
+    def note_stored(self, stored: Tensor) -> None:
+        """Record what is stored [n, rows, cols], where numbers are rounded stochastically."""
         self.found = torch.zeros_like(self.work.select(0, 0))
         take(stored, self.rows[0], self.found)
 
-    def on_host(self) -> Watch:
-        """Return the same with its rows on the host."""
+    def on_host(self) -> RowSample:
+        """Return the sample with its rows on the host."""
         parts = [part._replace(change=host(part.change)) for part in self.parts]
         return replace(self, work=host(self.work), parts=parts)
 
-    def only(self, numbers: Sequence[int]) -> Watch:
-        """Return the same of some blocks, by their numbers."""
+    def only(self, numbers: Sequence[int]) -> RowSample:
+        """Return the sample of some of the blocks, by their numbers."""
         if len(numbers) == len(self.blocks):
             return self
-        return Watch(
+        return RowSample(
             [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
             self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts], step=self.step,
         )  # fmt: skip
 
-    def thinned(self) -> Watch:
-        """Return the same with the rows that are added up alone, once nothing is to be encoded any more."""
+    def thinned(self) -> RowSample:
+        """Return the sample without the rows that are not added up, once nothing is to be encoded any more."""
         if self.step == 1:
             return self
 
@@ -150,7 +154,7 @@ class Watch:
     def sums(self, stored: Stored | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.
 
-        `stored`: None where it is not looked at. The merged numbers are overwritten.
+        `stored`: None where what is stored is not measured. The merged numbers are overwritten.
         """
         base, change, applied = self.work.unbind()
         found = self.found
@@ -184,7 +188,7 @@ class Watch:
         return torch.cat([*sums, change.abs().amax(1), *more])
 
     def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
-        """Return the measure of each block. `known`: whether what is stored was looked at."""
+        """Return the measure of each block. `known`: whether what is stored was measured."""
         found = sums.tolist()
         found, count = found if all(map(isfinite, found)) else self.sound(), len(self.blocks)
         return tuple(self._measure(n, found[n::count], known=known) for n in range(count))
@@ -192,53 +196,53 @@ class Watch:
     def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
         weight, change, left, square, changed, largest = own[:SUMS]
         block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
-        looked = len(rows) * block.cols if stands_for else 0
+        elements = len(rows) * block.cols if stands_for else 0
         scale = stands_for / len(rows)
         whole = Share(scale * change, scale * change, scale * left if known else None)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
             size, kept = (scale * x for x in own[SUMS + 2 * number : SUMS + 2 * number + 2])
-            told = known and not part.combined and isfinite(kept)
-            shares[part.adapter] = Share(size, size if told else 0.0, kept if told else None)
+            separate = known and not part.combined and isfinite(kept)
+            shares[part.adapter] = Share(size, size if separate else 0.0, kept if separate else None)
         sums = Measure(
-            stands_for * block.cols, looked, scale * changed if known else 0.0, 0,
+            stands_for * block.cols, elements, scale * changed if known else 0.0, 0,
             scale * weight,
             scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
         )  # fmt: skip
-        seen = range(block.first + rows.start, block.first + rows.stop, rows.step)
-        return Measured(block.target.name, sums, Checked(seen, weight, change, round(changed) if known else None))
+        numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
+        return Measured(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
 
 
 Read: TypeAlias = Callable[[], tuple[Measured, ...]]
 """Function that returns the measures of some blocks, once their lane is settled."""
 
 
-def look(watch: Watch) -> tuple[Watch, Tensor]:
-    """Return what is seen of blocks whose output is plain numbers, or codes that are decoded already."""
-    target = watch.blocks[0].target
+def sums_of(sample: RowSample) -> tuple[RowSample, Tensor]:
+    """Return the sample and its sums, for blocks whose output is plain numbers, or codes that are decoded already."""
+    target = sample.blocks[0].target
     if target.packed is not None:
-        return watch, watch.sums(None)
-    return watch, watch.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
+        return sample, sample.sums(None)
+    return sample, sample.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
 
 
-def bring(watches: Sequence[Watch], lane: DeviceStream) -> Read:
+def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> Read:
     """Bring all sums to the host with one transfer."""
-    if not watches:
+    if not samples:
         return tuple
-    seen = [look(one) for one in _joined(watches)]
-    sizes = [len(sums) for _, sums in seen]
-    every = brought(torch.cat([sums for _, sums in seen]), lane, "sums")
+    found = [sums_of(one) for one in _joined(samples)]
+    sizes = [len(sums) for _, sums in found]
+    every = brought(torch.cat([sums for _, sums in found]), lane, "sums")
 
     def read() -> tuple[Measured, ...]:
-        parts = zip(seen, every.split_with_sizes(sizes), strict=True)
-        return tuple(one for (watch, _), sums in parts for one in watch.measured(sums, known=True))
+        parts = zip(found, every.split_with_sizes(sizes), strict=True)
+        return tuple(one for (sample, _), sums in parts for one in sample.measured(sums, known=True))
 
     return read
 
 
-def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
-    """Yield what was seen, as few as possible: what is summed in one way and has one width becomes one."""
-    kinds: dict[tuple[Any, ...], list[Watch]] = {}
+def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
+    """Yield the samples, those of one width that are summed in one way joined into one."""
+    kinds: dict[tuple[Any, ...], list[RowSample]] = {}
     for w in every:
         target = w.blocks[0].target
         apart = id(w) if w.parts else None
@@ -249,7 +253,7 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
         yield (
             first
             if len(alike) == 1
-            else Watch(
+            else RowSample(
                 [b for w in alike for b in w.blocks],
                 [r for w in alike for r in w.rows],
                 [s for w in alike for s in w.stands_for],
@@ -260,48 +264,48 @@ def _joined(every: Iterable[Watch]) -> Iterator[Watch]:
         )
 
 
-class Together:
-    """Numbers that threads have seen on the host, until the last thread adds them up, in one call for many blocks."""
+class SharedSums:
+    """Samples of several threads on the host, whose sums are made in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
-        self._left, self._seen, self._numbers, self._lock = threads, list[Watch | Seen](), 0, Lock()
+        self._left, self._samples, self._numbers, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
 
-    def measured(self, seen: Sequence[Watch | Seen]) -> tuple[Measured, ...]:
-        """Keep what a thread has seen at its end; return the measures of all that is kept, once it is much, or this is
-        the last thread."""
+    def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measured, ...]:
+        """Keep the samples of a thread at its end; return the measures of all that are kept, once they are many or this
+        is the last thread."""
         with self._lock:
             self._left -= 1
-            self._seen += seen
-            self._numbers += sum(one.numbers for one in seen)
+            self._samples += samples
+            self._numbers += sum(one.numbers for one in samples)
             if self._left and self._numbers < HELD:
                 return ()
-            every, self._seen, self._numbers = self._seen, [], 0
+            every, self._samples, self._numbers = self._samples, [], 0
         with torch.no_grad():
-            lane, by_runs = DeviceStream(HOST), [one for one in every if isinstance(one, Seen)]
-            found = bring([one for one in every if isinstance(one, Watch)], lane)()
+            lane, by_runs = DeviceStream(HOST), [one for one in every if isinstance(one, RunSample)]
+            found = bring_sums([one for one in every if isinstance(one, RowSample)], lane)()
             return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
 
 
-def watched(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], looks: Looks | None
-) -> tuple[Tensor, Watch | Seen | None]:
-    """Return merged weights [n, rows, cols] as `new_weights` does, and what was seen of them; nothing without looks."""
-    if looks is not None and stacks and base.device.type == "cpu" and looks.by_runs(blocks):
-        return _by_runs(blocks, base, stacks, looks)
-    watch = Watch.of(blocks, base, looks) if looks is not None and base.numel() and stacks else None
-    merged = new_weights(blocks, base, stacks, watch if watch is not None and watch.several else None)
-    if watch is not None:
-        watch.done(merged)
-    return merged, watch
+def fold_and_sample(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
+) -> tuple[Tensor, RowSample | RunSample | None]:
+    """Return merged weights [n, rows, cols] as `new_weights` does, and a sample of them, if any."""
+    if sampling is not None and stacks and base.device.type == "cpu" and sampling.by_runs(blocks):
+        return _by_runs(blocks, base, stacks, sampling)
+    sample = RowSample.of(blocks, base, sampling) if sampling is not None and base.numel() and stacks else None
+    merged = new_weights(blocks, base, stacks, sample if sample is not None and sample.several else None)
+    if sample is not None:
+        sample.note_merged(merged)
+    return merged, sample
 
 
 def _by_runs(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], looks: Looks
-) -> tuple[Tensor, Seen | None]:
-    numbers = [rows * b.cols for rows, b in zip(looks.stands_for(blocks), blocks, strict=True)]
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling
+) -> tuple[Tensor, RunSample | None]:
+    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
     if not any(numbers):
         return new_weights(blocks, base, stacks), None
-    period = looks.period(blocks[0])
+    period = sampling.period(blocks[0])
     before = runs(base.view(-1), period)
     merged = new_weights(blocks, base, stacks)
-    return merged, Seen(blocks, numbers, before, runs(merged.reshape(-1), period), period)
+    return merged, RunSample(blocks, numbers, before, runs(merged.reshape(-1), period), period)

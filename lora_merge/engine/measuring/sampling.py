@@ -1,4 +1,4 @@
-"""How many numbers of a block are looked at, and which."""
+"""Which numbers of a block are sampled, and how many."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..blocks import Block
-from . import strided
-from .strided import suits
+from . import run_sample
+from .run_sample import suits
 
 COARSE: Final = 4
-"""The factor by which more numbers than usual are looked at where whole tiles of rows are encoded together."""
-
+"""The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
 
 PERIOD: Final = 4
-"""Of so many blocks that the same patches change, one is looked at: each costs a dozen calls, whatever its rows are."""
+"""Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
 
 
 @dataclass(frozen=True)
-class Looks:
-    """The number of rows of a block that are looked at: about one number in `every`, and at least `least`."""
+class Sampling:
+    """The density of a sample: about one number of a block in `every`, and at least `least`."""
 
     every: int = 256
     least: int = 2**11
-    runs: bool = True  # whether runs of numbers may be looked at in place of rows
-    checked: frozenset[str] = frozenset()  # weights of which rows are looked at, which another computation can check
+    runs: bool = True  # whether runs of numbers may be sampled in place of rows
+    checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
 
     def rows(self, block: Block) -> range:
-        """Return the rows of a block that are looked at, spread evenly; rows of codes lie side by side, as those that
-        share a scale are encoded together."""
+        """Return the sampled rows of a block, spread evenly; rows of codes lie side by side, because those that share
+        a scale are encoded together."""
         rows, cols = block.last - block.first, max(block.cols, 1)
         if block.target.packed is None:
             count = min(rows, max(-(-self.least // cols), self._others(block) * self._wanted(block) // cols))
@@ -38,7 +37,7 @@ class Looks:
         return range(min(rows, -(-count // group) * group))
 
     def step(self, block: Block, stands_for: int) -> int:
-        """Return of how many rows of `rows` one is enough, if they stand for so many rows of the weight."""
+        """Return n: one in n of `rows` is enough, if all of them stand for so many rows of the weight."""
         if block.target.packed is None:
             return 1
         rows, enough = self.rows(block), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
@@ -47,18 +46,17 @@ class Looks:
         )
 
     def by_runs(self, blocks: Sequence[Block]) -> bool:
-        """Return whether runs of these blocks are looked at."""
+        """Return whether these blocks are sampled by runs."""
         return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)
 
     def period(self, block: Block) -> int:
-        """Return in how many numbers of a block one run is looked at."""
-        return max(strided.RUN, strided.PERIOD // 256 * self.every // self._others(block))
+        """Return n: one run is sampled in every n numbers of a block."""
+        return max(run_sample.RUN, run_sample.PERIOD // 256 * self.every // self._others(block))
 
     def stands_for(self, blocks: Sequence[Block]) -> list[int]:
-        """Return how many rows of its weight the looked-at rows of each block stand for; 0 for a block that need not be
-        looked at.
+        """Return how many rows of its weight the sampled rows of each block stand for; 0 for a block without a sample.
 
-        Rows that are encoded together may be most of a block: then only some of such blocks are looked at, unless
+        Rows that are encoded together may be most of a block: then only some of such blocks are sampled, unless
         several are folded in one call.
         """
         if blocks[0].target.packed is None:
@@ -76,14 +74,14 @@ class Looks:
         return min(PERIOD, self.every)
 
     def _others(self, block: Block) -> int:
-        """Return for how many blocks of its run a block that is looked at stands, at most."""
+        """Return how many blocks of its run a sampled block stands for, at most."""
         return min(self._period, -(-(block.run.high - block.run.low) // block.run.step))
 
     def _until(self, block: Block) -> int:
-        """Return the rows from a block to the next one of its run that is looked at; 0 if it is not one itself."""
+        """Return the rows from a sampled block to the next sampled block of its run; 0 for a block without a sample."""
         period = self._period * block.run.step
         return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
 
     def _wanted(self, block: Block) -> int:
-        """Return how many numbers of a block are to be looked at, if all blocks are."""
+        """Return how many numbers of a block are sampled, if all blocks are."""
         return max(block.elements // self.every, self.least)
