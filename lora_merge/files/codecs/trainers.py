@@ -14,6 +14,7 @@ from math import prod
 from typing import Final
 
 from .base import Checkpoint, Claim, claimed
+from .comfy import ENTRY
 from .scaled import TILE, Stored, scaled
 
 MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
@@ -23,7 +24,7 @@ MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
 def claim(found: Checkpoint) -> Iterator[Claim]:
     """Yield the weights of such files; none where config.json or a mark of ComfyUI says another way."""
     lasts = {name.rpartition(".")[2] for name in found.tensors}
-    if found.config or lasts & {"scaled_fp8", "comfy_quant", "weight_packed"}:
+    if found.config or ENTRY in found.metadata or lasts & {"scaled_fp8", "comfy_quant", "weight_packed"}:
         return
     for stem in found.stems("scale_weight"):
         weight, scale = found.get(stem, "weight"), found.tensors[f"{stem}.scale_weight"]
