@@ -1,9 +1,8 @@
-"""The base of an adapter as far as the adapter shows it: which networks it changes, the names and shapes of the
-weights. No torch.
+"""Reconstructs what an adapter shows of its base: the networks that it changes, names and shapes of weights. No torch.
 
 Names with underscores are read with the names of the parameters that each architecture has (module_forms.json). What
-the adapter alone does not tell is refused: the architecture, where several fit; the last block, where that block has
-other rows; the rows of a part of a fused weight that the adapter leaves out.
+cannot be known from the adapter alone is refused: the architecture, where several fit; the last block, where that
+block has other rows; the rows of a part of a fused weight that the adapter leaves out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..shapes import Shape
 from .architectures import Architecture, shipped
 from .architectures.notation import Table, fill
 from .components import ENCODER_IDS, labelled
-from .forms import FlatForms, filled, form, numbers_in, others
+from .forms import FlatForms, filled, form, numbers_in, other_names
 from .guess import architectures, seen
 from .names import Names, of_the_denoiser, written
 from .prefixes import DENOISERS, innermost, prefixed
@@ -47,11 +46,11 @@ class Change(NamedTuple):
 
 
 class NotTold(ValueError):
-    """The adapter alone does not tell something about its base; the message says what."""
+    """A fact about the base that the adapter does not show; the message says which."""
 
 
 class OtherModel(NotTold):
-    """A name that the architecture does not have."""
+    """A name that the architecture lacks."""
 
 
 def candidates(changes: Sequence[Change]) -> list[Architecture]:
@@ -65,7 +64,7 @@ def candidates(changes: Sequence[Change]) -> list[Architecture]:
 def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
-    The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not tell them.
+    The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not show them.
     """
     by_network: dict[str, list[Change]] = {}
     for change in changes:
@@ -184,7 +183,7 @@ def forms_of(stem: str, layout: str) -> tuple[Forms, FlatForms]:
         for name in spelled or [of]:
             found[name] = name
     for name in [*found]:
-        for other in others(name, ()):
+        for other in other_names(name, ()):
             found.setdefault(other, name)
     return found, FlatForms(found)
 
@@ -219,14 +218,14 @@ def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mappin
     """Return for each adapter module → name, so that modules of one weight have one name. `a`, `b`: module → the shape
     of its weight, () where it is not known.
 
-    The names are the adapters' own, flat and without prefixes, where that pairs them all; else those of the model that
-    both are made for, where they tell it and more modules pair.
+    The names are the adapters' own, flat and without prefixes, if that pairs all modules. Otherwise they are those of
+    the model that both adapters are made for, if it is known and more modules pair by them.
     """
     own = {name: _plain(name) for name in a}, {name: _plain(name) for name in b}
     if {*own[0].values()} == {*own[1].values()}:
         return own
-    told = _of_model(a), _of_model(b)
-    return max(own, told, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
+    of_model = _of_model(a), _of_model(b)
+    return max(own, of_model, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
 
 
 def _plain(name: str) -> Name:
@@ -236,7 +235,7 @@ def _plain(name: str) -> Name:
 
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
-    """Return module → name in the words of the architecture's file; {} where the adapter does not tell its model."""
+    """Return module → name in the words of the architecture's file; {} where the model is unknown."""
     found = [Change(name, "weight", shape) for name, shape in modules.items()]
     if not all(modules.values()):
         return {}

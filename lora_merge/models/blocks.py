@@ -25,7 +25,7 @@ from .spellings import Component
 REST: Final = "BASE"
 """The block of every tensor that no other block holds: text encoders, time embeddings, norms."""
 
-FEW: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
+SHORT_LISTS: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
     {
         12: ("BASE", *(f"IN{n:02d}" for n in (1, 2, 4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(3, 12))),
         9: ("BASE", *(f"IN{n:02d}" for n in (4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(6))),
@@ -49,7 +49,7 @@ _COMMON: Final = frozenset(
     {"model", "models", "transformer", "text", "language", "joint", "stream", "module", "net"}
     | {"blocks", "block", "layers", "layer", "h", "resblocks"}
 )
-"""Words that occur in the names of many stacks, so that they tell no stack from the others."""
+"""Words that occur in the names of many stacks, so that they do not distinguish stacks."""
 
 SD_BLOCKS: Final = 26
 """The number of blocks of Stable Diffusion 1, BASE included."""
@@ -148,7 +148,7 @@ def blocks(names: Names) -> Blocks:
     has_down = any(body.startswith(("input_blocks.", "down_blocks.")) for body in main.keys)
     if has_down and any(_UNET[1][0].match(body) for body in main.keys):
         block_of, order, ends = _unet(main)
-        few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
+        few = tuple(SHORT_LISTS.get(sum(name.startswith("IN") for name in order), ()))
         owner = {key: body for body, key in main.keys.items()}
     else:
         owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
@@ -272,7 +272,7 @@ def _layer(body: str) -> tuple[str | None, int]:
 
 
 def _letters(path: str, *, single: bool, alone: bool) -> str:
-    """Return the initials of the words that tell this stack from the others; "" if no word does.
+    """Return the initials of the words that distinguish this stack from the others; "" if no word does.
 
     Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
     """

@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..limits import Pattern, Refused, Steps
 from ..options import REGEX, a_list, unlike
 from .names import Names
-from .strengths import CALLED, DENOISER, networks
+from .strengths import DENOISER, OTHER_WORDS, networks
 
 FLAGS: Final = ("--include", "--exclude")
 
@@ -25,25 +25,27 @@ class Chosen:
         return bool(self.include or self.exclude)
 
     def on_base(self, names: Names) -> None:
-        """Put the labels of the base's networks in place of the words for them: te1 and te2 for `te`."""
+        """Replace the words for networks by the labels of the base's networks: `te` by te1 and te2."""
         for chosen in (self.include, self.exclude):
             chosen[:] = [own for p in chosen for own in (networks(p, names) if isinstance(p, str) else [p])]
 
     def by_prefix(self, found: Collection[str]) -> None:
-        """Put networks as prefixes of names tell them in place of the words for them; `found`: those that there are."""
+        """Replace the words for networks by the networks that prefixes of names mean; `found`: all of these."""
         for chosen in (self.include, self.exclude):
             chosen[:] = [own for p in chosen for own in (_called(p, found) if isinstance(p, str) else [p])]
 
     def takes(self, component: str, names: Iterable[str], *, usual: bool = True) -> bool:
-        """Return whether a parameter is chosen; `names`: in which expressions search. `usual`: the answer where
-        `--include` is not given."""
+        """Return whether a parameter is chosen; `names`: its names, in which expressions search.
+
+        `usual`: the answer without `--include`.
+        """
         names = [*names]
         if any(_covers(p, component, names) for p in self.exclude):
             return False
         return any(_covers(p, component, names) for p in self.include) if self.include else usual
 
     def check(self, labels: Collection[str], what: str = "the base") -> None:
-        """Raise UsageError for a component that nothing belongs to; `labels`: the components that there are."""
+        """Raise UsageError for a chosen component that does not exist; `labels`: the existing ones."""
         for flag, parts in zip(FLAGS, (self.include, self.exclude), strict=True):
             for part in parts:
                 if isinstance(part, str) and part not in labels:
@@ -60,8 +62,8 @@ def parts(value: Any, flag: str) -> tuple[str, ...]:
 
 
 def _called(word: str, found: Collection[str]) -> list[str]:
-    """Return the networks that a word names among those that prefixes tell; the word itself if it names none."""
-    known = CALLED.get(word.lower(), word.lower())
+    """Return the networks, of those that prefixes mean, that a word names; the word itself if it names none."""
+    known = OTHER_WORDS.get(word.lower(), word.lower())
     same = {*DENOISER, "denoiser", "prior"} if known in (*DENOISER, "denoiser", "prior") else {known}
     same |= {one for one in found if one.startswith("te")} if known == "te" else {"te"} if known == "te1" else set()
     return sorted(same.intersection(found)) or [word]

@@ -147,7 +147,7 @@ def spelled(
             nth = int(bound[row.stack]) if row.stack else 0
             found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
     for (row, path), parts in found.items():
-        made = _together(row, parts)
+        made = _joined(row, parts)
         if made is not None or row.block:  # None: the name is known, the order of its rows is not
             yield ".".join(path), made
 
@@ -160,7 +160,7 @@ def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
     return [rows_of(view, at, at + block) for at in range(0, rows, block) for view in views]
 
 
-def _together(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView | None:
+def _joined(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView | None:
     """Return one weight of a spelling, joined from its canonical parts; None if a part is missing."""
     count = 1 + max(n for n, _ in parts)
     if len(parts) != count * len(row.parts) or (

@@ -49,6 +49,9 @@ def form(name: str) -> str:
 class NameTable:
     """The names of one network.
 
+    Strong names are the tensors' own and those of the spellings. Weak names are made of them by `other_names`: another
+    name of a parameter, or a name without its first level. A weak name counts only where no strong name fits.
+
     `keys`: name in the network → name in the base; `shapes`: by name in the base; `native`: the table of the base's
     layout; `spellings`: all tables; `inner`: a first level that names may lack beside INNER, "" for none.
     """
@@ -88,7 +91,7 @@ class NameTable:
             paths = forms.paths(name)
             if paths is None:
                 return None, True
-            found = _only(find(path, of) for path, of in paths)
+            found = _agreed(find(path, of) for path, of in paths)
             if found[1]:
                 return found
         return UNKNOWN
@@ -167,10 +170,10 @@ class NameTable:
             return UNKNOWN
         module, _, leaf = name.rpartition(".")
         if of not in self._live:
-            ways = _behind(leaf, self._inner)
+            ways = _ways_from(leaf, self._inner)
             self._live[of] = [way for way in ways if self._flat_forms[0].knows(_letters(_path(way, name, module)))]
         paths = (_path(way, name, module) for way in self._live[of])
-        return _only(self._strong(path, form(path)) for path in paths if name in others(path, self._inner))
+        return _agreed(self._strong(path, form(path)) for path in paths if name in other_names(path, self._inner))
 
     @cached_property
     def _inner(self) -> tuple[str, ...]:
@@ -182,7 +185,7 @@ class NameTable:
     @cached_property
     def _weak_forms(self) -> frozenset[str]:
         inner = (*self._inner, *(f"{form(start[:-1])}." for start in self._heads))
-        return frozenset(form(other) for of in self._sources for other in others(of, inner))
+        return frozenset(form(other) for of in self._sources for other in other_names(of, inner))
 
     @cached_property
     def _flat_forms(self) -> tuple[FlatForms, FlatForms]:
@@ -190,7 +193,7 @@ class NameTable:
         return FlatForms(self._sources), FlatForms(self._weak_forms)
 
 
-def _only(places: Iterable[Place]) -> Place:
+def _agreed(places: Iterable[Place]) -> Place:
     """Return the place that all known ones agree on; (None, True) if they differ."""
     found = UNKNOWN
     for view, known in places:
@@ -199,7 +202,7 @@ def _only(places: Iterable[Place]) -> Place:
     return found
 
 
-def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
+def other_names(path: str, inner: tuple[str, ...]) -> Iterator[str]:
     """Yield the other names of a parameter: `norm.weight` for `norm.scale`, `x.weight` for `x`, `x` for `model.x`."""
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
@@ -213,8 +216,8 @@ def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
         yield path.split(".", 1)[1]
 
 
-def _behind(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
-    """Yield the ways from a weak name with this last level to strong names; `others` decides which of them hold."""
+def _ways_from(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
+    """Yield the ways from a weak name with this last level to strong names; `other_names` decides which hold."""
     if leaf == "weight":
         yield "", ""
     if leaf in ("weight", "bias"):

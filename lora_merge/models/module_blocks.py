@@ -1,4 +1,4 @@
-"""The network and the block of a module, told by its name alone, as adapters spell it."""
+"""The network and the block of a module, found from its name alone, as adapters spell it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_FIRST: Final = tuple(sorted((prefix for prefix, _ in PREFIXES), key=len
 
 
 def network_of(name: str, denoiser: str = "denoiser") -> str:
-    """Return the network that the prefixes of a module's name tell; "model" where they tell none.
+    """Return the network that the prefixes of a module's name mean; "model" where they mean none.
 
     `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
     """

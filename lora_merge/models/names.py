@@ -233,7 +233,7 @@ class Names:
                     yield own, body[len(prefix) :]
 
     def hinted(self, hint: str) -> list[Component]:
-        """Return the networks that a name is for, by what its prefix says (the second column of PREFIXES)."""
+        """Return the networks that a prefix means; `hint`: its second column in PREFIXES."""
         if hint[0] == "@":
             return [p for p in self.parts if p.prefix == hint[1:]]
         if hint == "any":
@@ -310,8 +310,10 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
 
 def denoiser_of(modules: Mapping[str, Shape]) -> str:
-    """Return what a merge calls the denoiser that an adapter is for, such as "unet"; "denoiser" where its modules, with
-    the shapes of their weights, do not tell."""
+    """Return what a merge calls the denoiser that an adapter is for, such as "unet"; "denoiser" if it is unknown.
+
+    `modules`: module → the shape of its weight.
+    """
     labels = {a.component for a in architectures(seen(of_the_denoiser(modules)))}
     return labels.pop() if len(labels) == 1 else "denoiser"
 

@@ -39,12 +39,13 @@ def _folded(x: float) -> float:
     return 1 - abs(1 - x % 2)
 
 
-def _true(x: float) -> float:
+def _true_cubic(x: float) -> float:
     """Return the cubic of TRUE_CUBIC_HERMITE, which has 0 for its first block."""
     return (154 * x**3 - 231 * x**2 + 100 * x + 1) / 24 if x else 0.0
 
 
-def _fake(x: float) -> float:
+def _fake_cubic(x: float) -> float:
+    """Return the cubic of FAKE_CUBIC_HERMITE."""
     return (152 * x**3 - 228 * x**2 + 100 * x) / 24
 
 
@@ -53,12 +54,12 @@ def _cosine(x: float) -> float:
 
 
 def _ends(count: int) -> Callable[[int], float]:
-    """Return 1 for so many blocks at each end."""
+    """Return the curve that is 1 for so many blocks at each end, else 0."""
     return lambda n: float(n < count or n > LAST - count)
 
 
 def _rings(first: int, last: int, edge: float = 0.0) -> Callable[[int], float]:
-    """Return 1 for blocks [first, last] and those opposite, and the edge for the blocks next to them."""
+    """Return the curve that is 1 for blocks [first, last] and those opposite, and `edge` for the blocks beside them."""
 
     def ring(n: int) -> float:
         near = min(n, LAST - n)
@@ -107,10 +108,10 @@ CURVES: Final[Mapping[str, Callable[[int], float]]] = MappingProxyType({
     **{f"R_{name}": _along(_down(wave)) for name, wave in _WAVES.items()},
     "COSINE": _along(_cosine),
     "REVERSE_COSINE": _along(_down(_cosine)),
-    "TRUE_CUBIC_HERMITE": _along(_true),
-    "TRUE_REVERSE_CUBIC_HERMITE": _along(_down(_true)),
-    "FAKE_CUBIC_HERMITE": _along(_fake),
-    "FAKE_REVERSE_CUBIC_HERMITE": _along(_down(_fake)),
+    "TRUE_CUBIC_HERMITE": _along(_true_cubic),
+    "TRUE_REVERSE_CUBIC_HERMITE": _along(_down(_true_cubic)),
+    "FAKE_CUBIC_HERMITE": _along(_fake_cubic),
+    "FAKE_REVERSE_CUBIC_HERMITE": _along(_down(_fake_cubic)),
 })  # fmt: skip
 """Preset for the 26 blocks of Stable Diffusion 1 → factor of the n-th block behind BASE, whose factor is 0.
 

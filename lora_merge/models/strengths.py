@@ -24,7 +24,7 @@ NEAR: Final = 300  # most tensor names compared with an unknown part, and most c
 DENOISER: Final = ("unet", "transformer")
 """Both name the denoiser, whichever it is."""
 
-CALLED: Final[Mapping[str, str]] = MappingProxyType({
+OTHER_WORDS: Final[Mapping[str, str]] = MappingProxyType({
     **{prefix.strip("._"): hint for prefix, hint in PREFIXES if hint[:2] in ("te", "de", "va")},
     **dict.fromkeys(("denoiser", "dit", "model"), "denoiser"), **dict.fromkeys(("clip", "text_model"), "te"),
     "text_encoder_1": "te1", "autoencoder": "vae",
@@ -55,7 +55,7 @@ def _called(word: str, names: Names) -> list[str]:
     """Return the labels of the networks that are called so; [] for none."""
     if word in ("te", *DENOISER) or any(p.label == word for p in names.parts):
         return [word]
-    hint = CALLED.get(word, word if _ENCODER.fullmatch(word) else "")
+    hint = OTHER_WORDS.get(word, word if _ENCODER.fullmatch(word) else "")
     if hint == "te":
         return ["te"]
     if hint:
@@ -66,11 +66,11 @@ def _called(word: str, names: Names) -> list[str]:
 
 def networks(part: str, names: Names) -> list[str]:
     """Return the labels of all networks that a part names; the part itself if it names none."""
-    found = [p.label for p in names.parts for own in labels(part, names) if _names(own, p.label)]
+    found = [p.label for p in names.parts for own in labels(part, names) if _covers_component(own, p.label)]
     return list(dict.fromkeys(found)) or [part]
 
 
-def _names(part: str, component: str) -> bool:
+def _covers_component(part: str, component: str) -> bool:
     """Return whether the label of a part covers a component: `te` all text encoders, `unet` every denoiser."""
     same = part in DENOISER and component in DENOISER
     return part == component or same or (part == "te" and component.startswith("te"))
@@ -91,7 +91,7 @@ class Strengths:
         self._blocks: Blocks | None = blocks(names) if named else None
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
         self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
-        self._silent: dict[str, None] = {}  # keys whose strength was asked for and is 0
+        self._set_to_0: dict[str, None] = {}  # keys whose strength was asked for and is 0
 
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
@@ -105,13 +105,15 @@ class Strengths:
             elif self._covers(part, key, component):
                 found *= value
         if not found:
-            self._silent[key] = None
+            self._set_to_0[key] = None
         return found
 
     def notes(self, keys: Iterable[str]) -> Iterator[Note]:
-        """Yield what lists of block weights do to some tensors that this adapter changes, which other programs do
-        otherwise; `keys`: those that it changes, beside those that were found to get 0."""
-        base, keys = self._blocks, [*dict.fromkeys((*keys, *self._silent))]
+        """Yield notes on lists of block weights where other programs treat some changed tensors differently.
+
+        `keys`: the tensors that the adapter changes, without those whose strength is 0.
+        """
+        base, keys = self._blocks, [*dict.fromkeys((*keys, *self._set_to_0))]
         for part in (p for p, _ in self._parts if base and p.startswith(BLOCK_LIST)):
             assert base is not None, "there are block weights"
             value = part.removeprefix(BLOCK_LIST)
@@ -169,7 +171,7 @@ class Strengths:
         """
         if part.startswith(REGEX):
             return self._matches(part.removeprefix(REGEX), key)
-        if _names(part, component):
+        if _covers_component(part, component):
             return True
         if path := _PATH.fullmatch(part):
             return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))

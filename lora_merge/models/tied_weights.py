@@ -21,14 +21,14 @@ HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGene
 
 LM_HEAD: Final = "lm_head"
 
-APART: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "backbone.embeddings")
+SEPARABLE: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "backbone.embeddings")
 
 WHISPER: Final = "whisper"
 
-APART_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
+SEPARABLE_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
 """Input embeddings of decoders whose separable head is `lm_head.weight`: in all models, and in one model type."""
 
-BESIDE: Final = {
+VISION_EMBEDDINGS: Final = {
     "model.language_model.embed_tokens": LM_HEAD,
     "language_model.model.embed_tokens": f"language_model.{LM_HEAD}",
     "model.text_model.embed_tokens": LM_HEAD,
@@ -36,7 +36,7 @@ BESIDE: Final = {
 }
 """Input embeddings of vision-language models → the head, in the layouts of transformers 5 and 4."""
 
-SEEING: Final = frozenset(
+VISION_TYPES: Final = frozenset(
     (
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "llava_next", "llava_onevision"),
         *("mistral3", "internvl", "paligemma", "aya_vision", "idefics3", "smolvlm"),
@@ -47,11 +47,11 @@ SEEING: Final = frozenset(
 SHARED_LAYERS: Final = {"diffusion_gemma": re.compile(r"(?:.*\.)?(?:encoder\.language_model|decoder)\.layers\..*")}
 """Type of model → layers that two parts of the model share; PEFT makes separate factors for each part."""
 
-COUPLE: Final = "EncoderDecoderModel"
+ENCODER_DECODER: Final = "EncoderDecoderModel"
 
-BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
+DECODER_EMBEDDINGS: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
 
-HEADS_BEHIND: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
+DECODER_HEADS: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
 """The decoder's embeddings, and the names of its head, in a model of an encoder and a decoder (TrOCR, Donut). The
 decoder's own configuration ties them, whatever the whole model's configuration states; they are not separable."""
 
@@ -96,14 +96,16 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     """Return the tied pair of a base; None if its head is not tied, if it has no head, or if that is unknown."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
-    if any(c.endswith(COUPLE) for c in named):
-        return _behind(base, config.get("decoder"))
+    if any(c.endswith(ENCODER_DECODER) for c in named):
+        return _of_encoder_decoder(base, config.get("decoder"))
     stated = config.get("tie_word_embeddings")
     if stated is False or not any(c.endswith(HEADED) for c in named):
         return None
     kind = str(config.get("model_type"))
-    family = kind if kind in (*SEEING, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
-    found = _of_encoder(base) or _of_decoder(names, base, family) or (_alone(base, config) if stated is True else None)
+    family = kind if kind in (*VISION_TYPES, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
+    found = (
+        _of_encoder(base) or _of_decoder(names, base, family) or (_only_table(base, config) if stated is True else None)
+    )
     own = names.find(found.head) if found else None
     if found is None or own is None:
         return found
@@ -111,11 +113,11 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     return replace(found, separable=False, stored=own.row_slices[0].key) if fits else None
 
 
-def _behind(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
+def _of_encoder_decoder(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
     """Return the tied pair of a model of an encoder and a decoder. `decoder`: the configuration of the decoder."""
     stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
-    table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
-    if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in HEADS_BEHIND):
+    table = next((info for key, info in base.items() if DECODER_EMBEDDINGS.fullmatch(key)), None)
+    if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in DECODER_HEADS):
         return None
     return TiedPair(table, LM_HEAD, None, separable=False)
 
@@ -137,15 +139,17 @@ def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> 
         return None
     info = base[view.row_slices[0].key]
     name = info.name.removesuffix(".weight")
-    if family in SEEING:
-        return TiedPair(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))
+    if family in VISION_TYPES:
+        return TiedPair(
+            info, LM_HEAD, None, name in VISION_EMBEDDINGS and _plain(info), VISION_EMBEDDINGS.get(name, "")
+        )
     if family == WHISPER:
         return TiedPair(info, "proj_out", None, _plain(info))
-    known = bool(family) and (name in APART or (family, name) == APART_IN)
+    known = bool(family) and (name in SEPARABLE or (family, name) == SEPARABLE_IN)
     return TiedPair(info, LM_HEAD, None, known and _plain(info))
 
 
-def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
+def _only_table(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
     """Return the only tensor with a row for every token as the tied pair; None if there are none or several."""
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in sizes]

@@ -13,7 +13,7 @@ import pytest
 from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
 from lora_merge.limits import Steps
-from lora_merge.models.blocks import FEW, Blocks, blocks
+from lora_merge.models.blocks import SHORT_LISTS, Blocks, blocks
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.models.presets import CURVES, PRESETS
@@ -120,7 +120,7 @@ def test_a_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
     full = found.weights(",".join(str(n) for n in range(26)), "x")
     assert full == dict(zip(found.order, range(26), strict=True))
     short = found.weights(",".join(str(n + 1) for n in range(17)), "x")
-    assert {k: v for k, v in short.items() if v} == dict(zip(FEW[12], range(1, 18), strict=True))
+    assert {k: v for k, v in short.items() if v} == dict(zip(SHORT_LISTS[12], range(1, 18), strict=True))
     assert short["IN00"] == 0
 
 

@@ -312,7 +312,7 @@ def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_pa
     prove(tmp_path / "ours", full=True)
 
 
-SEEING = dict(
+VISION_TYPES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
 )
 GPT = dict(vocab_size=100, n_embd=32, n_layer=1, n_head=4, n_positions=32)
@@ -325,7 +325,7 @@ def _captioner(encoder: str, decoder: str) -> Any:
         "TrOCR": dict(vocab_size=100, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48),
     }
     parts = [
-        getattr(transformers, f"{encoder}Config")(**SEEING),
+        getattr(transformers, f"{encoder}Config")(**VISION_TYPES),
         getattr(transformers, f"{decoder}Config")(**sizes[decoder]),
     ]
     made = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
