@@ -40,7 +40,7 @@ class Buffer:
         return self.memory[lead : lead + size]
 
 
-@dataclass
+@dataclass(frozen=True)
 class WindowBuffers:
     """The two buffers of a window: its output bytes, and base bytes whose dtype or shape differs from the output's."""
 

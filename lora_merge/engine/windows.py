@@ -85,7 +85,7 @@ class Fold:
         return self.block.target.packing.encoding.nbytes(self.block.elements)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Change:
     """The conversions and folds of one plan in a window; all other bytes are written as they were read."""
 

@@ -1,1 +1,1 @@
-"""Whether an output is right."""
+"""Proves that an output is right."""

@@ -35,7 +35,7 @@ OF_LAYERS: Final = "base_model.model."
 """PEFT stores tensors that several layers share under the first prefix, those of a layer under the second."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Account:
     """The use of every tensor of all adapters."""
 
@@ -68,15 +68,13 @@ class _Used:
 def account(plan: Plan, reader: Reader) -> Account:
     """Return the use of every tensor of the adapters; VerificationFailed where the plan loses a tensor or a part of a
     module's place, or gives a reason that is wrong."""
-    total = Account()
-    for ref, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
+    tensors, left_out, unused = 0, 0, dict[str, str]()
+    for adapter, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
         names = [*_names(matched.adapter.index)]
-        _check_places(used, ref)
-        unused = dict(_unused(names, matched, used.tensors, ref, reader))
-        total.tensors += len(names)
-        total.used += len(names) - len(unused)
-        total.unused |= unused
-    return total
+        _check_places(used, adapter)
+        own = dict(_unused(names, matched, used.tensors, adapter, reader))
+        tensors, left_out, unused = tensors + len(names), left_out + len(own), unused | own
+    return Account(tensors, tensors - left_out, unused)
 
 
 def _used(plan: Plan) -> list[_Used]:
@@ -116,17 +114,17 @@ def _stored(file: Path, index: Index) -> Collection[str]:
         return [stored_name(info) for info in index.tensors.values() if info.file == file]
 
 
-def _check_places(used: _Used, ref: Adapter) -> None:
+def _check_places(used: _Used, adapter: Adapter) -> None:
     """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
-    for patch in () if _may_be_off(ref) else used.patches.values():
+    for patch in () if _may_be_off(adapter) else used.patches.values():
         missing = [p for p in patch.view.row_slices if p not in used.written[patch.module.where]]
         if missing:
-            where = f"{ref.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
+            where = f"{adapter.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
             raise VerificationFailed("the plan loses a part of an adapter's module", where, REPORT)
 
 
 def _unused(
-    names: Collection[str], matched: Match, used: Collection[str], ref: Adapter, reader: Reader
+    names: Collection[str], matched: Match, used: Collection[str], adapter: Adapter, reader: Reader
 ) -> Iterator[tuple[str, str]]:
     """Yield every unused tensor with the reason; VerificationFailed where there is none, or it is wrong."""
     reasons, tensors = _reasons(matched), matched.adapter.index.tensors
@@ -137,8 +135,8 @@ def _unused(
             continue
         if name in reasons:
             why = reasons[name]
-            if not _holds(why, tensors[name], ref, copies):
-                where = f"{ref.path}: {quoted(name)}: {why}"
+            if not _holds(why, tensors[name], adapter, copies):
+                where = f"{adapter.path}: {quoted(name)}: {why}"
                 raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
             yield name, why
         # RandLoRA stores its shared bases with each layer too
@@ -147,7 +145,7 @@ def _unused(
         else:
             lost.append(name)
     if lost:
-        where = f"{ref.path}: {listed(map(quoted, lost), 3)}"
+        where = f"{adapter.path}: {listed(map(quoted, lost), 3)}"
         raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT)
 
 
@@ -169,15 +167,15 @@ def _is_for_all(name: str) -> bool:
     return name.startswith(FOR_ALL) and not name.startswith(OF_LAYERS)
 
 
-def _may_be_off(ref: Adapter) -> bool:
+def _may_be_off(adapter: Adapter) -> bool:
     """Return whether an adapter's strength may be 0 for a part of the model."""
-    return ref.strength == 0 or any(factor == 0 or part.startswith(BLOCK_LIST) for part, factor in ref.parts)
+    return adapter.strength == 0 or any(factor == 0 or part.startswith(BLOCK_LIST) for part, factor in adapter.parts)
 
 
-def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
+def _holds(why: str, info: StoredTensor, adapter: Adapter, copies: _Copies) -> bool:
     """Return whether a reason is right, as far as bytes and strengths show it."""
     if why == OFF:
-        return _may_be_off(ref)
+        return _may_be_off(adapter)
     if why == ZEROS:
         return not np.any(copies.read(info))
     return why != COPY or copies.has(info)

@@ -32,8 +32,8 @@ STEPS: Final = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Together:
-    """The parts of one patch on one tensor, which have no row in common."""
+class PatchRows:
+    """The rows of one tensor that one patch changes: parts of the patch that have no row in common."""
 
     uses: Sequence[PatchPart]
 
@@ -83,11 +83,11 @@ class Made:
     growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
 
     def on(self, key: str) -> Made:
-        """Return the same for another tensor that a formula reads."""
+        """Return these changes for another tensor that a formula reads."""
         return replace(self, key=key)
 
     def enlarged(self, factors: Array) -> Array:
-        """Take note of the largest factor, and return the factors."""
+        """Record the largest factor, and return the factors."""
         self.growth.append(float(np.max(np.abs(factors[np.isfinite(factors)]), initial=1.0)))
         return factors
 
@@ -97,8 +97,8 @@ class Made:
         return self.target.others.get(self.key, ())
 
 
-def together(uses: Sequence[PatchPart]) -> Sequence[Together]:
-    """Return the uses of a tensor in their order, those of one patch together that follow each other."""
+def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
+    """Return the uses of a tensor in their order; consecutive uses of one patch become one `PatchRows`."""
     found: list[list[PatchPart]] = []
     for use in uses:
         last = found[-1][-1] if found else None
@@ -106,7 +106,7 @@ def together(uses: Sequence[PatchPart]) -> Sequence[Together]:
             found[-1].append(use)
         else:
             found.append([use])
-    return [Together(some) for some in found]
+    return [PatchRows(some) for some in found]
 
 
 def costs_all(use: PatchPart) -> bool:
@@ -135,7 +135,7 @@ def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Arr
             yield key, at, lines[at]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Combined:
     """Rows of Δ as one part for each adapter, and by how much rounding may change each entry."""
 
@@ -149,15 +149,15 @@ class Combined:
 
 
 def of_weight(
-    target: OutputTensor, parts_of: Sequence[Together], rows: Array, change: Callable[[Together], Array]
+    target: OutputTensor, parts_of: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows], Array]
 ) -> Combined:
     """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on all rows."""
-    how, by = target.combining, dict[int, list[Together]]()
+    how, by = target.combining, dict[int, list[PatchRows]]()
     assert how is not None, "the changes of this weight become one"
     for part in parts_of:
         by.setdefault(part.patch.adapter, []).append(part)
 
-    def whole(parts: Sequence[Together]) -> Array:
+    def whole(parts: Sequence[PatchRows]) -> Array:
         return np.asarray(np.sum([*map(change, parts)], axis=0) / parts[0].strength)
 
     strengths = [parts[0].strength for parts in by.values()]

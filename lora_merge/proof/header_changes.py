@@ -83,7 +83,7 @@ def notes(changes: Sequence[Change], made: Index) -> list[Note]:
     return [*(found if again else ()), *([Note(f"changes of the metadata cannot be found: {why}")] if unsealed else ())]
 
 
-def beside(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
+def with_header_changes(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
     """Return the failure of a proof together with the changes of the header, whose recipe may have caused it."""
     changed = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
     if not changed:

@@ -86,7 +86,7 @@ def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
         total = sum([t.nbytes for f in files for t in f.targets])
         if size != total:
             where = f"{part / name}: total_size {size}, the tensors have {total} bytes"
-            raise VerificationFailed("an index tells another size than the tensors have", where, fix)
+            raise VerificationFailed("an index states another size than the tensors have", where, fix)
 
 
 def _misplaced(table: object, files: Sequence[OutputFile]) -> str | None:
@@ -113,12 +113,12 @@ def _check_configs(plan: Plan, part: Path, fix: str) -> None:
         config = _json(path, fix)
         dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
         if wanted is not None and any(dtype != wanted for dtype in dtypes):
-            what = "a configuration tells another dtype than the weights have"
+            what = "a configuration states another dtype than the weights have"
             raise VerificationFailed(what, f"{path}: {dtypes[0]}", fix)
-        parted = [name for name, (old, _) in plan.resized(folder).items() if not old]
-        if parted and any(_ties(config)):
+        separated = [name for name, (old, _) in plan.resized(folder).items() if not old]
+        if separated and any(_ties(config)):
             raise VerificationFailed("a configuration ties what has weights of its own now",
-                                     f"{path}: {TIED}, {quoted(parted[0])}", fix)  # fmt: skip
+                                     f"{path}: {TIED}, {quoted(separated[0])}", fix)  # fmt: skip
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:

@@ -1,4 +1,4 @@
-"""Slots that no file holds: computed by the row's own steps, as PEFT does on loading, and checked in numpy."""
+"""Computes slots that no file holds by the row's own steps, as PEFT does on loading, and checks them in numpy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ..matching.relatives import basis_weights
 from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combined import Made, Together, costs_all, of_weight, stored_rows, together
+from .combined import Made, PatchRows, costs_all, of_weight, stored_rows, together
 from .findings import Exact, Findings, measure
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .rebuilt import rebuilt_slots
@@ -61,7 +61,7 @@ class Recomputation:
         self.findings = Findings()
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
-        self._together: dict[int, Sequence[Together]] = {}
+        self._by_patch: dict[int, Sequence[PatchRows]] = {}
         self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
@@ -84,23 +84,23 @@ class Recomputation:
     def _costly(self, target: OutputTensor) -> bool:
         return target.combining is not None or any(costs_all(u) for u in target.uses)
 
-    def check(self, target: OutputTensor, fd: int, told: Callable[[int], object]) -> None:
+    def check(self, target: OutputTensor, fd: int, report: Callable[[int], object]) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`.
 
-        `told` is called with parts of the tensor's bytes, as their rows, or the samples for them, have been compared.
+        `report` is called with parts of the tensor's bytes, as their rows, or the samples for them, have been compared.
         """
         if target.name in self.left_out:
-            told(target.nbytes)
+            report(target.nbytes)
             return
         (rows, cols), chosen = target.matrix, self._chosen(target)
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
-        look = partial(self._look, target, fd, rows / max(len(chosen), 1))
+        find = partial(self._findings_of, target, fd, rows / max(len(chosen), 1))
         self.findings.count(tensors=1)
-        for n, found in enumerate(self.pool.map(look, parts) if len(parts) > 1 else map(look, parts)):
+        for n, found in enumerate(self.pool.map(find, parts) if len(parts) > 1 else map(find, parts)):
             self.findings.add(found)
             before, after = (target.nbytes * done // len(parts) for done in (n, n + 1))
-            told(after - before)
+            report(after - before)
 
     @np.errstate(over="ignore", invalid="ignore")
     def confirm(self, target: OutputTensor, fd: int) -> None:
@@ -124,13 +124,13 @@ class Recomputation:
             self.unconfirmed.append(target.name)
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
-    def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
+    def _findings_of(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
         """Return the findings of some rows; each counts for `weight` rows of its tensor."""
         cols = target.matrix[1]
         (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         if grid.turn is not None:
             found, exact = grid.turn(found), exact.turned(grid.turn)
-        findings = self._judged(target, rows, found, grid, exact)
+        findings = self._compared(target, rows, found, grid, exact)
         one = measure(found, exact, grid.rounded, weight)
         findings.measures.tensors[target.name] = replace(one, cut=findings.cut) if findings.cut else one
         return findings
@@ -165,7 +165,7 @@ class Recomputation:
         loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)
         return Exact(base, value, terms, loss, changes=one.parts, slack=one.slack)
 
-    def _judged(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
+    def _compared(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.
 
         The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
@@ -219,13 +219,13 @@ class Recomputation:
         found[corner] = self.stored(info, info.shape, rows[stored])
         return found.reshape(len(rows), cols)
 
-    def _parts(self, uses: Sequence[PatchPart]) -> Sequence[Together]:
+    def _parts(self, uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
         """Return the changes of a tensor, those of one patch together. The plan keeps the uses."""
-        if id(uses) not in self._together:
-            self._together[id(uses)] = together(uses)
-        return self._together[id(uses)]
+        if id(uses) not in self._by_patch:
+            self._by_patch[id(uses)] = together(uses)
+        return self._by_patch[id(uses)]
 
-    def whole(self, part: Together, rows: Array, made: Made) -> Array:
+    def whole(self, part: PatchRows, rows: Array, made: Made) -> Array:
         """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
         found = self._change(part, rows, made)
         change = np.zeros((len(rows), part.cols))
@@ -233,7 +233,7 @@ class Recomputation:
             change[found[0]] = found[1]
         return change
 
-    def _change(self, part: Together, rows: Array, made: Made) -> tuple[Array | slice, Array] | None:
+    def _change(self, part: PatchRows, rows: Array, made: Made) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
         None where none changes."""
         at, seen = part.find(rows)
@@ -244,7 +244,7 @@ class Recomputation:
             made.changes[key] = part.strength * self._inside(part, rows[at], seen, made)
         return at, made.changes[key]
 
-    def _inside(self, part: Together, rows: Array, seen: Array, made: Made) -> Array:
+    def _inside(self, part: PatchRows, rows: Array, seen: Array, made: Made) -> Array:
         """Return ΔW at strength 1 for rows of the stored tensor, which the patch sees as `seen`."""
         first = part.first
         if first.piece.transposed:

@@ -26,7 +26,7 @@ from ..progress import Progress, unwatched
 from ..shapes import Shape
 from ..text import Note, listed, quoted
 from .find_inputs import different, find
-from .header_changes import beside, header_changes, notes
+from .header_changes import header_changes, notes, with_header_changes
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
@@ -55,7 +55,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     made = open_checkpoint(output)
     if options and KEY in made.metadata:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise UsageError("options that the recipe has said", flags,
+        raise UsageError("options that the recipe states", flags,
                          "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
     with ExitStack() as stack:
         if base is None and not adapters:
@@ -75,7 +75,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         try:
             proof = verify(plan, output, reader, full=full, progress=progress)
         except VerificationFailed as e:
-            raise beside(e, changes) from e
+            raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, made)
         if KEY in made.metadata and (wrong := misleading(plan, output)):
             raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "

@@ -36,7 +36,7 @@ WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)
 """Parts of the names that ComfyUI and PEFT give to whole trained values, and that the base's own names lack."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reading:
     """The number of the plan's modules that the second reading confirms."""
 

@@ -1,4 +1,4 @@
-"""A merge taken back: the same adapters at the opposite strengths, where their changes do not depend on the base.
+"""Takes a merge back: the same adapters at the opposite strengths, where their changes do not depend on the base.
 
 W + Δ was rounded once and (W + Δ) − Δ is rounded once more, so every number differs from the original by at most one
 rounding step of the larger of both. Where the base itself is at hand it is the better way: it is exact.

@@ -45,7 +45,7 @@ from .stored import Coded, coded_output
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
 
-def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
+def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progress
     plan: Plan,
     part: Path,
     reader: Reader,
@@ -63,7 +63,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
-        told = _telling(plan, progress, full=full)
+        report = _byte_counter(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
         checked, notes = [], list[Note]()
         headers = [None] * len(paths) if written is None else written
@@ -73,7 +73,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
         coded = _coded_outputs(paths, checked)
         merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=seen or {})
         for path, targets in zip(paths, checked, strict=True):
-            _check(targets, path, merged, compared, told)
+            _check(targets, path, merged, compared, report)
     check_folder(plan, part, new=written is not None)
     _conclude(plan, merged, part)
     if full:
@@ -92,8 +92,8 @@ def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTenso
     return {t.name: coded_output(t, places, read_bytes) for t in coded}
 
 
-def _telling(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], object]:
-    """Return a function that reports bytes that were looked at, of those of all merged and, with `full`, all tensors.
+def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], object]:
+    """Return a function that reports compared bytes, of those of all merged and, with `full`, all tensors.
 
     A sample of the unchanged ones takes next to no time beside the merged ones, and is not counted.
     """
@@ -103,26 +103,26 @@ def _telling(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], o
 
 def _check(
     targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int],
-    told: Callable[[int], object],
+    report: Callable[[int], object],
 ) -> None:  # fmt: skip
     """Compare the untouched bytes and merged rows of one file."""
     reader = merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        together = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
+        groups_of_ranges = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
             if not merged.full and CAN_ADVISE:
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
-                ahead.submit(_expect, fd, reader, [*map(stretch, together), *rows])
-            for some in together:
+                ahead.submit(_expect, fd, reader, [*map(stretch, groups_of_ranges), *rows])
+            for some in groups_of_ranges:
                 if len(some) == 1 or not _same(*stretch(some), fd, reader):
                     for target, first, count in some:
                         merged.findings.count(cut=_compare(target, first, count, fd, merged))
                 if merged.full:
-                    told(sum(count for _, _, count in some))
+                    report(sum(count for _, _, count in some))
             for target in targets:
                 if target.uses:
-                    merged.check(target, fd, told)
+                    merged.check(target, fd, report)
                     merged.confirm(target, fd)
     except OSError as e:
         raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e

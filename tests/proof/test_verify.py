@@ -257,7 +257,7 @@ def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path
     with pytest.raises(FitError):
         prove(foreign[1], **named)
     for said in ({}, named):
-        with pytest.raises(UsageError, match="the recipe has said"):
+        with pytest.raises(UsageError, match="the recipe states"):
             prove(out, **said, options=options)
     words = [f"--{k.replace('adapters', 'adapter')}={v}" for k, v in (("base", named["base"]), *(
         ("adapters", f"{path}:{strength}") for path, strength in named["adapters"]))]  # fmt: skip

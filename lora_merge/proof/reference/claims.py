@@ -97,7 +97,7 @@ class Base:
         return bool(self.config.get("architectures")) and self.config.get("tie_word_embeddings") is not False
 
     @cached_property
-    def across(self) -> frozenset[str]:
+    def in_out_names(self) -> frozenset[str]:
         """Last names of layers of which one is certainly [in, out]: its bias is as long as its second axis."""
         found = set()
         for key, info in self.tensors.items():
@@ -115,7 +115,7 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     yield from _experts(read, numbers, base, strength)
     yield from _tokens(tensors, numbers, base, strength)
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
-    if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
+    if any(_is_stored_in_out(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken = Counter((_family(group.kind), place.rows) for group, place in found)
     has_copies = any(COPIED in name for name in tensors)
@@ -207,7 +207,7 @@ def _of_method(
     return replace(claim, scale=scale, settings=numbers.stated(settings), shared=shared)
 
 
-def _lies_across(group: Group, place: Place) -> bool:
+def _is_stored_in_out(group: Group, place: Place) -> bool:
     """Return whether the shape shows that the base stores the transpose of the weight."""
     return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
 
@@ -313,13 +313,16 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
 
     The shapes decide; for square weights the type of the model does.
     """
-    upright, across = fits(group, place.shape), fits(group, place.shape[::-1])
-    if len(place.shape) != 2 or len(place.rows) > 1 or not across:
+    upright, in_out_names = fits(group, place.shape), fits(group, place.shape[::-1])
+    if len(place.shape) != 2 or len(place.rows) > 1 or not in_out_names:
         return False if upright else None
     name = place.rows[0].key.split(".")[-2:-1]
     conv1d = bool(name) and name[0] in CONV1D and str(base.config.get("model_type")) not in OUT_IN
     if upright and not (
-        conv1d or numbers.config(group.stem).get("fan_in_fan_out") or numbers.turns or (name and name[0] in base.across)
+        conv1d
+        or numbers.config(group.stem).get("fan_in_fan_out")
+        or numbers.turns
+        or (name and name[0] in base.in_out_names)
     ):
         return False
     return True if not upright or (conv1d and _is_in_out(base)) else None

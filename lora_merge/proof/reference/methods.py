@@ -212,7 +212,7 @@ def _seeded(name: str, default: int) -> Callable[[Known], Mapping[str, Any]]:
 
 
 VECTOR: Final = "tinylora_v.0"
-"""TinyLoRA's numbers where all layers share them; of several, the model's code tells which a layer takes."""
+"""TinyLoRA's numbers where all layers share them; of several, the model's code decides which a layer takes."""
 
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 

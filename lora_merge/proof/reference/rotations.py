@@ -57,33 +57,33 @@ def _rotation(g: FormulaInput) -> Array:
     return series(s, terms, doubled_last=g.settings.get("doubled_last", False)) if terms else cayley(s)
 
 
-def third(g: FormulaInput) -> Array:
+def peft_oft(g: FormulaInput) -> Array:
     """Return W bd(R)ᵀ − W."""
     return inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
 
 
-def embedding(g: FormulaInput) -> Array:
+def peft_oft_embedding(g: FormulaInput) -> Array:
     """Return W bd(R) − W."""
     return inputs_turned(g.w, _rotation(g)) - g.w
 
 
-def _old(g: FormulaInput, side: int) -> Array:
+def _rotations_of_blocks(g: FormulaInput, side: int) -> Array:
     x = g["blocks"]
     x = bounded(x, g.settings.get("limit", 0.0) * side**2 / np.sqrt(len(x)))
     return cayley((x - np.swapaxes(x, 1, 2)) / 2)
 
 
-def second(g: FormulaInput) -> Array:
+def peft_oft2(g: FormulaInput) -> Array:
     """Return s ⊙ W bd(R)ᵀ − W."""
     side = -(-g.out // (g.cols // g["blocks"].shape[1]))
-    turned = inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
+    turned = inputs_turned(g.w, np.swapaxes(_rotations_of_blocks(g, side), 1, 2))
     return g.some("rows").reshape(-1, 1) * turned - g.w
 
 
-def first(g: FormulaInput) -> Array:
+def peft_oft1(g: FormulaInput) -> Array:
     """Return bd(R)ᵀ W − W, the blocks cut to the weight's height."""
     b = g["blocks"].shape[1]
-    rotation = _old(g, b)
+    rotation = _rotations_of_blocks(g, b)
     found = np.empty((len(g.rows), g.cols))
     for block in np.unique(g.rows // b):
         inside = g.rows // b == block
@@ -109,6 +109,7 @@ def boft(g: FormulaInput) -> Array:
 
 
 ROTATIONS: Final = MappingProxyType({
-    "peft_oft": Reference(third, loss=8), "peft_oft_embedding": Reference(embedding, loss=8),
-    "peft_oft2": Reference(second, loss=8), "peft_oft1": Reference(first, loss=8), "peft_boft": Reference(boft, loss=8),
+    "peft_oft": Reference(peft_oft, loss=8), "peft_oft_embedding": Reference(peft_oft_embedding, loss=8),
+    "peft_oft2": Reference(peft_oft2, loss=8), "peft_oft1": Reference(peft_oft1, loss=8),
+    "peft_boft": Reference(boft, loss=8),
 })  # fmt: skip
