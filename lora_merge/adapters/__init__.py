@@ -1,1 +1,1 @@
-"""The tensors of an adapter."""
+"""Groups the tensors of an adapter into modules."""

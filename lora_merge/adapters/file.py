@@ -235,7 +235,7 @@ def group(index: Index) -> AdapterFile:
             owner.shared.setdefault(row.slot, []).append(info)
             continue
         if row.slot in owner.slots:
-            raise twice(index.path, owner.slots[row.slot], info)
+            raise two_in_one_slot(index.path, owner.slots[row.slot], info)
         owner.slots[row.slot] = info
         owner.narrow(row.algorithms)
     strange += _scalings(groups, bare)
@@ -251,7 +251,7 @@ def group(index: Index) -> AdapterFile:
             what[1] if what else NO_ADAPTER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
-    strange += _owned_by_none(groups, modules, {info.name for info in strange})
+    strange += _without_module(groups, modules, {info.name for info in strange})
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
     inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
@@ -259,7 +259,7 @@ def group(index: Index) -> AdapterFile:
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
 
 
-def _owned_by_none(
+def _without_module(
     groups: Mapping[tuple[str, str], _Group], modules: Sequence[Module], strange: Container[str]
 ) -> list[StoredTensor]:
     """Return the tensors in shared slots that no module takes, such as an alpha without factors."""
@@ -327,7 +327,7 @@ def looks_like_adapter(index: Index) -> bool:
     return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
 
 
-def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
+def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
     """Return the error for two tensors in one slot."""
     return InputError(
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",

@@ -160,7 +160,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
         # LLMs-from-scratch wraps the layer and keeps it as `linear`
         (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
-        # MiniMax-H3: the adapter's name tells the order of the rows (architectures/minimax_h3.yaml)
+        # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
         (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
         # Flux control LoRAs carry whole norm scales under the base's own names
         (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),

@@ -15,7 +15,7 @@ ELEMENTS: Final = 2**20
 """Numbers of either tensor that are compared at once."""
 
 
-KINDS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
+READ_AS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
 """Dtypes that models are trained in, as numpy reads them."""
 
 
@@ -24,7 +24,7 @@ def differing(copy: StoredTensor, own: StoredTensor) -> int:
     import numpy as np
 
     cols, rows = prod(own.shape[1:]), own.shape[0]
-    if copy.dtype != own.dtype and not {copy.dtype, own.dtype} <= KINDS.keys():
+    if copy.dtype != own.dtype and not {copy.dtype, own.dtype} <= READ_AS.keys():
         return rows
     step, found = max(1, ELEMENTS // max(cols, 1)), 0
     for low in range(0, rows, step):
@@ -63,14 +63,14 @@ def _cast(raw: bytes, dtype: str, other: str) -> bytes:
     """Return the bytes of the same numbers in another dtype, rounded to nearest even."""
     import numpy as np
 
-    values = np.frombuffer(raw, KINDS[dtype])
+    values = np.frombuffer(raw, READ_AS[dtype])
     if dtype == "BF16":
         values = (values.astype("<u4") << 16).view("<f4")
     if other == "BF16":
         bits = values.astype("<f4").view("<u4")
         values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     with np.errstate(over="ignore", invalid="ignore"):
-        found: bytes = values.astype(KINDS[other], copy=False).tobytes()
+        found: bytes = values.astype(READ_AS[other], copy=False).tobytes()
     return found
 
 

@@ -1,1 +1,1 @@
-"""Bytes on disks."""
+"""Reads, writes, hashes and names files."""

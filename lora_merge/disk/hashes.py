@@ -61,7 +61,7 @@ class RunningHashes:
         """Hash bytes of `file` from `offset` on. Bytes before them are read first, bytes hashed before are skipped."""
         if isinstance(file, Memory) or file not in self._base:  # the file behind a `Memory` is read instead
             return
-        self._meet()
+        self._stop_reading_ahead()
         self._read_up_to(file, offset)
         fresh = data[max(self._at[file] - offset, 0) :]
         self._digests[file].update(fresh)
@@ -70,7 +70,7 @@ class RunningHashes:
     def hexdigest(self, file: Path) -> str:
         """Return the digest of the whole file; the bytes that were not fed are read."""
         if file not in self._done:
-            self._meet()
+            self._stop_reading_ahead()
             self._rest.result()
             self._read_up_to(file, self._sizes[file])
             found = self._done[file] = self._digests[file].hexdigest()
@@ -83,7 +83,8 @@ class RunningHashes:
         """Return the digests of whole files, in their order."""
         return [self.hexdigest(file) for file in files]
 
-    def _meet(self) -> None:
+    def _stop_reading_ahead(self) -> None:
+        """Let the thread stop hashing ahead, and wait until it has."""
         self._fed.set()
         self._ahead.result()
 

@@ -30,7 +30,7 @@ from .pages import PAGE
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system
 
-WORTH: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
+SMALLEST: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
 SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
 MOST: Final = 4096  # files; the oldest entries are removed
 LARGEST: Final = 4 << 20  # bytes of the file with the entries; several times what `MOST` entries need
@@ -42,7 +42,7 @@ KEY_BYTES: Final = 32
 _ENTRY: Final = re.compile("[0-9a-f]{64} [0-9a-f]{64}")
 
 
-def place() -> Path:
+def cache_file() -> Path:
     """Return the path of the file with the entries, in the user's cache folder; RuntimeError without a home folder.
 
     The cache folder may be emptied at any time. It is `$XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on
@@ -61,7 +61,7 @@ def state(path: Path) -> str | None:
     try:
         s = path.stat()
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
-        if s.st_size < WORTH or not settled or file_system(path) not in KEEP_TIMES:
+        if s.st_size < SMALLEST or not settled or file_system(path) not in KEEP_TIMES:
             return None
         if is_read_only(path):
             return None
@@ -95,9 +95,9 @@ class Known:
 def recall() -> dict[str, str]:
     """Return file state → signed digest; empty if nothing can be read, or if another user could have written it."""
     try:
-        if not _ours(place().parent) or not _ours(place()):
+        if not _ours(cache_file().parent) or not _ours(cache_file()):
             return {}
-        with open_regular(place()) as f:
+        with open_regular(cache_file()) as f:
             text = f.read(LARGEST + 1)
         known = from_json(text if len(text) <= LARGEST else b"")
     except (MergeError, OSError, ValueError, RuntimeError):
@@ -112,7 +112,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
     if not learnt:
         return
     with suppress(OSError, RuntimeError, MergeError):
-        folder = place().parent
+        folder = cache_file().parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _ours(folder, 0):
             return
@@ -124,7 +124,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         for part in folder.glob(".sha256.*"):
             if time.time() - part.stat().st_mtime > ABANDONED:
                 part.unlink()
-        _put(place(), json.dumps(dict(kept)).encode())
+        _put(cache_file(), json.dumps(dict(kept)).encode())
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -149,7 +149,7 @@ def _ours(path: Path, others: int = 0o022) -> bool:
 def _key() -> bytes | None:
     """Return the user's secret key; None if there is none, or if another user could have read or made it."""
     try:
-        path = place().with_name("key")
+        path = cache_file().with_name("key")
         if not _ours(path.parent) or not _ours(path, 0o077):
             return None
         with open_regular(path) as f:

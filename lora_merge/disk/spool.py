@@ -1,4 +1,4 @@
-"""Bytes that are known before their turn to be written.
+"""Bytes that are known before they can be written.
 
 `Ranges`: bytes of inputs, which are read again. `Spool`: small pieces of a file that wait until the file is complete.
 The scales of a quantised weight lie elsewhere in the file than its codes, or in another file. `Heap`: all tensors of a
@@ -66,7 +66,7 @@ class Ranges:
 
 
 class Heap:
-    """Bytes that wait in memory up to a bound; those that come later wait in a temporary file without a name."""
+    """Bytes that wait to be written: in memory up to a bound, further ones in a temporary file without a name."""
 
     def __init__(self, folder: Path, held: int) -> None:
         self._folder, self._held = folder, held
@@ -118,7 +118,7 @@ class Spool:
         return not self._places
 
     def put(self, found: Sequence[PartBytes]) -> None:
-        """Keep bytes; a later call wins where two concern the same bytes."""
+        """Keep bytes; if two calls give the same bytes of a file, the later one counts."""
         try:
             for name, first, data in found:
                 self._file.write(data)

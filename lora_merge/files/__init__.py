@@ -1,1 +1,1 @@
-"""Containers and codecs."""
+"""Reads and writes containers and codecs."""

@@ -178,8 +178,8 @@ def _folder(path: Path) -> Index:
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
-    told = path / MODELOPT
-    config = dict(with_modelopt(config, read_json(told) if told.is_file() else {}))
+    modelopt = path / MODELOPT
+    config = dict(with_modelopt(config, read_json(modelopt) if modelopt.is_file() else {}))
     index = _component(path)
     return replace(index, config=config, notes=(*index.notes, *smoothed(config, path))).recognised()
 
@@ -315,7 +315,7 @@ def read_header(path: Path) -> Header:
     """Return the header of a .safetensors or GGUF file or a pickle; the first bytes decide, not the name."""
     with open_regular(path) as f:
         start = f.read(64)
-    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length tells them apart.
+    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length shows which it is.
     if (start.startswith(PICKLED) and start[4:9] != b"\0\0\0\0{") or PICKLED_AS_TEXT.match(start):
         from .pickles import read_pickled  # imports torch
 

@@ -50,9 +50,10 @@ BY_NUMBERS: Final = (
     "take a version of it with names"
 )
 
-TELLING: Final = 20_000  # names that are compared, at most, of a file that is not a state dict
+MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state dict
 
-LONGEST: Final = 200  # characters of such a name
+LONGEST_NAME: Final = 200  # characters of such a name
+LEVELS: Final = 3  # of dicts and lists in which such names are looked for
 
 FOREIGN: Final = tuple(
     (re.compile(pattern), what)
@@ -91,13 +92,13 @@ def are_factors(loaded: Sequence[object]) -> bool:
     return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
 
 
-def nested(value: object, depth: int = 3) -> Iterator[str]:
-    """Yield the names of values in nested dicts and lists, `depth` levels deep and at most `TELLING` names.
+def nested(value: object) -> Iterator[str]:
+    """Yield the names of values in nested dicts and lists: `LEVELS` levels deep, at most `MOST_NAMES` names.
 
     A container that occurs several times is searched once.
     """
     seen: set[int] = set()
-    return islice(_nested(value, "", depth, seen), TELLING)
+    return islice(_nested(value, "", LEVELS, seen), MOST_NAMES)
 
 
 def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
@@ -107,8 +108,8 @@ def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[st
     seen.add(id(value))
     for key, inner in entries:
         if isinstance(key, str | int):
-            yield f"{name}{str(key)[:LONGEST]}"
-            yield from _nested(inner, f"{name}{str(key)[:LONGEST]}.", depth - 1, seen)
+            yield f"{name}{str(key)[:LONGEST_NAME]}"
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST_NAME]}.", depth - 1, seen)
 
 
 TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"

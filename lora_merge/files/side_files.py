@@ -23,7 +23,7 @@ from .codecs.told import SECTIONS
 from .json_files import json_value, read_index
 from .layouts import entries
 
-LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
+NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
 """Names of files that belong to other programs or to a running merge; they are not copied."""
 
 MODULES: Final = "modules.json"
@@ -64,12 +64,12 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     written = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
-    behind = _behind(base.path) - homes
+    behind = _layers_behind(base.path) - homes
     ours = homes | behind | {base.path / name for name in base.config if base.components}  # a pipeline's parts
     copied: list[Path] = []
     left: list[Path] = []
     for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
-        inside = [Path(folder, name) for name in sorted(names) if not LEFT.fullmatch(name)]
+        inside = [Path(folder, name) for name in sorted(names) if not NOT_COPIED.fullmatch(name)]
         for path in inside:
             if path.is_symlink() and path not in homes:
                 raise InputError("the model folder holds a link to a folder", str(path),
@@ -79,13 +79,13 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
         names[:] = [path.name for path in inside if path not in others]
         for path in (Path(folder, name) for name in sorted(files)):
             stale = _stale(path.name) and behind.isdisjoint(path.parents) and path not in base.unnamed
-            if path not in written and not stale and not LEFT.fullmatch(path.name):
+            if path not in written and not stale and not NOT_COPIED.fullmatch(path.name):
                 _require_file(path)
                 copied.append(path)
     return _relative(copied, base), _relative(left, base)
 
 
-def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
+def links_outside(folder: Path, names: Sequence[str]) -> list[str]:
     """Return `name -> target` for each file whose link leads out of the folder and out of its model cache.
 
     huggingface_hub keeps files in `blobs` beside `snapshots`; each snapshot is a folder of links to them.
@@ -115,7 +115,7 @@ def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
     return tuple(path.relative_to(base.path).as_posix() for path in paths)
 
 
-def _behind(folder: Path) -> frozenset[Path]:
+def _layers_behind(folder: Path) -> frozenset[Path]:
     """Return the sub-folders that `modules.json` names: layers behind the transformer, which no adapter changes.
 
     Its text is never used as a path.
@@ -236,7 +236,7 @@ def configured(
     if not isinstance(config, dict):
         return content
     if unpacked or section is not None:
-        _tell_quantisation(config, section)
+        _set_quantisation(config, section)
     for key in ("dtype", "torch_dtype"):
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
@@ -250,8 +250,8 @@ def configured(
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _tell_quantisation(config: dict[str, Any], section: Mapping[str, Any] | None) -> None:
-    """Replace what says how the weights are quantised."""
+def _set_quantisation(config: dict[str, Any], section: Mapping[str, Any] | None) -> None:
+    """Replace the entries of a configuration that say how the weights are quantised; `section`: the new one."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in SECTIONS:
             part.pop(key, None)

@@ -13,7 +13,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..adapters.conv1d import base_types
-from ..adapters.file import Module, twice
+from ..adapters.file import Module, two_in_one_slot
 from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
@@ -186,7 +186,7 @@ class MatchBuilder:
             self.notes.append(Note(AGAIN.format(name=name)))
             self.unused[info.name] = COPY
             return self._count(info.name, {"model"})
-        return self.failures.append(twice(self.path, twin, info))
+        return self.failures.append(two_in_one_slot(self.path, twin, info))
 
     def _untie(self, name: str, view: WeightView) -> None:
         """Record a module that may change one end of tied embeddings alone."""
@@ -313,7 +313,7 @@ class MatchBuilder:
                 self.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
             self._replace_whole(info, Module.of_value(name, parameter, info), self.names.value(view))
         elif not self.values.same(first, info):  # PEFT writes some parameters twice
-            self.failures.append(twice(self.path, first, info))
+            self.failures.append(two_in_one_slot(self.path, first, info))
         else:
             self.unused[info.name] = COPY
 

@@ -25,7 +25,7 @@ from ..files.codecs.told import measured
 from ..files.side_files import (
     ON_QUANTISATION,
     index_names,
-    led_outside,
+    links_outside,
     other_tokenizers,
     output_name,
     side_files,
@@ -124,7 +124,7 @@ def make_plan(matched: Matched) -> Plan:
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
     notes = [Note(f"not copied, because they hold other weights: {listed(left)}")] if left else []
-    if led := led_outside(base.path, sides):
+    if led := links_outside(base.path, sides):
         notes.append(Note(f"copied through links that lead out of the model folder: {listed(led)}"))
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))

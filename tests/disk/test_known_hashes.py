@@ -15,7 +15,7 @@ import torch
 
 import lora_merge
 from lora_merge.disk import known_hashes
-from lora_merge.disk.known_hashes import MOST, place, recall, remember, state
+from lora_merge.disk.known_hashes import MOST, cache_file, recall, remember, state
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import prove
@@ -32,7 +32,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = sd1()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "style.safetensors")
-    monkeypatch.setattr(known_hashes, "WORTH", 1)
+    monkeypatch.setattr(known_hashes, "SMALLEST", 1)
     monkeypatch.setattr(known_hashes, "SETTLED", -1.0)
     monkeypatch.setattr(known_hashes, "file_system", lambda _: "ext4")
     return tmp_path
@@ -109,7 +109,7 @@ def test_what_was_changed_just_now_is_not_remembered(files: Path, monkeypatch: p
 
 
 def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_hashes, "WORTH", (files / "base.safetensors").stat().st_size)
+    monkeypatch.setattr(known_hashes, "SMALLEST", (files / "base.safetensors").stat().st_size)
     merged(files)
     assert list(recall()) == [state(files / "base.safetensors")]
 
@@ -146,26 +146,26 @@ def test_a_proof_reads_the_bytes(files: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": "0"}', "[" * 100_000, "\0\xff"])
 def test_damaged_memory_is_none(files: Path, text: str) -> None:
-    place().parent.mkdir(parents=True, exist_ok=True)
-    place().write_text(text, encoding="latin-1")
+    cache_file().parent.mkdir(parents=True, exist_ok=True)
+    cache_file().write_text(text, encoding="latin-1")
     assert recall() == {}
     assert merged(files) == sha(files / "base.safetensors")
     assert len(recall()) == 2
 
 
 def test_a_strange_file_in_its_place_is_none(files: Path) -> None:
-    place().parent.mkdir(parents=True)
-    os.mkfifo(place())
+    cache_file().parent.mkdir(parents=True)
+    os.mkfifo(cache_file())
     assert recall() == {}
     assert merged(files) == sha(files / "base.safetensors")
     assert len(recall()) == 2
-    place().write_text("{" + " " * known_hashes.LARGEST + "}")
+    cache_file().write_text("{" + " " * known_hashes.LARGEST + "}")
     assert recall() == {}
 
 
 def test_what_a_killed_process_left_is_removed(files: Path) -> None:
-    place().parent.mkdir(parents=True)
-    old, new = (place().with_name(f".sha256.{n}") for n in ("old", "new"))
+    cache_file().parent.mkdir(parents=True)
+    old, new = (cache_file().with_name(f".sha256.{n}") for n in ("old", "new"))
     for path, age in ((old, 2), (new, 0)):
         path.touch()
         then = time.time() - age * known_hashes.ABANDONED
@@ -181,7 +181,7 @@ def test_without_a_place_for_it_all_works(files: Path, monkeypatch: pytest.Monke
     assert merged(files) == sha(files / "base.safetensors")
     assert recall() == {}
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(known_hashes, "place", _homeless)
+    monkeypatch.setattr(known_hashes, "cache_file", _homeless)
     assert merged(files) == sha(files / "base.safetensors")
 
 
@@ -218,7 +218,7 @@ def test_several_write_at_once() -> None:
     for t in threads:
         t.join()
     assert recall()
-    assert {p.name for p in place().parent.iterdir()} == {place().name, "key"}
+    assert {p.name for p in cache_file().parent.iterdir()} == {cache_file().name, "key"}
 
 
 def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,40 +237,40 @@ def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    assert place() == tmp_path / ".cache" / "lora-merge" / "sha256.json"
+    assert cache_file() == tmp_path / ".cache" / "lora-merge" / "sha256.json"
     for homeless in ("", "relative"):  # then it is the system that knows the user's folder
         monkeypatch.setenv("HOME", homeless)
-        assert place().is_absolute()
-        assert not place().is_relative_to(Path.cwd())
+        assert cache_file().is_absolute()
+        assert not cache_file().is_relative_to(Path.cwd())
     monkeypatch.setenv("HOME", "/")
     monkeypatch.setenv("USERPROFILE", "/")
     with pytest.raises(RuntimeError):
-        place()
+        cache_file()
     assert recall() == {}
 
 
 def rewrite(change: Callable[[str, str], tuple[str, str]]) -> None:
     """Every entry of what is remembered in another way."""
-    entries = json.loads(place().read_text())
-    place().write_text(json.dumps(dict(change(s, e) for s, e in entries.items())))
+    entries = json.loads(cache_file().read_text())
+    cache_file().write_text(json.dumps(dict(change(s, e) for s, e in entries.items())))
 
 
 FORGERIES: dict[str, Callable[[Path], object]] = {
     "another digest": lambda _: rewrite(lambda s, e: (s, DIGEST + e[64:])),
     "another code": lambda _: rewrite(lambda s, e: (s, f"{DIGEST} {DIGEST}")),
     "none, as earlier versions had": lambda _: rewrite(lambda s, e: (s, DIGEST)),
-    "a link": lambda _: place().rename(place().with_name("x")) and forged_link(),
-    "writable by the group": lambda base: (signed(base), place().chmod(0o664)),
-    "writable by all": lambda base: (signed(base), place().chmod(0o606)),
-    "a folder writable by the group": lambda base: (signed(base), place().parent.chmod(0o770)),
-    "a key that others can read": lambda base: (signed(base), place().with_name("key").chmod(0o640)),
-    "another key": lambda base: (signed(base), place().with_name("key").write_bytes(os.urandom(32))),
-    "a short key": lambda base: (signed(base), place().with_name("key").write_bytes(b"")),
-    "another user's file": lambda base: (signed(base), os.chown(place(), 12345, 12345)),
+    "a link": lambda _: cache_file().rename(cache_file().with_name("x")) and forged_link(),
+    "writable by the group": lambda base: (signed(base), cache_file().chmod(0o664)),
+    "writable by all": lambda base: (signed(base), cache_file().chmod(0o606)),
+    "a folder writable by the group": lambda base: (signed(base), cache_file().parent.chmod(0o770)),
+    "a key that others can read": lambda base: (signed(base), cache_file().with_name("key").chmod(0o640)),
+    "another key": lambda base: (signed(base), cache_file().with_name("key").write_bytes(os.urandom(32))),
+    "a short key": lambda base: (signed(base), cache_file().with_name("key").write_bytes(b"")),
+    "another user's file": lambda base: (signed(base), os.chown(cache_file(), 12345, 12345)),
     "another user's folder": lambda base: (
-        os.chown(place().parent, 0, 0),
+        os.chown(cache_file().parent, 0, 0),
         signed(base),
-        os.chown(place().parent, 12345, 12345),
+        os.chown(cache_file().parent, 12345, 12345),
     ),
 }
 
@@ -282,7 +282,7 @@ def signed(base: Path) -> None:
 
 
 def forged_link() -> bool:
-    place().symlink_to("x")
+    cache_file().symlink_to("x")
     return True
 
 
@@ -332,7 +332,7 @@ def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
         merged(files)
     finally:
         os.umask(old)
-    modes = {p.name: p.stat().st_mode & 0o777 for p in (place().parent, *place().parent.iterdir())}
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (cache_file().parent, *cache_file().parent.iterdir())}
     assert modes == {"lora-merge": 0o700, "sha256.json": 0o600, "key": 0o600}
 
 

@@ -1,1 +1,1 @@
-"""The content of PEFT's configuration."""
+"""Reads PEFT's configuration."""

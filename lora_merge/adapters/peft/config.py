@@ -103,28 +103,28 @@ class PeftConfig:
         """Return a whole number within these bounds, exact also where a double would round it."""
         value = default if self.get(name) is None else allowed.number(self.get(name))
         if value is None or isinstance(self.get(name), str):
-            raise self.odd(name, f"a whole number from {allowed}")
+            raise self.wrong_type(name, f"a whole number from {allowed}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Return a boolean."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
-            raise self.odd(name, "true or false")
+            raise self.wrong_type(name, "true or false")
         return default if value is None else value
 
     def text(self, name: str, default: str) -> str:
         """Return a string."""
         value = self.get(name)
         if value is not None and not isinstance(value, str):
-            raise self.odd(name, "a string")
+            raise self.wrong_type(name, "a string")
         return default if value is None else value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of strings; empty where absent."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self.odd(name, "a list of strings")
+            raise self.wrong_type(name, "a list of strings")
         return tuple(value)
 
     def is_end(self, name: str, text: str, before: str = "") -> bool:
@@ -141,7 +141,7 @@ class PeftConfig:
             rows: list[Any] = value if isinstance(value, list) else [None]
             whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
             if not whole or len(set(rows)) != len(rows):
-                raise self.odd(name, "a list of different row numbers")
+                raise self.wrong_type(name, "a list of different row numbers")
             self.matching.rows[id(value)] = Rows(rows)
         return self.matching.rows[id(value)]
 
@@ -152,7 +152,7 @@ class PeftConfig:
             return default
         if name not in self.matching.tables:
             if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-                raise self.odd(name, "an object")
+                raise self.wrong_type(name, "an object")
             self.matching.tables[name] = Ends(table)
         with self._refusing(name):
             key = self.matching.tables[name].first(self._path(module), self.matching.steps)
@@ -195,7 +195,7 @@ class PeftConfig:
         found = VERSION.match(self.text("peft_version", default))
         return tuple(int(part) for part in found.groups() if part) if found else ()
 
-    def odd(self, name: str, wanted: str) -> InputError:
+    def wrong_type(self, name: str, wanted: str) -> InputError:
         """Return the error for a field of the wrong type."""
         shown = repr(beginning(self.get(name.partition("[")[0]), 80))[:80]
         return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
@@ -204,13 +204,13 @@ class PeftConfig:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.odd(name, "a number")
+            raise self.wrong_type(name, "a number")
         try:
             finite = math.isfinite(value)
         except OverflowError:
             finite = False
         if not finite:
-            raise self.odd(name, "a finite number")
+            raise self.wrong_type(name, "a finite number")
         return float(value)
 
 
@@ -237,7 +237,7 @@ def refuse_start(fields: PeftConfig, start: object) -> None:
     if start is None or isinstance(start, bool):
         return
     if not isinstance(start, str):
-        raise fields.odd("init_lora_weights", "true, false or a string")
+        raise fields.wrong_type("init_lora_weights", "true, false or a string")
     where = f"{fields.where}: init_lora_weights = {start[:40]!r}"
     for prefix, method in REFUSED_INIT.items():
         if start.lower().startswith(prefix):

@@ -48,7 +48,7 @@ def text(name: str, default: str, *known: str) -> Callable[[PeftConfig], str]:
     def read(fields: PeftConfig) -> str:
         value = fields.text(name, default)
         if known and value not in known:
-            raise fields.odd(name, " or ".join(known))
+            raise fields.wrong_type(name, " or ".join(known))
         return value
 
     return read
@@ -107,7 +107,7 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
         found = 0 if _shares(fields, module) else rank(row, shapes)
         r = found or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
         if r <= 0:
-            raise fields.odd("r", "a positive number")
+            raise fields.wrong_type("r", "a positive number")
         doubled = 2 if module.endswith(MHA_OUTPUT) else 1
         return doubled * a / (r**0.5 if fields.flag("use_rslora", default=False) else r)
 
@@ -147,7 +147,7 @@ def adalora(fields: PeftConfig, _: str, __: str, ___: Shapes) -> float:
     start = fields.number("init_r", 12)
     alpha = fields.number("lora_alpha", 8)
     if start <= 0:
-        raise fields.odd("init_r", "a positive number")
+        raise fields.wrong_type("init_r", "a positive number")
     return (alpha if alpha > 0 else start) / (start + 1e-5)
 
 
@@ -178,7 +178,7 @@ def terms(*, required: bool) -> Callable[[PeftConfig], int]:
             return 0
         terms = fields.integer("num_cayley_neumann_terms", 5)
         if not 0 < terms <= 100:
-            raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
+            raise fields.wrong_type("num_cayley_neumann_terms", "between 1 and 100")
         return terms
 
     return read
@@ -194,7 +194,7 @@ def mlx_scale(fields: PeftConfig) -> float | None:
     versions multiplied the scale by alpha / rank, later ones ignore alpha (mlx-lm, tuner/lora.py)."""
     table = fields.get("lora_parameters")
     if not isinstance(table, dict):
-        raise fields.odd("lora_parameters", "an object")
+        raise fields.wrong_type("lora_parameters", "an object")
     inner = PeftConfig(table, f"{fields.where}: lora_parameters")
     known = inner.get("scale") is not None and inner.get("alpha") in (None, inner.get("rank"))
     return inner.number("scale", 0) if known else None

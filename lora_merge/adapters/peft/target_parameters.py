@@ -33,7 +33,7 @@ UPRIGHT_SINCE: Final = (0, 19, 1)
 """First release of PEFT whose factors for [E, out, in] are of [out, in]; older factors are of the transpose."""
 
 SQUARE: Final = (
-    "the experts are square, and {unknown} does not tell whether their factors are of [in, out] or of [out, in]"
+    "the experts are square, and {unknown} does not show whether their factors are of [in, out] or of [out, in]"
 )
 
 
@@ -108,7 +108,7 @@ def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], 
             else:
                 loose[leaf] = None
         if len(loose) > MOST_LOOSE:
-            raise fields.odd(FIELD, f"at most {MOST_LOOSE} parameters without a module")
+            raise fields.wrong_type(FIELD, f"at most {MOST_LOOSE} parameters without a module")
         owners[FIELD] = named, list(loose)
     return owners[FIELD]
 

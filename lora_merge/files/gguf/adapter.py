@@ -1,8 +1,8 @@
 """LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
 
 Beside each name of a weight stand `.lora_a` and `.lora_b`; one entry holds alpha for all. In a model whose q and k have
-their rows in another order, the rows of `.lora_b` have that order too, and the file does not tell how many heads there
-are: the base does.
+their rows in another order, the rows of `.lora_b` have that order too, and the file does not state how many heads
+there are: the base does.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _in_order(info: StoredTensor, config: Mapping[str, Any]) -> StoredTensor:
     heads = own if info.source.rotated == "q" else config.get("num_key_value_heads", own)
     rows = info.shape[0] if info.shape else 0
     if not isinstance(heads, int) or heads < 1 or not rows or rows % (2 * heads):
-        what = "the base does not tell how many heads it has, and the rows of the adapter depend on it"
+        what = "the base does not state how many heads it has, and the rows of the adapter depend on it"
         where = f"{info.file}: {info.stored}"
         raise InputError(what, where, "give the base as a folder with config.json, or as GGUF")
     return _decoded(info.source.origin, rotated=info.source.rotated, heads=heads)

@@ -83,7 +83,7 @@ def renamed(name: str, family: Family) -> str:
 
 
 def configured(arch: str, values: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-    """Return what a config.json of transformers would say, as far as the entries of the header tell."""
+    """Return what a config.json of transformers would say, as far as the header states it."""
     wanted = {
         "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
         "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "head_dim": "attention.key_length",

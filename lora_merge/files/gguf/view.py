@@ -85,15 +85,15 @@ def _claimed(
 
 def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
     """Return the shape of the weight: that of an entry where the file has one."""
-    told = values.get(f"{ORIGINAL}{info.name}")
-    if told is None:
+    original = values.get(f"{ORIGINAL}{info.name}")
+    if original is None:
         return info.shape
-    sizes = isinstance(told, list) and all(isinstance(n, int) and n >= 0 for n in told)
-    if not sizes or prod(told) != prod(info.shape):
+    sizes = isinstance(original, list) and all(isinstance(n, int) and n >= 0 for n in original)
+    if not sizes or prod(original) != prod(info.shape):
         raise InputError("the original shape of a tensor does not fit it",
-                         f"{info.file}: {ORIGINAL}{info.name} is {told}, the tensor has {list(info.shape)}",
+                         f"{info.file}: {ORIGINAL}{info.name} is {original}, the tensor has {list(info.shape)}",
                          "convert the model again")  # fmt: skip
-    return tuple(told)
+    return tuple(original)
 
 
 def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
