@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .job import Job
 
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
-RETAINED: Final = 0.9  # below this share of a change, the user is told
+RETAINED: Final = 0.9  # a smaller share of a change is reported as a warning
 
 WHOLE: Final = -1  # stands for all adapters, beside their numbers
-CHECKED: Final = 16  # tensors of which the proof checks what was seen
+CHECKED: Final = 16  # tensors of which the proof checks the sample
 
 Norms: TypeAlias = dict[str, Mapping[int, float]]
-"""Tensor → adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, where factors tell it."""
+"""Tensor → adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, where its factors are known."""
 
 NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 
@@ -39,7 +39,7 @@ class Groups(NamedTuple):
 class Share(NamedTuple):
     """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers."""
 
-    change: float = 0.0  # Σ (s ΔW)²; exact where the factors of ΔW tell it
+    change: float = 0.0  # Σ (s ΔW)²; exact where it follows from the factors of ΔW
     intended: float = 0.0  # the same sum over the numbers that were looked at
     applied: float | None = 0.0  # Σ applied · s ΔW over them; None where what is stored was not looked at
 
@@ -81,7 +81,7 @@ class Measure:
             self.all.plus(other.all), adapters,
         )  # fmt: skip
 
-    def told(self, norms: Mapping[int, float], cut: int) -> Measure:
+    def with_exact(self, norms: Mapping[int, float], cut: int) -> Measure:
         """Return the same with the exact norms that are known, and the count of numbers that were cut."""
         if not norms and not cut:
             return self
@@ -120,7 +120,7 @@ def _root(number: float) -> float | None:
 
 
 def checked(tensors: Iterable[str]) -> frozenset[str]:
-    """Return the tensors of which the proof checks what was seen: those with the smallest checksums."""
+    """Return the tensors of which the proof checks the sample: those with the smallest checksums."""
     return frozenset(nsmallest(CHECKED, tensors, key=lambda name: crc32(name.encode())))
 
 
@@ -160,7 +160,7 @@ class Measures:
                 del self.seen[max(self.seen, key=lambda name: crc32(name.encode()))]
 
     def know(self, norms: Norms) -> None:
-        """Keep the norms that factors tell."""
+        """Keep the norms that follow from factors."""
         self.norms.update(norms)
 
     def add(self, other: Measures) -> None:
@@ -178,7 +178,7 @@ class Measures:
         self.seen.pop(tensor, None)
 
     def lost(self, job: Job) -> Iterator[Note]:
-        """Yield a warning for each adapter of which less than `RETAINED` is in the output, where no proof tells it."""
+        """Yield a warning for each adapter of which less than `RETAINED` is in the output, if no proof reports it."""
         every = total(self.tensors.values())
         for number, ref in enumerate(job.adapters):
             one = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
@@ -200,7 +200,7 @@ class Measures:
 
         `adapters`: their number. `cut`: tensor → numbers that were cut to the largest of their dtype.
         """
-        tensors = {n: one.told(self.norms.get(n, NONE), cut.get(n, 0)) for n, one in self.tensors.items()}
+        tensors = {n: one.with_exact(self.norms.get(n, NONE), cut.get(n, 0)) for n, one in self.tensors.items()}
         if not tensors:
             return {}
         kinds: dict[str, dict[str, list[Measure]]] = {"components": {}, "blocks": {}}

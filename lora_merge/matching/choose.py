@@ -62,7 +62,7 @@ UNLIKE_IN_GROUPS: Final = (LOKR.name, TLORA.name)
 the mode off there (lycoris/modules/{lokr,tlora,loha,locon}.py)."""
 ONLY_IN_BYPASS: Final = (
     "its factors fit {groups} groups of inputs of {shape}, which LyCORIS trains in bypass mode alone, and no metadata "
-    "tells of that"
+    "says that it was on"
 )
 LEAVE_OUT: Final = "no weight holds this; leave such modules out with --strength-for re:NAME=0"
 

@@ -70,7 +70,7 @@ class StoredBase:
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
         if patch.algorithm not in STARTED or key not in ends - {*self.without_start}:
             return None
-        return FitError("the start of the adapter was taken out of tied embeddings, which it does not tell",
+        return FitError("the start of the adapter was subtracted from tied embeddings, and it does not store the rest",
                         f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
                         "save it with save_embedding_layers=True, and merge it at strength 1")  # fmt: skip
 

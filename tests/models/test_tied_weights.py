@@ -489,7 +489,7 @@ def test_a_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
     tuned = _tune(transformers.Qwen2ForCausalLM.from_pretrained(base), _lora(**ON_HEAD[case], **START[method]()))
     tuned.save_pretrained(adapter)
     if case == "tokens" and tie != "apart":  # without what is left of the ends
-        with pytest.raises(FitError, match="taken out of tied embeddings") as e:
+        with pytest.raises(FitError, match="subtracted from tied embeddings") as e:
             lora_merge.merge(base, adapter, tmp_path / "ours")
         assert "lm_head" in e.value.where and "save_embedding_layers=True" in e.value.fix
         return
@@ -512,7 +512,7 @@ def test_a_start_is_taken_out_by_the_strength(tmp_path: Path, method: str) -> No
         torch.testing.assert_close(value, (states[0.0][key] + states[1.0][key]) / 2, atol=2e-5, rtol=1e-4)
     assert not torch.equal(states[0.0]["lm_head.weight"], states[0.5]["lm_head.weight"])
     _model("qwen2").save_pretrained(tmp_path / "tied")
-    with pytest.raises(FitError, match="taken out of tied embeddings"):
+    with pytest.raises(FitError, match="subtracted from tied embeddings"):
         lora_merge.merge(tmp_path / "tied", [(tmp_path / "adapter", 0.5)], tmp_path / "ours")
 
 
