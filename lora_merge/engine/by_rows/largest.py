@@ -46,7 +46,7 @@ def largest(change: Rows, count: int) -> Largest:
     bits, place = _with_leading_bits(known, left, number, change)
     least = bits.kthvalue(number - wanted + 1).values
     wanted -= int((bits > least).sum())
-    last = int(place[int(((bits == least).cumsum(0) >= wanted).to(torch.uint8).argmax())])
+    last = int(place[int((bits == least).cumsum(0).clamp_(max=wanted).argmax())])  # the first that is `wanted`
     value = least.reshape(1).view(next(d for d, (i, _) in INTEGERS.items() if i == bits.dtype))
     return Largest(float(value[0]), last, cols)
 
