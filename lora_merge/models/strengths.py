@@ -86,6 +86,7 @@ class Strengths:
         """Prepare the parts of one adapter. `steps`: how long all regular expressions of the job may search."""
         self.path, self.strength = adapter.path, adapter.strength
         self._parts, self._steps, self._names = adapter.parts, steps, names
+        self._whole = {part for part, _ in self._parts if any(_covers_component(part, p.label) for p in names.parts)}
         known = {"te", *DENOISER, *(p.label for p in names.parts)}
         named = [part for part, _ in self._parts if part not in known and _is_block(part)]
         self._blocks: Blocks | None = blocks(names) if named else None
@@ -167,12 +168,13 @@ class Strengths:
     def _covers(self, part: str, key: str, component: str) -> bool:
         """Return whether a part that names no blocks covers a tensor of the base.
 
-        `te` covers every text encoder; `transformer` and `unet` both name the denoiser.
+        `te` covers every text encoder; `transformer` and `unet` both name the denoiser. The name of a network that the
+        base has is no path: text encoders have keys such as `cond_stage_model.transformer.text_model`.
         """
         if part.startswith(REGEX):
             return self._matches(part.removeprefix(REGEX), key)
-        if _covers_component(part, component):
-            return True
+        if part in self._whole:
+            return _covers_component(part, component)
         if path := _PATH.fullmatch(part):
             return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))
         return False
