@@ -73,6 +73,29 @@ def strange(text: str) -> tuple[str, str] | None:
     return None
 
 
+def with_parts(text: str) -> str:
+    """Return "lora.safetensors:0.8,te=0" for an adapter whose parts are in another spelling: `lora:0.8;te:0`.
+
+    "" for a file that is not there, and for what is neither a part nor a number.
+    """
+    path, *words = re.split(r"[\s,;:=@]+", text[:LONGEST])
+    if not words or not exists(with_found_ending(path)):
+        return ""
+    strength, parts, named = "", dict[str, str](), ""
+    for word in words:
+        if (value := right_form(word)) and named:
+            parts[named] = f"{parts[named]},{value}".lstrip(",")
+            named = named if named == BLOCK_WEIGHTS else ""
+        elif value and not strength:
+            strength = value
+        elif not value and not named and re.fullmatch(r"(?!x[0-9])[A-Za-z_][\w.-]*", word):
+            named, parts[word] = word, ""
+        else:
+            return ""
+    found = "".join(f",{name}={value or '0.5'}" for name, value in parts.items())
+    return f"{with_found_ending(path)}:{strength or '1'}{found}" if found else ""
+
+
 def of_tags(text: str) -> list[tuple[str, str, str]]:
     """Return path, strength and parts of each adapter that stands as in the prompt of a web interface; [] for others.
 

@@ -23,7 +23,7 @@ from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits.options import check_options
-from .habits.words import ASKED, SHORT, check_command, check_once, checked_output
+from .habits.words import ASKED, SHORT, check_command, check_once, check_spaces, checked_output
 from .helping import REFUSED, everywhere, examples, files, refused, with_groups
 from .look import debugging, show_error, styled, taken
 from .making import commands
@@ -65,6 +65,8 @@ class Commands(TyperGroup):
             args = [*SHORT[args[0]].split(), *args[1:]]
         elif args and args[0] in ASKED and not exists(args[0]):
             args = [ASKED[args[0]]]
+        if not ctx.resilient_parsing:
+            check_spaces(args)
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
             if not ctx.resilient_parsing:  # as while the shell completes a word
                 self._suggest(args)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import InputError, UsageError
 from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed
-from ..spellings import of_tags, right_form, strange
+from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed, with_found_ending
+from ..spellings import of_tags, right_form, strange, with_parts
 from .habits.options import ADAPTERS
 from .habits.words import completed
 
 if TYPE_CHECKING:
     from ..job import Adapter
 
-_TWO: Final = r"(?P<path>.+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
+_TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
 """Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
 
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
-_BEFORE_PARTS: Final = "[,:](?=[^,:=/]+=)"
+_BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
 _NUMBERED: Final = "([0-9]{1,4}):"
 
 
@@ -94,6 +94,15 @@ def check_adapter(text: str, parts: str = "") -> None:
         )
 
 
+def check_parts(text: str) -> None:
+    """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
+    several = [word for word in re.split(r"[,;\s]+", text) if word]
+    if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
+        raise UsageError("adapters are words of their own", text[:200], f"write {typed(several)}")
+    if right := with_parts(text):
+        raise UsageError("parts are not written like this", text[:200], f"write {typed([right])}")
+
+
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
     if found := of_tags(text):
@@ -127,6 +136,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     if strength is not None:
         check_two(text)
         if not exists(path := completed(path)):
+            check_parts(text)
             check_adapter(text)
         return path, strength
     for comma in (match.start() for match in re.finditer(_BEFORE_PARTS, text)):
@@ -134,12 +144,22 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
-            own = tuple(_parts(text[comma + 1 :]))
+            own = tuple(_own_parts(text, comma + 1))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
     check_numbers([text], ())
     found = completed(text)
+    check_parts(text)
     check_adapter(found)
     return found
+
+
+def _own_parts(text: str, start: int) -> list[tuple[str, Any]]:
+    """Return the parts behind an adapter. `start`: where they begin."""
+    try:
+        return _parts(text[start:])
+    except UsageError as e:
+        check_parts(text)
+        raise UsageError(e.what, text[:200], e.fix) from None
 
 
 def with_strengths(
@@ -164,6 +184,7 @@ def named_parts(
     for text in strength_for:
         numbered = re.match(_NUMBERED, text)
         if numbered is None:
+            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in given])
             common += _parts(text)
             continue
         place = int(numbered[1]) - 1
@@ -175,6 +196,15 @@ def named_parts(
         own = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
         given[place] = replace(own, parts=(*own.parts, *_parts(text[numbered.end() :])))
     return given, common
+
+
+def _check_named(text: str, adapters: Sequence[Path]) -> None:
+    """Raise UsageError for a part behind the name of an adapter, which has a number there."""
+    name, colon, part = text.partition(":")
+    for n, path in enumerate(adapters, 1):
+        if colon and name in (str(path), path.name, path.stem):
+            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength behind the file: {path}:{part}"
+            raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
 
 
 def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
@@ -211,10 +241,11 @@ def _part(text: str) -> tuple[str, Any]:
     if name == BLOCK_WEIGHTS:
         return name, value
     with suppress(ValueError):
-        if equals and not name.endswith("="):
+        if equals and not name.endswith("=") and (name.startswith(REGEX) or not re.search(r"[\s;=]", name)):
             return name, number(value)
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
-    fix = f"write {name}={right_form(value)}" if name and right_form(value) else "write it like te=0.5"
+    plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
+    fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"
     raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
 
 

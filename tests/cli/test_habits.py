@@ -164,6 +164,47 @@ def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None
     assert f"fix:   {fix}" in err
 
 
+@pytest.mark.parametrize(("text", "right"), [
+    ("lora:0.8;te=0;unet=0.5", "lora.safetensors:0.8,te=0,unet=0.5"), ("lora:0.8 te=0", "lora.safetensors:0.8,te=0"),
+    ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora te=0", "lora.safetensors:1,te=0"),
+    ("lora:te=0,0.8", "lora.safetensors:0.8,te=0"), ("lora:0.8,te=80%", "lora.safetensors:0.8,te=0.8"),
+    ("lora:0.8,lbw=1:0:0:1", "lora.safetensors:0.8,lbw=1,0,0,1"), ("lora,loras/ink", "lora loras/ink"), ("lora:0.8; loras/ink:0.5", "lora:0.8 loras/ink:0.5"),
+    ("lora,", "lora"),
+])  # fmt: skip
+def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, right: str) -> None:
+    """What is told can be typed as it stands."""
+    code, _, err = run("base", text, "--dry-run")
+    assert code == 2
+    assert err.endswith(f"fix:   write {right}\n")
+    assert run("base", *right.split(), "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize("text", ["lora:0.8,te=abc", "lora:0.8,te=0=1"])
+def test_no_part_is_made_up(run: Run, text: str) -> None:
+    assert run("base", text, "--dry-run")[2].endswith("fix:   write it like te=0.5\n")
+
+
+@pytest.mark.parametrize(("text", "fix"), [
+    ("ink:unet=0.5", "write --strength-for 2:unet=0.5"), ("ink:0.5", "write the strength behind the file: loras/ink.safetensors:0.5"),
+    ("te=0:5", "write it like te=0.5"), ("te=0 unet=1", "write it like te=0.5"), ("te:0.5", "write te=0.5"),
+])  # fmt: skip
+def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str) -> None:
+    assert run("base", "lora", "loras/ink", "--strength-for", text)[2].endswith(f"fix:   {fix}\n")
+
+
+def test_an_expression_stands_behind_one_adapter(run: Run) -> None:
+    out = run("base", "lora:0.8,te=0,re:attn2=0.5", "--dry-run")[1]
+    assert "0.8× unet (16), 0.4× unet (8), te 0: 8 left out" in out
+
+
+@pytest.mark.parametrize("command", [["base"], ["inspect"], ["inspect", "--json"]])
+def test_a_name_with_spaces_stands_in_quotes(run: Run, command: list[str]) -> None:
+    shutil.copy("lora.safetensors", "my new style.safetensors")
+    code, _, err = run(*command, "my", "new", "style:0.5")
+    assert code == 2
+    assert err.endswith("fix:   write 'my new style:0.5'\n")
+
+
 def test_advice_names_options_that_the_command_has(run: Run) -> None:
     assert "see lora-merge help inspect" in run("inspect", "lora.safetensors", "--force")[2]
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ...errors import UsageError
-from ...paths import ENDINGS, WINDOWS, check_input, exists, is_address, with_found_ending
+from ...paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
 from ...spellings import right_form
 
 ASKED: Final = MappingProxyType(
@@ -49,6 +49,17 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
                 word,
                 f"write {word[:2]} {right_form(word[3:]) or word[3:]}",
             )
+
+
+def check_spaces(args: Sequence[str]) -> None:
+    """Raise UsageError for words that are the name of one file here together: it stands in quotes."""
+    for at, word in enumerate(args):
+        if word.startswith("-") or exists(with_found_ending(word)):
+            continue
+        for end in range(at + 2, min(at + 8, len(args)) + 1):
+            whole = " ".join(args[at:end])
+            if exists(with_found_ending(split_strength(whole)[0])):
+                raise UsageError("a name with spaces stands in quotes", whole[:200], f"write {typed([whole])}")
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
