@@ -60,7 +60,9 @@ def test_a_part_that_the_base_lacks_is_refused_with_those_that_it_has(word: str,
     assert near in e.value.fix and "lora-merge parts BASE" in e.value.fix
 
 
-@pytest.mark.parametrize(("base", "word"), [("sd1", "transformer"), ("sdxl", "transformer"), ("sd3", "transformer"), ("sd1", "unet")])
+@pytest.mark.parametrize(
+    ("base", "word"), [("sd1", "transformer"), ("sdxl", "transformer"), ("sd3", "transformer"), ("sd1", "unet")]
+)
 def test_the_name_of_a_network_covers_no_other_network(base: str, word: str) -> None:
     """Text encoders have keys such as cond_stage_model.transformer.text_model: the word is no path there."""
     names = BASES[base]
