@@ -39,7 +39,7 @@ class Telling:
             self._skipped += 1
             return
         self.flush()
-        found = [] if one.report is None else list(remarks(_left_out(one), one.report.notes))
+        found = [] if one.report is None else [*remarks(_left_out(one), one.report.notes), *_warnings(one)]
         if self.quiet and one.ok:
             for note in found:
                 echo(f"{one.output}: {note}", err=True)
@@ -70,6 +70,12 @@ class Telling:
 def _left_out(one: JobReport) -> Mapping[str, Any]:
     """Return what a merge says of its adapters; commands that write adapters say it in their notes."""
     return one.report.coverage if one.report is not None and one.status == "merged" else {}
+
+
+def _warnings(one: JobReport) -> list[str]:
+    """Return the warnings of a merge's proof, such as that an adapter is smaller than the output's dtype can hold."""
+    proof = one.report.verified if one.report is not None and one.status == "merged" else None
+    return [f"warning: {text}" for text in proof["warnings"]] if proof else []
 
 
 def indented(error: Exception) -> Lines:

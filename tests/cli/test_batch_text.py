@@ -111,3 +111,15 @@ def test_one_reason_of_several_jobs_is_told_once(run: Run, made: Path) -> None:
 def test_one_job_is_one_job(run: Run, made: Path) -> None:
     (made / "one.yaml").write_text("".join(JOBS.splitlines(keepends=True)[:5]))
     assert run("one.yaml", "--dry-run")[1].splitlines()[1].startswith("1 job: ")
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_a_change_below_the_precision_of_the_output_is_warned_of(run: Run, quiet: list[str]) -> None:
+    """As in a single merge, also where only warnings and errors are said."""
+    save({key: t * 1e-6 if "lora_up" in key else t for key, t in kohya(sd1()).items()}, Path("tiny.safetensors"))
+    Path("tiny.yaml").write_text(
+        "version: 1\njobs: [{base: base.safetensors, adapters: [tiny.safetensors], output: tiny-out.safetensors}]"
+    )
+    code, out, err = run("tiny.yaml", "--redo", *quiet)
+    assert code == 0
+    assert "warning: only 0% of tiny.safetensors is in the output" in (err if quiet else out)
