@@ -32,6 +32,7 @@ from .options import (
     pairs,
     shown,
     text,
+    unlike,
 )
 from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from .spellings import adapter_path
@@ -262,6 +263,8 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     own: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
         path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
+    if isinstance(path, Real | tuple):
+        raise unlike(value, "the list of adapters", 'a path, or a pair such as ("a.safetensors", 0.8)')
     path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
     if len(own) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from .dtypes import COMPUTE_DTYPES, DTYPES, FORMATS, TABLE
 from .errors import ResourceError, UsageError
 from .methods import DIVISORS, ELECTIONS, METHODS, SUM
+from .synonyms import MEANT
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
@@ -250,14 +251,14 @@ def a_list(value: Any, where: str, wanted: str) -> list[Any]:
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return pairs of name and value, from a table or from pairs; UsageError for other values."""
-    wanted = "a table of names and values, or a list of pairs"
+    wanted = 'a table such as {"NAME": VALUE}, or a list of pairs'
     found = [
         tuple(p) if isinstance(p, list | tuple) else (p,)
         for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, wanted))
     ]
     wrong = next((p for p in found if len(p) != 2 or not isinstance(p[0], str)), None)
     if wrong is not None:
-        raise unlike(wrong, where, "a pair of a name and a value")
+        raise unlike(wrong, where, 'a pair such as ("NAME", VALUE)')
     return found
 
 
@@ -281,7 +282,7 @@ def _known(name: str) -> None:
         fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
         raise UsageError(f"only the command line has the option {name!r}", flag, fix)
     if name not in OPTIONS:
-        near = get_close_matches(name, OPTIONS, 1)
+        near = [MEANT[name]] if name in MEANT else get_close_matches(name, OPTIONS, 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
         raise UsageError(f"there is no option {name!r}", flag, fix)
 

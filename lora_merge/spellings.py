@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from .errors import UsageError
 from .options import BLOCK_WEIGHTS
-from .paths import exists, input_path, split_strength, with_found_ending
+from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
 
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
@@ -35,6 +35,7 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
     r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
     r"(?P<path>.+?):",
 )
+_PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
 
 
@@ -76,10 +77,10 @@ def strange(text: str) -> tuple[str, str] | None:
 def with_parts(text: str) -> str:
     """Return "lora.safetensors:0.8,te=0" for an adapter whose parts are in another spelling: `lora:0.8;te:0`.
 
-    "" for a file that is not there, and for what is neither a part nor a number.
+    "" for a name that is neither a file nor ends like one, and for what is neither a part nor a number.
     """
     path, *words = re.split(r"[\s,;:=@]+", text[:LONGEST])
-    if not words or not exists(with_found_ending(path)):
+    if not words or not (exists(with_found_ending(path)) or path.endswith(ENDINGS)):
         return ""
     strength, parts, named = "", dict[str, str](), ""
     for word in words:
@@ -88,7 +89,7 @@ def with_parts(text: str) -> str:
             named = named if named == BLOCK_WEIGHTS else ""
         elif value and not strength:
             strength = value
-        elif not value and not named and re.fullmatch(r"(?!x[0-9])[A-Za-z_][\w.-]*", word):
+        elif not value and not named and re.fullmatch(_PART, word) and not word.endswith(ENDINGS):
             named, parts[word] = word, ""
         else:
             return ""
@@ -139,7 +140,7 @@ def meant(text: str) -> Meant | None:
     path, value = split_strength(text)
     if value is not None:
         return Meant(path, f"{value:g}")
-    if match := re.fullmatch(_WITH_PARTS, text):
+    if match := re.fullmatch(_WITH_PARTS, with_parts(text) or text):
         return Meant(match["path"], match["strength"] or "1", _pairs(match["parts"]))
     found = strange(text)
     return Meant(*found) if found else None

@@ -24,6 +24,7 @@ from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
+from ..spellings import right_form
 
 ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""
@@ -47,7 +48,8 @@ def _strength(value: Any) -> Any:
     except OverflowError:
         raise ValueError("a number of hundreds of digits") from None
     except ValueError:
-        raise ValueError(f"{value!r} is not a number and holds no template") from None
+        right = right_form(str(value))
+        raise ValueError(f"{value!r} is not a number and holds no template{right and f'; write {right}'}") from None
     if not math.isfinite(found):
         raise ValueError(f"{value} is not finite")
     return found

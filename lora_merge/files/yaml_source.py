@@ -95,7 +95,7 @@ def parse(text: str, name: str) -> Document:
         raise UsageError(f"not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}", f"{name}{line}",
                          _advice(text, mark)) from e  # fmt: skip
     if root is None:
-        raise UsageError("the jobs file is empty", name, "start from one of the files in configs/")
+        raise UsageError("the jobs file is empty", name, "lora-merge batch --init OTHER.yaml writes a first one")
     values = _Values(name)
     return Document(values.of(root), root, tuple(values.mistakes))
 

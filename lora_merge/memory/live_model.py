@@ -43,7 +43,7 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
         return replace(index_of(label, tensors, original), config=_config(model))
     modules = _modules(model)
     if not modules:
-        raise UsageError(f"a {label} has no weights that can be changed", "merge_into",
+        raise UsageError(f"{label} has no weights that can be changed", "merge_into",
                          "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
     components = {}
     for part, module in modules.items():

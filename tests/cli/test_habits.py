@@ -518,14 +518,16 @@ def test_effective_strengths_and_names_of_one_adapter_twice(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("written", "right"), [
-    ("lora:0.8,te=0", "write {path: lora, strength: 0.8, strength_for: {te: 0}}"),
-    ("lora,te=0,lbw=1,0", 'write {path: lora, strength: 1, strength_for: {te: 0, lbw: "1,0"}}'),
+    ("lora:0.8,te=0", "write {path: lora.safetensors, strength: 0.8, strength_for: {te: 0}}"),
+    ("lora,te=0,lbw=1,0", 'write {path: lora.safetensors, strength: 1, strength_for: {te: 0, lbw: "1,0"}}'),
     ("<lora:ink:0.8>", "write ink.safetensors:0.8"), ("<lora:ink:0.5:0.8>", "strength_for: {unet: 0.8, te: 0.5}"),
     ("lora=0.8", "write lora.safetensors:0.8"), ("lora.safetensors@0.8", "write lora.safetensors:0.8"),
     ("lora:80%", "write lora.safetensors:0.8"), ("lora.safetensors:0,8", "write lora.safetensors:0.8"),
     ("https://huggingface.co/me/style", "download it first: hf download me/style"), ("hf://a/b", "hf download a/b"),
+    ("elsewhere/lora.safetensors:0.5;te=0", "write {path: elsewhere/lora.safetensors, strength: 0.5, strength_for: {te: 0}}"),
+    ({"path": "lora", "strength": "80%"}, "write 0.8"),
 ])  # fmt: skip
-def test_adapters_of_a_jobs_file_as_on_the_command_line(run: Run, written: str, right: str) -> None:
+def test_adapters_of_a_jobs_file_as_on_the_command_line(run: Run, written: str | dict[str, str], right: str) -> None:
     Path("jobs.json").write_text(json.dumps([{"base": "base", "adapters": [written], "output": "o"}]))
     code, _, err = run("batch", "jobs.json")
     assert code == 2 and right in err
@@ -537,10 +539,11 @@ PAIR = 'write ("lora.safetensors", 0.8) in the list of adapters, or strengths=[0
 @pytest.mark.parametrize(("written", "right"), [
     *((text, PAIR) for text in ("lora.safetensors:0.8", "lora=0.8", "lora@0.8", "lora.safetensors:80%", "<lora:lora:0.8>")),
     ("lora.safetensors:0.8,te=0", 'write lora_merge.Adapter("lora.safetensors", 0.8, (("te", 0),))'),
-    ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora", 1, (("te", 0), ("lbw", "1,0"),))'),
+    ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora.safetensors", 1, (("te", 0), ("lbw", "1,0"),))'),
     ("https://huggingface.co/me/style", "download it first: hf download me/style"),
     ("me/style", "if it is a name on the Hub, download it first: hf download me/style; else check the path"),
     ("loras/*.safetensors", "name each file"),
+    ("lora:0.5;te=0", 'write lora_merge.Adapter("lora.safetensors", 0.5, (("te", 0),))'),
 ])  # fmt: skip
 def test_adapters_in_python_as_on_the_command_line(run: Run, written: str, right: str) -> None:
     for act in (lora_merge.plan, lora_merge.merge, lambda base, one, *_: lora_merge.merge_state_dict(load(Path("base.safetensors")), one)):  # fmt: skip
@@ -556,3 +559,28 @@ def test_an_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) ->
     assert right == 'load_adapter("lora.safetensors") * 0.8'
     (term,) = eval(f"lora_merge.{right}").terms
     assert term[1] == 0.8
+
+
+@pytest.mark.parametrize(("adapters", "options", "right"), [
+    (["lora", 0.5], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
+    ([(0.5, "lora")], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
+    ("lora", {"strength_for": "te=0"}, 'give a table such as {"NAME": VALUE}, or a list of pairs'),
+    ("lora", {"precision": "fp16"}, "did you mean dtype?"), ("lora", {"out": "x"}, "did you mean output?"),
+    ("lora", {"weights": [1]}, "did you mean strengths?"),
+])  # fmt: skip
+def test_mistakes_in_python_are_answered_with_what_can_be_typed(run: Run, adapters: object, options: dict[str, object], right: str) -> None:  # fmt: skip
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.plan("base", adapters, **options)  # type: ignore[arg-type]
+    assert e.value.fix == right
+
+
+def test_a_path_for_a_state_dict_is_answered_with_the_function_for_files(run: Run) -> None:
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.merge_state_dict("base.safetensors", "lora")  # type: ignore[arg-type]
+    assert "for files there is lora_merge.merge" in e.value.fix
+
+
+def test_a_jobs_file_in_the_place_of_a_base_is_for_batch(run: Run) -> None:
+    Path("jobs.yaml").write_text("")
+    assert run("jobs.yaml")[2].endswith("fix:   write lora-merge batch jobs.yaml\n")
+    assert "lora-merge batch --init OTHER.yaml" in run("batch", "jobs.yaml")[2]

@@ -76,6 +76,8 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
 
 def check_command(word: str, commands: Mapping[str, str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
+    if word.endswith((".yaml", ".yml", ".csv")) and exists(word):
+        raise UsageError("a jobs file, and not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
     if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
