@@ -318,8 +318,9 @@ def looks_like_adapter(index: Index) -> bool:
     A model that was saved with an adapter attached is a base: it also holds the weights of the adapter's layers.
     """
     found = [module_and_row for key in index.tensors if (module_and_row := split(key)) is not None]
-    marked = [module for module, row in found if row.slot not in SHARED and row.ending != ".weight"]
-    count = len(marked) + sum(row.slot == "on_input" for _, row in found)  # each has a `.weight` beside it
+    marked = {module for module, row in found if row.slot not in SHARED and row.ending != ".weight"}
+    count = sum(row.ending != ".weight" and module in marked for module, row in found)
+    count += sum(row.slot == "on_input" for _, row in found)  # each has a `.weight` beside it
     if count * 2 <= len(index.tensors):
         return False
     layers = {f"{module}.base_layer.weight" for module in marked}

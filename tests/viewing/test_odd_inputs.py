@@ -115,3 +115,17 @@ def test_numbers_of_any_size_are_measured_and_told_as_strict_json(size: float, t
     told = found["sizes"]["all"]
     assert told["broken"] == (0 if isfinite(size) else 9)
     assert told["largest"] == (abs(size) if isfinite(size) else 0.0)
+
+
+@pytest.mark.parametrize("tensors", [
+    {"oft_blocks": (4, 4, 4)},
+    {"lora_up.weight": (16, 4), "lora_down.weight": (4, 16), "dora_scale": (16, 1)},
+], ids=["oft", "dora"])  # fmt: skip
+def test_numbers_that_any_algorithm_has_beside_its_tensors_hide_no_adapter(
+    tensors: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """LyCORIS writes an alpha for each module, also beside one tensor alone; half of the tensors are such numbers."""
+    named = {f"lycoris_blocks_{n}_q.{end}": rand(*shape) for n in range(2) for end, shape in tensors.items()}
+    alphas = {f"lycoris_blocks_{n}_q.alpha": torch.tensor(1.0) for n in range(2)}
+    facts = lora_merge.inspect(save(named | alphas, tmp_path / "a.safetensors"))
+    assert (facts["kind"], facts["modules"]) == ("adapter", 2)
