@@ -179,10 +179,15 @@ class Plan(Shown):
     @property
     def changed(self) -> int:
         """The number of output tensors that adapters change."""
+        return len(self.changing)
+
+    @property
+    def changing(self) -> Sequence[OutputTensor]:
+        """The output tensors that adapters change: by their formulas, or by a tensor that takes their place."""
         own = self.base.tensors
         new = {one.name for made in self.quantising.made.values() for one in made.beside}
         targets = [t for f in self.files for t in f.targets]
-        return sum([1 for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new)])
+        return [t for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new)]
 
     @property
     def codes(self) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile, Module
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.blocks import Block
@@ -19,7 +20,7 @@ from ..engine.devices import place
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, convert, stage
 from ..engine.storing.recoding import Codes, read_back, refitted
-from ..engine.tensors import TensorCache, stored_numbers, weight_values
+from ..engine.tensors import Fetch, TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..measure import RETAINED, Measure, Measures, Share, total
@@ -107,17 +108,42 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
-        targets = [t for f in plan.files for t in f.targets if t.uses]
+        before = dict(_replaced(plan))
+        targets = [t for f in plan.files for t in f.targets if t.uses or t.name in before]
         told = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
         for target in targets:
             told(target.nbytes)
-            measures.tensors[target.name] = _measured(target, tensors)
+            old = before.get(target.name)
+            found = _measured(target, tensors) if old is None else _exchanged(target, old, factors.fetch)
+            measures.tensors[target.name] = found
             factors.forget()
             tensors.kept.clear()
-    found = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
-    for name, one in found.get("tensors", {}).items():
+    told_of = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
+    for name, one in told_of.get("tensors", {}).items():
         one |= shown.get(name, {})
-    return {**found, "warnings": list(_warnings(plan, measures))} if found else {}
+    return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}
+
+
+def _replaced(plan: Plan) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the weights that adapters replace as a whole, each with the base's tensor, where both are plain numbers of
+    one shape."""
+    own, packed = plan.base.tensors, plan.base.packed
+    for target in (t for t in plan.changing if not t.uses and t.packed is None):
+        old = own.get(target.name)
+        if old is not None and old.shape == target.shape and old.name not in packed:
+            yield target.name, old
+
+
+def _exchanged(target: OutputTensor, old: StoredTensor, fetch: Fetch) -> Measure:
+    """Return the measure of a weight that an adapter replaces."""
+    found, at = Measure(), place("cpu", "F32")
+    both = (weight_values(weight, fetch).reshape(-1) for weight in (Weight(old.shape, old), target.weight))
+    for rows, merged in zip(*(torch.split(values, PART) for values in both), strict=True):
+        (before,), (after,) = stage([rows], at), stage([merged], at)
+        written = torch.empty(after.shape, dtype=TORCH_DTYPES[target.dtype])
+        convert(after, written)
+        found += _sums(before, after, stage([written], at)[0])
+    return found
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
@@ -138,20 +164,26 @@ def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True
     """Return the measure of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
     found, largest, covered = Measure(), 0.0, True
     for block, rows, merged in merged_blocks(target, tensors):
-        delta, applied, noise, changed, cut = merged - rows, None, 0.0, 0, 0
         written = _written(target, block, merged, tensors)
         largest, covered = max(largest, float(merged.abs().max())), covered and written is not None
-        if written is not None and not (target.packed is not None and target.weight.padded):
-            stored = stage([written], place("cpu", "F64"))[0].view(rows.shape)
-            rest, cut = stored - rows, int((merged.isfinite() & ~stored.isfinite()).sum())
-            applied, noise = float((rest * delta).sum(dtype=torch.float64)), _squared(rest - delta)
-            changed = int(rest.count_nonzero())
-        squares, count = _squared(delta), rows.numel()
-        whole = Share(squares, squares, applied)
-        found += Measure(count, count, changed, cut, _squared(rows), noise, float(delta.abs().max()), whole, {0: whole})
+        known = written is not None and not (target.packed is not None and target.weight.padded)
+        stored = stage([written], place("cpu", "F64"))[0].view(rows.shape) if written is not None and known else None
+        found += _sums(rows, merged, stored)
     if covered or not refit or not isfinite(largest):
         return found
     return _measured(refitted(target, largest, tensors.fetch), tensors, refit=False)
+
+
+def _sums(rows: Tensor, merged: Tensor, stored: Tensor | None) -> Measure:
+    """Return the sums over numbers before and after a merge; `stored`: as the output holds them, where it is known."""
+    delta, applied, noise, changed, cut = merged - rows, None, 0.0, 0, 0
+    if stored is not None:
+        rest, cut = stored - rows, int((merged.isfinite() & ~stored.isfinite()).sum())
+        applied, noise = float((rest * delta).sum(dtype=torch.float64)), _squared(rest - delta)
+        changed = int(rest.count_nonzero())
+    squares, count = _squared(delta), rows.numel()
+    whole = Share(squares, squares, applied)
+    return Measure(count, count, changed, cut, _squared(rows), noise, float(delta.abs().max()), whole, {0: whole})
 
 
 def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchTensors) -> Tensor | None:
@@ -213,6 +245,7 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
                 kinds[kind][group] = kinds[kind].get(group, Size()) + found
             if name in shown:
                 seen[name] = of_matrix(values)
+            del values  # before the next one is read
             cache.forget()
     made = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
     for name, one in made["tensors"].items():

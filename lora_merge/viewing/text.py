@@ -156,7 +156,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
                              f"{_kept(every)} of it is kept in the base's dtype")  # fmt: skip
         yield from (line("warning", warning) for warning in numbers["warnings"])
-    else:
+    elif numbers is None:
         yield line("kept", "--weights tells how much of the change the base's dtype can hold")
     yield from (line("note", note) for note in match["notes"])
 

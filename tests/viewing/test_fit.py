@@ -123,3 +123,22 @@ def test_a_recipe_of_another_program_does_no_harm(recipe: str, tmp_path: Path) -
     facts = inspect(save({"a": torch.zeros(2)}, tmp_path / "m.safetensors", {"lora_merge.recipe": recipe}))
     assert not facts.get("merged")
     assert not facts.get("undo")
+
+
+def test_a_tensor_that_takes_the_place_of_the_base_s_has_its_numbers(tmp_path: Path) -> None:
+    """As in norms that PEFT trains; and without any other change nobody is told to ask for what is there."""
+    base = {"model.layers.0.norm.weight": torch.ones(64).bfloat16(), "model.layers.0.q_proj.weight": rand(64, 64)}
+    new = 1 + rand(64)
+    adapter = tmp_path / "ln"
+    adapter.mkdir()
+    save({"base_model.model.model.layers.0.norm.ln_tuning_layers.weight": new}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LN_TUNING", "target_modules": ["norm"]}')
+    facts = inspect(save(base, tmp_path / "base.safetensors"), adapter, weights=True)
+    every = facts["match"]["numbers"]["all"]
+    delta, applied = new.double() - 1, new.bfloat16().double() - 1
+    assert every["change"] == pytest.approx(delta.norm().item(), rel=1e-4)
+    assert every["weight"] == 8
+    assert every["changed"] == pytest.approx((applied != 0).double().mean().item(), rel=1e-4)
+    assert every["retained"] == pytest.approx(float((applied * delta).sum() / (delta * delta).sum()), rel=1e-4)
+    assert "--weights tells" not in "\n".join(lines(facts))
+    assert "--weights tells" in "\n".join(lines(inspect(tmp_path / "base.safetensors", adapter)))
