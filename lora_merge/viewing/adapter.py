@@ -83,6 +83,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "trained": training(index),
         "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
         "parts": parts(file.modules), "incomplete": [*_incomplete(file, lacking)], "ignored": dict(file.ignored),
+        "whole": [t.name for t in file.strange],
     }  # fmt: skip
 
 

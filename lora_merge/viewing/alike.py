@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -93,12 +93,21 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
         told.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
+    if left := _left_out(files, base):
+        told.append(Note(f"{left} tensors that are stored whole, or change no weight, are not compared"))
     by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
         "blocks": by_block, "modules": table,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
     }  # fmt: skip
+
+
+def _left_out(files: Sequence[AdapterFile], base: Path | None) -> int:
+    """Return the number of tensors of two adapters that are not looked at: those that take the place of the base's, and
+    without a base the changes of biases and other parameters."""
+    others = (m for file in files for m in file.modules if m.parameter != "weight" and base is None)
+    return sum(len(file.strange) for file in files) + sum(len(m.slots) for m in others)
 
 
 def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str | None]]:

@@ -84,11 +84,13 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     for key in ("ranks", "alphas"):
         if facts.get(key):
             yield line(key, _numbers(facts[key], facts.get(f"{key[:-1]}_range", {})))
+    if whole := facts.get("whole"):
+        yield line("whole", f"{plural(len(whole), 'tensor')} in place of the base's own: {listed(whole)}")
     yield from _stored(facts)
     if incomplete := facts.get("incomplete"):
         are = "modules are" if len(incomplete) > 1 else "module is"
         yield line("warning", f"{len(incomplete)} {are} incomplete: {listed(incomplete)}")
-    if numbers := facts.get("weights"):
+    if (numbers := facts.get("weights")) and facts.get("modules") != 0:
         yield from _changed(numbers)
     yield from _sized(facts.get("sizes") or {})
 
