@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -51,8 +52,7 @@ def card(plan: Plan, earlier: Path | None) -> bytes | None:
     if front is None:
         return None
     rest = _SECTION.sub("", body).strip("\n")
-    made = {name: value for name, value in front.items() if name not in ENTRIES} | _entries(plan, front)
-    parts = [f"---\n{_yaml(made)}---", "\n".join([BEGIN, *_section(plan), END]), rest]
+    parts = [f"---\n{_edited(old, front, _entries(plan, front))}---", "\n".join([BEGIN, *_section(plan), END]), rest]
     return ("\n\n".join(part for part in parts if part) + "\n").encode("utf-8", "replace")
 
 
@@ -62,7 +62,7 @@ def read_card(path: Path) -> str | None:
         return ""
     try:
         with open_regular(path) as f:
-            return f.read().decode() if FileState.of(f.fileno()).size <= LIMIT else None
+            return f.read().decode("utf-8-sig") if FileState.of(f.fileno()).size <= LIMIT else None
     except (OSError, ValueError, MergeError):
         return None
 
@@ -83,6 +83,27 @@ def _split(text: str) -> tuple[dict[str, Any] | None, str]:
     return (front if isinstance(front, dict) else None), text[match.end() :]
 
 
+def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
+    """Return the front matter of a card with our entries; the others stay letter by letter, with their comments, as
+    programs do not agree on what `language: no` or `1.10` mean."""
+    import yaml
+
+    made = {name: value for name, value in front.items() if name not in (*ENTRIES, *ours)} | ours
+    match = _FRONT.match(card)
+    text = match[1].replace("\r\n", "\n") if match else ""
+    root = yaml.compose(text, yaml.SafeLoader)
+    keys = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    starts = [0, *(key.start_mark.index for key in keys[1:]), len(text)]
+    kept = [
+        text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False) if key.value in made.keys() - ours.keys()
+    ]
+    edited = "".join(kept) + _yaml(ours)
+    try:
+        return edited if yaml.safe_load(edited) == made else _yaml(made)
+    except yaml.YAMLError:  # in braces, or with a word that stands for an entry that is gone
+        return _yaml(made)
+
+
 def _yaml(front: Mapping[str, Any]) -> str:
     import yaml
 
@@ -92,7 +113,7 @@ def _yaml(front: Mapping[str, Any]) -> str:
 def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that say what the output is. https://huggingface.co/docs/hub/model-cards."""
     tags = front.get("tags")
-    held = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    held = [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str | int | float)]
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
     return {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",

@@ -224,3 +224,30 @@ def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(
     (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs}))
     assert CliRunner().invoke(app, ["batch", str(tmp_path / "jobs.yaml"), *words]).exit_code == 0
     assert [out.with_suffix(".md").is_file() for out in outputs] == cards
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_the_entries_of_a_card_stay_as_they_are_written(mark: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """`no` is Norwegian to a hub and a truth value to others; comments are words too; a tag alone is a tag."""
+    base, adapter = inputs
+    theirs = "# ours\nlanguage: no  # norsk\nversion: 1.10\n"
+    text = f"{mark}---\n{theirs}tags: llama\nlicense: mit\nwidget: 'x'\n---\nIts words.\n"
+    (base / "README.md").write_text(text, encoding="utf-8")
+    lora_merge.merge(base, adapter, tmp_path / "out")
+    made = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert made.startswith(f"---\n{theirs}widget: 'x'\n")
+    assert front(made)["tags"] == ["llama", "merge", "lora-merge"]
+    assert made.count("---\n") == 2
+    assert made.count("mit") == 1  # among the licences of the inputs
+    lora_merge.merge(tmp_path / "out", adapter, tmp_path / "again")
+    assert (tmp_path / "again" / "README.md").read_text(encoding="utf-8").startswith(f"---\n{theirs}widget: 'x'\n")
+
+
+@pytest.mark.parametrize("entries", ["{license: mit, widget: x}\n", "license: &a x\nwidget: *a\n"])
+def test_entries_that_cannot_be_kept_by_the_letter_keep_their_meaning(
+    entries: str, inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = inputs
+    (base / "README.md").write_text(f"---\n{entries}---\nIts words.\n")
+    lora_merge.merge(base, adapter, tmp_path / "out")
+    assert front((tmp_path / "out" / "README.md").read_text())["widget"] == "x"
