@@ -305,8 +305,8 @@ def test_a_convolution_trained_in_bypass_mode(
     [
         (BOFT, (8, 8, 8), {}, "different groups were mixed"),
         (OFT, (8, 16, 8), {}, "different groups were mixed"),
-        (IA3, (8, 12, 2), {"bypass_mode": "False"}, "no metadata tells"),
-        (IA3, (9, 12, 3), {"bypass_mode": "False"}, "no metadata tells"),
+        (IA3, (8, 12, 2), {"bypass_mode": "False"}, "no metadata says"),
+        (IA3, (9, 12, 3), {"bypass_mode": "False"}, "no metadata says"),
     ],
 )
 def test_what_no_weight_of_a_convolution_in_groups_holds_is_refused(

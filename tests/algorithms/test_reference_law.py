@@ -256,7 +256,7 @@ EQUAL = (
     "taps) - 2, count))", "len(whole) - cut",  # rows that are cut off later
     "g.out > 1",  # of a single row
     "_turned_rows: − → + in b =", "series: − → + in power,",  # the other axis of
-    "inputs_turned: − → + in b =", "miss_bat: 1 → 2 in rank =", "first: 1 → 2 in b =", "1 → 2 in side =", "− → + in side =",  # square
+    "inputs_turned: − → + in b =", "miss_bat: 1 → 2 in rank =", "peft_oft1: 1 → 2 in b =", "1 → 2 in side =", "− → + in side =",  # square
     "delora: − → + in return",  # blocks, and one number as [1]
 )  # fmt: skip
 """What the lines of changes hold that change nothing that can be seen."""
