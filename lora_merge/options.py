@@ -237,9 +237,10 @@ def text(value: Any, where: str) -> str:
     return value
 
 
-def unlike(value: Any, where: str, wanted: str) -> UsageError:
+def unlike(value: Any, where: str, wanted: str, fix: str = "") -> UsageError:
     """Return the error for a value of a wrong type."""
-    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, f"give {wanted}")
+    fix = fix or f"give {wanted}"
+    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, fix)
 
 
 def a_list(value: Any, where: str, wanted: str) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ..adapters.file import FileValues
 from ..disk.files import Memory, StoredTensor
 from ..engine.placement import FILE_DTYPES, host
-from ..errors import InputError, UsageError
+from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.pickles import raw_bytes
 from ..models.names import Names
@@ -37,7 +37,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
         fix = "give model.state_dict(); for files there is lora_merge.merge, for a model in place merge_into"
-        raise UsageError(unlike(tensors, name, "a table of names and tensors").what, name, fix)
+        raise unlike(tensors, name, "a table of names and tensors", fix)
 
     @lru_cache(maxsize=4)  # a tensor on a GPU is copied to the host once, also if it is read in pieces
     def of_tensor(value: Tensor) -> memoryview:
