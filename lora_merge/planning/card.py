@@ -88,16 +88,14 @@ def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
     programs do not agree on what `language: no` or `1.10` mean."""
     import yaml
 
-    made = {name: value for name, value in front.items() if name not in (*ENTRIES, *ours)} | ours
+    made = {name: value for name, value in front.items() if name not in ENTRIES} | ours
     match = _FRONT.match(card)
     text = match[1].replace("\r\n", "\n") if match else ""
     root = yaml.compose(text, yaml.SafeLoader)
     keys = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     starts = [0, *(key.start_mark.index for key in keys[1:]), len(text)]
-    kept = [
-        text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False) if key.value in made.keys() - ours.keys()
-    ]
-    edited = "".join(kept) + _yaml(ours)
+    own = {key.value: text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False)}
+    edited = "".join(_yaml({name: ours[name]}) if name in ours else own.get(name, "") for name in made)
     try:
         return edited if yaml.safe_load(edited) == made else _yaml(made)
     except yaml.YAMLError:  # in braces, or with a word that stands for an entry that is gone

@@ -235,12 +235,13 @@ def test_the_entries_of_a_card_stay_as_they_are_written(mark: str, inputs: tuple
     (base / "README.md").write_text(text, encoding="utf-8")
     lora_merge.merge(base, adapter, tmp_path / "out")
     made = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert made.startswith(f"---\n{theirs}widget: 'x'\n")
+    kept = f"---\n{theirs}tags:\n- llama\n- merge\n- lora-merge\nwidget: 'x'\n"
+    assert made.startswith(kept)
     assert front(made)["tags"] == ["llama", "merge", "lora-merge"]
     assert made.count("---\n") == 2
     assert made.count("mit") == 1  # among the licences of the inputs
     lora_merge.merge(tmp_path / "out", adapter, tmp_path / "again")
-    assert (tmp_path / "again" / "README.md").read_text(encoding="utf-8").startswith(f"---\n{theirs}widget: 'x'\n")
+    assert (tmp_path / "again" / "README.md").read_text(encoding="utf-8").startswith(kept)
 
 
 @pytest.mark.parametrize("entries", ["{license: mit, widget: x}\n", "license: &a x\nwidget: *a\n"])
