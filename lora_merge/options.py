@@ -239,8 +239,7 @@ def text(value: Any, where: str) -> str:
 
 def unlike(value: Any, where: str, wanted: str, fix: str = "") -> UsageError:
     """Return the error for a value of a wrong type."""
-    fix = fix or f"give {wanted}"
-    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, fix)
+    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, fix or f"give {wanted}")
 
 
 def a_list(value: Any, where: str, wanted: str) -> list[Any]:
