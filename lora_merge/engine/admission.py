@@ -35,13 +35,16 @@ def admit(plan: Plan) -> Plan:
 
 
 def _require_room(plan: Plan) -> None:
-    """Raise ResourceError if the changes of one weight, which become one change, take more than the memory limit."""
+    """Raise ResourceError if one weight whose changes become one change takes more than the memory limit."""
     met = [t for f in plan.files for t in f.targets if t.combining is not None]
     largest = max((b for t in met for b in blocks(t)), key=lambda b: b.room, default=None)
     if largest is not None and largest.room > plan.job.max_memory:
         needed = f"give --max-memory {-(-largest.room >> 20)}MiB"
+        what = (
+            "a whole weight at once, which takes" if largest.by_rows else "all changes of a weight at once, which take"
+        )
         raise ResourceError(
-            f"{plan.job.method} needs all changes of a weight at once, which take {size(largest.room)}",
+            f"{plan.job.method} needs {what} {size(largest.room)}",
             f"{largest.target.name}: --max-memory {plan.job.max_memory}", needed,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar
 
+from ..algorithms import ALGORITHMS
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 from ..ranges import Ranges
@@ -21,6 +22,14 @@ FURTHER: Final = 5
 """Arrays of a block's size beside one for each adapter: base and its buffer, magnitudes, and temporaries."""
 
 Work = TypeVar("Work")
+
+ROWS_BYTES: Final = 8 + 4
+ROWS_ROOM: Final = 2**27
+"""Bytes for a block whose changes are computed by rows: for a number its base, and what stochastic rounding makes of
+it; and for all together counts, places, some rows."""
+
+BY_ROWS: Final = 2**21
+"""Numbers of a block up to which its changes are computed as a whole, where they become one change."""
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
@@ -45,6 +54,14 @@ class BlockPart:
         """Whether the formula needs rows of the base that lie outside this block."""
         patch = self.use.patch
         return self.taken is not None and patch.reads_base and len(patch.view.row_slices) > 1
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of ΔW follows from its own entries of the stored tensors and its own row of the base."""
+        patch = self.use.patch
+        row = ALGORITHMS[patch.algorithm]
+        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuilds or patch.beside
+        return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
 
     def entries(self, axis_length: int) -> tuple[int, int]:
         """Return (first, count) of the needed entries along an axis that `row_axes` names."""
@@ -105,11 +122,21 @@ class Block:
         return {piece.key for view in views for piece in view.row_slices}
 
     @property
+    def by_rows(self) -> bool:
+        """Whether a CPU computes the changes of this block some rows at a time, each time that they are read, as they
+        become one change and take much memory."""
+        combines = self.target.combining is not None and self.elements > BY_ROWS
+        return combines and len(self.target.shape) > 1 and all(s.by_rows for s in self.slices)
+
+    @property
     def room(self) -> int:
         """The bytes that the changes of this block take at once, with temporaries, where they become one change; 0 for
         other blocks, which are small."""
         if self.target.combining is None:
             return 0
+        if self.by_rows:
+            plain = self.target.packed is None and self.target.weight.packed is None
+            return (ROWS_BYTES if plain else 8 * FURTHER) * self.elements + ROWS_ROOM
         return 8 * self.elements * (len({s.use.patch.adapter for s in self.slices}) + FURTHER)
 
     @property

@@ -5,21 +5,25 @@ The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import torch
 
 from ..algorithms import ALGORITHMS, Algorithm, dora
-from .combining import combined
+from .by_rows.rows import Rows
+from .combining import combined, combined_rows
 from .devices import narrow
+from .measuring.placement import strided
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..method_numbers import Numbers
     from .blocks import Block
 
 
@@ -51,6 +55,22 @@ class StackedPatch:
         return replace(self, tensors=replace(self.tensors, **tensors), strength=_single(self.strength, number),
                        view=view, magnitude=magnitude)  # fmt: skip
 
+    def part(self, rows: slice) -> StackedPatch | None:
+        """Return the formula for some rows of a block that is changed by rows, which become a block of their own; None
+        where it changes none of them."""
+        low, high = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        if low >= high:
+            return None
+        cut = {}
+        for slot, axis in (self.algorithm.row_axes or {}).items():
+            if (tensor := getattr(self.tensors, slot)) is not None:
+                cut[slot] = _cut(tensor, axis if axis < 0 else axis + 1, low - self.rows.start, high - low)
+        magnitude = self.magnitude
+        if magnitude is not None:
+            magnitude = magnitude[0], _cut(magnitude[1], 1, low - self.rows.start, high - low)
+        return replace(self, tensors=replace(self.tensors, **cut), rows=slice(low - rows.start, high - rows.start),
+                       magnitude=magnitude)  # fmt: skip
+
     def region(self, block: Tensor) -> Tensor:
         """Return the part of a block [n, rows, cols] that the formula changes, transposed if the formula is."""
         part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
@@ -61,11 +81,21 @@ def _single(value: Any, number: int) -> Any:
     return value[number : number + 1].clone() if isinstance(value, torch.Tensor) else value
 
 
+def _cut(tensor: Tensor, axis: int, first: int, count: int) -> Tensor:
+    return tensor.narrow(axis, first, count).contiguous()
+
+
 def separable(block: Block) -> bool:
-    """Return whether the formulas of stacked blocks can be computed one by one, where a CPU asks for that."""
+    """Return whether blocks like this one can be stacked on a CPU: their formulas can be computed one by one where that
+    is needed, and some rows at a time where they are large."""
     target, rows = block.target, [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
     several = target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
-    return not (narrow(block.last - block.first, block.cols) and (several or any(row.prepare for row in rows)))
+    thin = narrow(block.last - block.first, block.cols)
+    return not (block.by_rows or (thin and (several or any(row.prepare for row in rows))))
+
+
+SampleOf: TypeAlias = Callable[[range], "Tensor"]
+"""Function that returns rows [n, k, cols] of a change of n weights."""
 
 
 class ChangeObserver(Protocol):
@@ -74,7 +104,7 @@ class ChangeObserver(Protocol):
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record blocks to which all changes up to those of an adapter are added."""
 
-    def note_change(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
         """Record a change that becomes one change with others."""
 
 
@@ -118,17 +148,39 @@ def new_weights(
     parts: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
         parts.setdefault(s.adapter, []).append(k)
-    changes = [_of_adapter(base, [stacks[k] for k in own]) for own in parts.values()]
-    if observer is not None:
-        for one, (number, own) in zip(changes, parts.items(), strict=True):
-            observer.note_change(number, one, [b.slices[own[0]].use.strength for b in blocks])
+    own = [[stacks[k] for k in some] for some in parts.values()]
+    if blocks[0].by_rows and base.device.type == "cpu":
+        (block,) = blocks  # as it is not `separable`
+        by_rows = [_rows_of_adapter(base, some) for some in own]
+        _note_changes(observer, blocks, parts, [partial(_sampled, c) for c in by_rows])
+        for rows, part in combined_rows(combining.method.name, by_rows, *_given(block, parts)).blocks():
+            base[0, rows] += part
+        return base
+    changes = [_of_adapter(base, some, some[0].strength) for some in own]
+    _note_changes(observer, blocks, parts, [partial(strided, c) for c in changes])
     for n, block in enumerate(blocks):
-        uses = [[block.slices[k].use for k in own] for own in parts.values()]
-        seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
-        strengths = [own[0].strength for own in uses]
-        base[n] += combined(combining.method.name, [c[n] for c in changes], strengths, combining.numbers, seeds,
+        base[n] += combined(combining.method.name, [c[n] for c in changes], *_given(block, parts),
                             vector=len(block.target.shape) < 2)  # fmt: skip
     return base
+
+
+def _given(block: Block, parts: Mapping[int, Sequence[int]]) -> tuple[list[float], Numbers, list[str]]:
+    """Return the strengths, the numbers and the seeds with which the changes of a block become one. `parts`: adapter →
+    the numbers of its patches."""
+    combining = block.target.combining
+    assert combining is not None, "its changes become one"
+    uses = [[block.slices[k].use for k in own] for own in parts.values()]
+    seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
+    return [own[0].strength for own in uses], combining.numbers, seeds
+
+
+def _note_changes(
+    observer: ChangeObserver | None, blocks: Sequence[Block], parts: Mapping[int, Sequence[int]], samples: Sequence[SampleOf]
+) -> None:
+    """Record the change of each adapter."""
+    if observer is not None:
+        for (number, own), sample in zip(parts.items(), samples, strict=True):
+            observer.note_change(number, sample, [b.slices[own[0]].use.strength for b in blocks])
 
 
 def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None) -> Tensor:
@@ -141,13 +193,28 @@ def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], observer:
     return base
 
 
-def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
-    """Return the change by one adapter [n, rows, cols], at strength 1 in the rows of its first formula; where others
-    have another strength, their rows are scaled by the ratio."""
+def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch], strength: Tensor) -> Tensor:
+    """Return the change by one adapter [n, rows, cols], at strength 1 in the rows of its first formula, which has this
+    strength; where others have another strength, their rows are scaled by the ratio."""
     found = torch.zeros_like(base)
     for s in stacks:
-        _add(s, s.region(found), s.strength / stacks[0].strength, base, read=not s.algorithm.reads_base)
+        _add(s, s.region(found), s.strength / strength, base, read=not s.algorithm.reads_base)
     return found
+
+
+def _rows_of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Rows:
+    """Return the same change of one weight, by rows. Those of `base` [1, rows, cols] may change once they were read."""
+
+    def read(rows: slice) -> Tensor:
+        parts = [part for s in stacks if (part := s.part(rows)) is not None]
+        return _of_adapter(base[:, rows], parts, stacks[0].strength)[0]
+
+    return Rows((base.shape[1], base.shape[2]), read)
+
+
+def _sampled(change: Rows, rows: range) -> Tensor:
+    """Return rows [1, k, cols] of a change."""
+    return change.of_rows(torch.tensor(rows)).dense().unsqueeze(0)
 
 
 class Rule(Protocol):

@@ -19,7 +19,7 @@ from ..algorithms import DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.arithmetic import largest
-from ..files.codecs.draws import Draw, draws, to_floats
+from ..files.codecs.draws import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from ..text import Note
@@ -227,7 +227,8 @@ class BlockMerger:
         if blocks[0].target.packed is not None:
             return Folded(merged, sample)
         if self.draw is not None and one.into.dtype.itemsize < 4:
-            merged = torch.stack([self.drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
+            drawn = [self.drawn(block, v) for block, v in zip(blocks, merged.unbind(), strict=True)]
+            merged = drawn[0].unsqueeze(0) if len(drawn) == 1 else torch.stack(drawn)  # which copies also one
             if isinstance(sample, RowSample):
                 sample.note_stored(merged)
         read = bring_sums([sample] if isinstance(sample, RowSample) and sample.on_device else [], lane)
@@ -245,8 +246,9 @@ class BlockMerger:
     def drawn(self, block: Block, values: Tensor) -> Tensor:
         """Return merged values as numbers of the output's dtype, rounded stochastically where that is asked for."""
         own = values if codecs_on(values.device) else host(values)
-        uniform = self._uniform(block, own.device)
-        return own if uniform is None else to_floats(own.reshape(-1), block.target.dtype, uniform).view(values.shape)
+        target, at = block.target, block.first * block.cols
+        with computing(own.device):
+            return own if self.draw is None else rounded(own, target.dtype, partial(self.draw, target.stored), at)
 
     def _recoded(
         self, group: Sequence[Item], merged: Tensor, sample: RowSample | None, lane: DeviceStream | None
@@ -317,8 +319,7 @@ class BlockMerger:
             return False
         block, base = item.block, item.base
         if base is item.into and block.target.packed is None:  # overwritten
-            base = stored_numbers(block.target.weight, *block.stored, self.tensors.fetch)
-            base = base.view(block.last - block.first, block.cols)
+            base = stored_numbers(block.target.weight, *block.stored, self.tensors.fetch).view(item.into.shape)
         finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.tensors.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
 

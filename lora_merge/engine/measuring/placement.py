@@ -13,11 +13,15 @@ def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
-def take(values: Tensor, rows: range, into: Tensor) -> None:
-    """Copy rows of each block [n, rows, cols] to the beginning of [n, width]. The range begins at 0, and its end is a
-    multiple of its step."""
-    taken = values.narrow(1, 0, rows.stop).view(len(values), len(rows), rows.step, -1).select(2, 0)
-    held = into.narrow(1, 0, len(rows) * values.shape[2]).view(taken.shape)
+def strided(values: Tensor, rows: range) -> Tensor:
+    """Return rows [n, k, cols] of each block [n, rows, cols]. The range begins at 0, and its end is a multiple of its
+    step."""
+    return values.narrow(1, 0, rows.stop).view(len(values), len(rows), rows.step, -1).select(2, 0)
+
+
+def take(taken: Tensor, into: Tensor) -> None:
+    """Copy rows [n, k, cols] to the beginning of [n, width]."""
+    held = into.narrow(1, 0, taken.shape[1] * taken.shape[2]).view(taken.shape)
     if taken.device == held.device:
         torch.mul(taken, 1, out=held)  # a copy between tensors of one device that fakes of a GPU can make too
     else:

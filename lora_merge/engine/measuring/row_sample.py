@@ -18,12 +18,12 @@ from ..blocks import Block
 from ..device.placement import brought
 from ..fold import new_weights
 from ..placement import HOST, TORCH_DTYPES, DeviceStream, host
-from .placement import as_stored, take, workspace
+from .placement import as_stored, strided, take, workspace
 from .run_sample import RunSample, added, runs, same, several
 from .sampling import Sampling
 
 if TYPE_CHECKING:
-    from ..fold import StackedPatch
+    from ..fold import SampleOf, StackedPatch
 
 SUMS: Final = 6
 """Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
@@ -81,7 +81,7 @@ class RowSample:
             workspace(base, (3, n, width)),
             step=sampling.step(blocks[0], max(stands_for)),
         )
-        take(base, rows, sample.work.select(0, 0))
+        take(strided(base, rows), sample.work.select(0, 0))
         return sample
 
     @property
@@ -102,25 +102,25 @@ class RowSample:
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
         before = self.work.select(0, 1).clone() if self.parts else self.work.select(0, 0)
-        take(merged, self.rows[0], self.work.select(0, 1))
+        take(strided(merged, self.rows[0]), self.work.select(0, 1))
         self.parts.append(AdapterChange(adapter, self.work.select(0, 1) - before, combined=False))
 
-    def note_change(self, adapter: int, change: Tensor, strengths: Sequence[float]) -> None:
-        """Record a change [n, rows, cols] that becomes one change with others."""
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
+        """Record a change that becomes one change with others."""
         own = torch.zeros_like(self.work.select(0, 0))
-        take(change, self.rows[0], own)
+        take(change(self.rows[0]), own)
         for part, strength in zip(own.unbind(), strengths, strict=True):
             part.mul_(strength)
         self.parts.append(AdapterChange(adapter, own, combined=True))
 
     def note_merged(self, merged: Tensor) -> None:
         """Record the merged blocks [n, rows, cols]."""
-        take(merged, self.rows[0], self.work.select(0, 1))
+        take(strided(merged, self.rows[0]), self.work.select(0, 1))
 
     def note_stored(self, stored: Tensor) -> None:
         """Record what is stored [n, rows, cols], where numbers are rounded stochastically."""
         self.found = torch.zeros_like(self.work.select(0, 0))
-        take(stored, self.rows[0], self.found)
+        take(strided(stored, self.rows[0]), self.found)
 
     def on_host(self) -> RowSample:
         """Return the sample with its rows on the host."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Draw: TypeAlias = "Callable[[str, int, int], Tensor]"
 """(name of a tensor, first number, count) → uniform numbers in [0, 1), in fp32."""
 
+PIECE: Final = 2**20
+"""Numbers that are rounded at once."""
+
 STEP: Final = 0x9E3779B97F4A7C15 - 2**64
 MIXES: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 """Increment and rounds of SplitMix64 (Steele, Lea and Flood 2014), a hash of a counter; as signed numbers."""
@@ -53,6 +56,17 @@ def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
     near = (found.abs() > row.largest) & (values.abs() <= row.room)
     found = torch.where(near, found.clamp(-row.largest, row.largest), found)
     return torch.where(values.isfinite(), found, values)
+
+
+def rounded(values: Tensor, dtype: str, draw: Callable[[int, int], Tensor], at: int) -> Tensor:
+    """Return what `to_floats` does, of numbers in any shape, some at a time: their draws take many times their memory.
+    `draw`: (first, count) → uniform numbers. `at`: the place of the first number."""
+    found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    flat, into = values.reshape(-1), found.view(-1)
+    for first in range(0, len(flat), PIECE):
+        some = flat[first : first + PIECE]
+        into[first : first + PIECE] = to_floats(some, dtype, draw(at + first, len(some)))
+    return found
 
 
 def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
