@@ -175,7 +175,10 @@ def _given(block: Block, parts: Mapping[int, Sequence[int]]) -> tuple[list[float
 
 
 def _note_changes(
-    observer: ChangeObserver | None, blocks: Sequence[Block], parts: Mapping[int, Sequence[int]], samples: Sequence[SampleOf]
+    observer: ChangeObserver | None,
+    blocks: Sequence[Block],
+    parts: Mapping[int, Sequence[int]],
+    samples: Sequence[SampleOf],
 ) -> None:
     """Record the change of each adapter."""
     if observer is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,10 +22,14 @@ from ..methods import Method
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE
+from .reference.by_rows import Rows
 from .reference.floats import Array
 
 NEAR: Final = 1e-12
 """Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
+
+BLOCK: Final = 2**22
+"""Numbers of a change that are computed at once."""
 
 STEPS: Final = 100
 """The most steps of the Karcher mean."""
@@ -149,41 +153,46 @@ class Combined:
 
 
 def of_weight(
-    target: OutputTensor, parts_of: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows], Array]
+    target: OutputTensor, parts_of: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
 ) -> Combined:
-    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on all rows."""
+    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
     how, by = target.combining, dict[int, list[PatchRows]]()
     assert how is not None, "the changes of this weight become one"
     for part in parts_of:
         by.setdefault(part.patch.adapter, []).append(part)
 
-    def whole(parts: Sequence[PatchRows]) -> Array:
-        return np.asarray(np.sum([*map(change, parts)], axis=0) / parts[0].strength)
+    (out, cols), whole = target.matrix, any(costs_all(u) for u in target.uses)
+    step = max(1, out if whole else BLOCK // max(cols, 1))
+
+    def read(parts: Sequence[PatchRows], some: Array) -> Array:
+        return np.asarray(np.sum([change(p, some) for p in parts], axis=0) / parts[0].strength)
 
     strengths = [parts[0].strength for parts in by.values()]
     seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
-    parts, slack = combined(
-        how.method, map(whole, by.values()), strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2
-    )
+    changes = [Rows((out, cols), partial(read, parts), step) for parts in by.values()]
+    parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2)
     return Combined(dict(zip(by, parts, strict=True)), slack)
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
-    method: Method, changes: Iterable[Array], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
+    method: Method, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
     rows: Array, vector: bool,
 ) -> tuple[list[Array], Array]:  # fmt: skip
-    """Return the parts and the slack of rows of Δ from τᵢ [out, cols] at strength 1, one by one where that is possible.
+    """Return the parts and the slack of rows of Δ from τᵢ [out, cols] at strength 1.
 
     `vector`: for biases and norms, which slerp and karcher add.
     """
     if method.linear or method.name == "karcher":
-        return _weighted(method.name, [*changes], strengths, n, rows, added=vector)
+        return _weighted(method.name, changes, strengths, n, rows, added=vector)
     scaled: list[Array] = []
     slack: Array = np.zeros(())
     for change, strength, seed in zip(changes, strengths, seeds, strict=True):
-        ranked = change.reshape(1, -1) if vector else change  # della ranks within rows: a vector is one
-        factor, unsure = (f.reshape(change.shape)[rows] for f in _factors(method, ranked, n, seed))
-        scaled.append(strength * change[rows])
+        if vector:  # della ranks within rows: a vector is one
+            line = Rows.of(change.flat(np.asarray).reshape(1, -1))
+            factor, unsure = (f.reshape(change.shape)[rows] for f in _factors(method, line, n, seed, np.arange(1)))
+        else:
+            factor, unsure = _factors(method, change, n, seed, rows)
+        scaled.append(strength * change.at(rows))
         slack = slack + np.where(unsure, np.abs(scaled[-1]) * max(1.0, float(factor.max(initial=1.0))), 0.0)
         scaled[-1] *= factor
     if method.elects or method.name == "consensus":
@@ -201,56 +210,64 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 
 def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
-    name: str, changes: Sequence[Array], strengths: Sequence[float], n: Numbers, rows: Array, *, added: bool
+    name: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, rows: Array, *, added: bool
 ) -> tuple[list[Array], Array]:
     """Return the parts wᵢτᵢ, and their slack."""
     curved = name in ("slerp", "karcher")
     weights = list(strengths) if curved and added else _weights(name, changes, strengths, n)
-    largest = max(float(np.abs(s * t).max(initial=0.0)) for s, t in zip(strengths, changes, strict=True))
-    parts = [n.scale * w * t[rows] for w, t in zip(weights, changes, strict=True)]
-    return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale) if curved else 0.0)
+    largest = max(abs(s) * t.largest for s, t in zip(strengths, changes, strict=True)) if curved else 0.0
+    parts = [n.scale * w * t.at(rows) for w, t in zip(weights, changes, strict=True)]
+    return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale))
 
 
-def _factors(method: Method, change: Array, n: Numbers, seed: str) -> tuple[Array, Array]:
-    """Return what each entry of a change is multiplied by, and where rounding may decide otherwise."""
-    count, size = change.size, np.abs(change)
-    unsure = np.zeros(change.shape, dtype=bool)
+def _factors(method: Method, change: Rows, n: Numbers, seed: str, rows: Array) -> tuple[Array, Array]:
+    """Return what each entry of some rows of a change is multiplied by, and where rounding may decide otherwise."""
+    (out, width), size = change.shape, np.abs(change.at(rows))
+    count, unsure = out * width, np.zeros(size.shape, dtype=bool)
     if not method.keeps:
-        return np.ones(change.shape), unsure
+        return np.ones(size.shape), unsure
     if method.keeps in ("largest", "middle"):
         top = math.floor(n.gamma * count) if method.keeps == "middle" else 0
-        inner = _first(size, min(count, top + math.floor(n.density * count)), unsure)
-        return np.asarray((inner & ~_first(size, top, unsure)).astype(np.float64)), unsure
-    chance: Array = np.full(change.shape, n.density)
+        inner = _first(change, rows, size, min(count, top + math.floor(n.density * count)), unsure)
+        return np.asarray((inner & ~_first(change, rows, size, top, unsure)).astype(np.float64)), unsure
+    chance: Array = np.full(size.shape, n.density)
     if method.keeps == "ranked":
         order = np.argsort(size, axis=1, kind="stable")
-        width = max(change.shape[1] - 1, 1)
-        steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(change.shape[1]) / width
+        steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(width) / max(width - 1, 1)
         np.put_along_axis(chance, order, steps[None, :], axis=1)
-        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * size.max(initial=0.0)
+        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * change.largest
         tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
         np.put_along_axis(unsure, order, tied, axis=1)
-    drawn = uniform(seed, n.seed, count).reshape(change.shape)
+    drawn = uniform(seed, n.seed, rows[:, None] * width + np.arange(width))
     return np.where(drawn < chance, 1 / chance, 0.0), unsure
 
 
-def _first(size: Array, count: int, unsure: Array) -> Array:
-    """Return the largest `count` magnitudes, of equal ones the earlier; mark those that are near the last of them."""
-    if not 0 < count < size.size:
+def _first(change: Rows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
+    """Return which magnitudes of some rows, `size`, are among the largest `count` of all, of equal ones the earlier;
+    mark those that are near the last of them."""
+    numbers = change.shape[0] * change.shape[1]
+    if not 0 < count < numbers:
         return np.full(size.shape, count > 0)
-    at = size.size - count
-    edges = np.partition(size, (at - 1, at), axis=None)[at - 1 : at + 1]
-    kept, equal = size > edges[1], np.flatnonzero(size == edges[1])
-    kept.flat[equal[: count - int(kept.sum())]] = True
-    unsure |= np.abs(size - edges.mean()) <= NEAR * size.max()
-    return np.asarray(kept)
+    every, at = change.flat(np.abs), numbers - count
+    every.partition((at - 1, at))
+    edges = every[at - 1 : at + 1].copy()
+    left = count - int(np.count_nonzero(every[at:] > edges[1]))  # so many equal ones are among them
+    del every
+    equal = size == edges[1]
+    before = np.zeros(change.shape[0] + 1, dtype=np.int64)  # equal ones in all rows before each
+    for some, block in change.blocks():
+        before[some.start + 1 : some.stop + 1] = np.count_nonzero(np.abs(block) == edges[1], axis=1)
+    place = np.cumsum(before)[rows][:, None] + np.cumsum(equal, axis=1)
+    unsure |= np.abs(size - edges.mean()) <= NEAR * change.largest
+    return np.asarray((size > edges[1]) | (equal & (place <= left)))
 
 
-def uniform(name: str, seed: int, count: int) -> Array:
-    """Return the draws of a name and a seed: SplitMix64 of a counter, of which the upper 24 bits are the number."""
+def uniform(name: str, seed: int, places: Array) -> Array:
+    """Return the draws of a name and a seed at some places: SplitMix64 of the place, of which the upper 24 bits
+    are the number."""
     start = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:8], "little") ^ seed
     with np.errstate(over="ignore"):
-        z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64((start - 2**63) % 2**64)
+        z = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64((start - 2**63) % 2**64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray((z >> np.uint64(40)).astype(np.float64) / 2**24)
@@ -279,15 +296,18 @@ def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     return np.where(near | tiny | unsure, size, 0.0)
 
 
-def _weights(method: str, changes: Sequence[Array], strengths: Sequence[float], n: Numbers) -> list[float]:
+def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers) -> list[float]:
     """Return wᵢ with Δ = Σ wᵢτᵢ, from the cosines of all pairs."""
     count = len(changes)
     if method == "mean":
         return [s / sum(strengths) for s in strengths]
-    flat = [s * t.ravel() for s, t in zip(strengths, changes, strict=True)]
-    norms = [float(np.linalg.norm(f)) for f in flat]
-    cosines = np.array([[np.dot(a, b) / (p * q) if p and q else 0.0 for b, q in zip(flat, norms, strict=True)]
-                        for a, p in zip(flat, norms, strict=True)]).clip(-1, 1)  # fmt: skip
+    products = np.zeros((count, count))
+    for blocks in zip(*(t.blocks() for t in changes), strict=True):
+        flat = [s * block.ravel() for s, (_, block) in zip(strengths, blocks, strict=True)]
+        products += [[np.dot(a, b) for b in flat] for a in flat]
+    norms = [math.sqrt(square) for square in products.diagonal()]
+    sizes = np.outer(norms, norms)
+    cosines = np.divide(products, sizes, out=np.zeros_like(sizes), where=sizes > 0).clip(-1, 1)
     if method == "karcher":
         along = _karcher(cosines, norms)
         return [s * a / size if size else 0.0 for s, a, size in zip(strengths, along, norms, strict=True)]

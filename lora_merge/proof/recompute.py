@@ -157,8 +157,7 @@ class Recomputation:
 
     def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
         """Return rows of the base with the one change that all changes of the weight become."""
-        everything = np.arange(target.matrix[0])
-        one = of_weight(target, self._parts(target.uses), rows, lambda part: self.whole(part, everything, Made(target)))
+        one = of_weight(target, self._parts(target.uses), rows, lambda p, some: self.whole(p, some, Made(target)))
         value, terms = base + one.total, np.abs(base)
         for part in (value, *one.parts.values()):
             terms = np.maximum(terms, np.abs(part))

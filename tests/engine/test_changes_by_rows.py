@@ -68,7 +68,7 @@ CODE = """if True:
     told = lambda name: int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) >> 10
     torch.ones(64, 64, dtype=torch.float64) @ torch.ones(64, 64, dtype=torch.float64)
     folder, found = Path(sys.argv[1]), {}
-    for verify in (False,):
+    for verify in (False, True):
         Path("/proc/self/clear_refs").write_text("5")  # the peak until now is forgotten
         before = told("VmRSS")
         lora_merge.merge(folder / "base.safetensors", [folder / f"{n}.safetensors" for n in range(4)],
@@ -82,7 +82,8 @@ CODE = """if True:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_a_large_weight_takes_the_memory_of_its_base_however_many_change_it(tmp_path: Path) -> None:
-    """The changes of four adapters would take four times as much; the limit has no room for two."""
+    """The changes of four adapters would take four times as much, and the proof of them more; the limit has no room for
+    two."""
     save_file({"a.weight": rand(OUT, COLS, seed=9).bfloat16()}, tmp_path / "base.safetensors")
     for n in range(4):
         down, up = rand(4, COLS, seed=n).bfloat16(), rand(OUT, 4, seed=20 + n).bfloat16()
