@@ -139,7 +139,9 @@ def check_input(path: str) -> None:
     """Raise UsageError for an address, and for what may be the name of a model on the Hub."""
     no_address(path)
     if re.fullmatch(_HUB, path) and not exists(path) and not exists(path.partition("/")[0]):
-        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
+        fix = (
+            f"if it is a name on the Hub, download it first: hf download {path} --local-dir {path}; else check the path"
+        )
         raise UsageError("neither a file nor a folder", path[:200], fix)
 
 

@@ -165,7 +165,8 @@ def _job_of(
         other = different(old, path)
         if other is not None:
             raise VerificationFailed("the output was made from another version of an input",
-                                     f"{other} is not the {quoted(old.name)} of its recipe", "merge again")  # fmt: skip
+                                     f"{other} is not the {quoted(old.name)} of its recipe",
+                                     "name the inputs of its recipe, or merge again")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, made.path, stack)
     refs = tuple(

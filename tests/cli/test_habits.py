@@ -81,6 +81,7 @@ def test_diff_extracts_whole_matrices(run: Run) -> None:
         ("info", "inspect … (say what a file is"),
         ("cmp", "compare … (say where two models differ"),
         ("inspct", "inspect … (say"),
+        ("algo", "did you mean lora-merge algorithms …"),
         ("frobnicate", "merge, batch"),
     ],
 )
@@ -541,7 +542,7 @@ PAIR = 'write ("lora.safetensors", 0.8) in the list of adapters, or strengths=[0
     ("lora.safetensors:0.8,te=0", 'write lora_merge.Adapter("lora.safetensors", 0.8, (("te", 0),))'),
     ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora.safetensors", 1, (("te", 0), ("lbw", "1,0"),))'),
     ("https://huggingface.co/me/style", "download it first: hf download me/style"),
-    ("me/style", "if it is a name on the Hub, download it first: hf download me/style; else check the path"),
+    ("me/style", "if it is a name on the Hub, download it first: hf download me/style --local-dir me/style; else check the path"),
     ("loras/*.safetensors", "name each file"),
     ("lora:0.5;te=0", 'write lora_merge.Adapter("lora.safetensors", 0.5, (("te", 0),))'),
 ])  # fmt: skip

@@ -83,6 +83,7 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
     if completed(word) != word:
         return
     near = get_close_matches(word, commands, 1, 0.7) or [COMMANDS[w] for w in (word,) if w in COMMANDS]
+    near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
     stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
