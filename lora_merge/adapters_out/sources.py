@@ -57,7 +57,7 @@ def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sour
 def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     """Return the sources with the weights that `--include` and `--exclude` choose, and a note of how many they leave;
     without a base, names and networks are those of the modules."""
-    chosen = Chosen(job.include, job.exclude)
+    chosen = Chosen.of(job.include, job.exclude)
     if not chosen:
         return sources
     named = []
@@ -67,9 +67,9 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
         named.append((real.names.component(target.key), (target.key,)) if real else (network_of(target.name), modules))
     labels = {label for label, _ in named}
     if job.base is not None and sources.inputs:
-        chosen.on_base(sources.inputs.names)
+        chosen = chosen.on_base(sources.inputs.names)
     else:
-        chosen.by_prefix(labels)
+        chosen = chosen.by_prefix(labels)
     chosen.check(labels, "the adapter")
     kept = tuple(t for t, (label, names) in zip(sources.targets, named, strict=True) if chosen.takes(label, names))
     if not kept:

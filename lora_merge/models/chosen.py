@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import UsageError
@@ -14,25 +15,33 @@ from .strengths import DENOISER, OTHER_WORDS, networks
 FLAGS: Final = ("--include", "--exclude")
 
 
+@dataclass(frozen=True)
 class Chosen:
     """A choice of parameters: those that a part of `include` covers, or all, without those that `exclude` covers."""
 
-    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
-        self.include = [_part(p, FLAGS[0]) for p in include]
-        self.exclude = [_part(p, FLAGS[1]) for p in exclude]
+    include: Sequence[str | Pattern]
+    exclude: Sequence[str | Pattern]
+
+    @staticmethod
+    def of(include: Sequence[str], exclude: Sequence[str]) -> Chosen:
+        """Return the choice of the options of a job; UsageError for an expression that is not run."""
+        return Chosen([_part(p, FLAGS[0]) for p in include], [_part(p, FLAGS[1]) for p in exclude])
 
     def __bool__(self) -> bool:
         return bool(self.include or self.exclude)
 
-    def on_base(self, names: Names) -> None:
-        """Replace the words for networks by the labels of the base's networks: `te` by te1 and te2."""
-        for chosen in (self.include, self.exclude):
-            chosen[:] = [own for p in chosen for own in (networks(p, names) if isinstance(p, str) else [p])]
+    def on_base(self, names: Names) -> Chosen:
+        """Return the choice with the labels of the base's networks for words: te1 and te2 for `te`."""
+        return self._with(lambda word: networks(word, names))
 
-    def by_prefix(self, found: Collection[str]) -> None:
-        """Replace the words for networks by the networks that prefixes of names mean; `found`: all of these."""
-        for chosen in (self.include, self.exclude):
-            chosen[:] = [own for p in chosen for own in (_called(p, found) if isinstance(p, str) else [p])]
+    def by_prefix(self, found: Collection[str]) -> Chosen:
+        """Return the choice with the networks that prefixes of names mean for words; `found`: all of these."""
+        return self._with(lambda word: _called(word, found))
+
+    def _with(self, networks_of: Callable[[str], Iterable[str]]) -> Chosen:
+        parts = ([own for p in some for own in (networks_of(p) if isinstance(p, str) else [p])]
+                 for some in (self.include, self.exclude))  # fmt: skip
+        return Chosen(*parts)
 
     def takes(self, component: str, names: Iterable[str], *, usual: bool = True) -> bool:
         """Return whether a parameter is chosen; `names`: its names, in which expressions search.

@@ -45,7 +45,7 @@ def paired(
     latter, and those that only the tuned checkpoint has, in a note instead.
     """
     here = [*places(base[1], to)]
-    chosen.on_base(base[1])
+    chosen = chosen.on_base(base[1])
     chosen.check({place.component for place in here})
     there = {_key(p): p for p in places(tuned[1], to)}
     apart = separated(base, tuned, here, [*there.values()])

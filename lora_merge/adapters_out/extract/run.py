@@ -75,7 +75,7 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     check_output(output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
-    chosen = Chosen(task.job.include, task.job.exclude)
+    chosen = Chosen.of(task.job.include, task.job.exclude)
     pairs = paired((base, names), (tuned, theirs), to, chosen, lenient=lenient)
     if not pairs.pairs and chosen:
         raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")
