@@ -22,6 +22,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lora_merge.engine.devices import _failed, _loaded
+from lora_merge.engine.placement import _stream
+
 aten = torch.ops.aten
 FACTORIES = ("empty.memory_format", "empty_strided", "eye", "eye.m", "arange", "arange.start", "arange.start_step",
              "triu_indices")  # fmt: skip
@@ -410,7 +413,8 @@ def factory(func: Any) -> Callable[..., Tensor]:
 
 @contextmanager
 def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterator[Pretended]:
-    """As many CUDA devices, for all threads, inside."""
+    """As many CUDA devices, for all threads, inside. What the process remembers of devices is forgotten on both sides."""
+    forget()
     found = Pretended()
     _pretended[:] = [found]
     empty, tensor = torch.empty, torch.tensor
@@ -449,3 +453,11 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         yield found
     finally:
         library._destroy()
+        forget()
+
+
+def forget() -> None:
+    """The process remembers no stream, no device that has decompositions, and none that failed."""
+    _stream.cache_clear()
+    _loaded.clear()
+    _failed.clear()

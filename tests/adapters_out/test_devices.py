@@ -17,8 +17,7 @@ from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
 from lora_merge.adapters_out.truncation import dense
 from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
 from lora_merge.engine.by_rows.rows import Rows
-from lora_merge.engine.devices import _failed, _loaded
-from lora_merge.engine.placement import Placement, _stream
+from lora_merge.engine.placement import Placement
 from lora_merge.errors import ResourceError
 from tests.adapters_out.test_truncation import SPECTRA, example
 from tests.pretended_cuda import Pretended, pretended_cuda
@@ -29,9 +28,6 @@ from tests.support import rand
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     with pretended_cuda(monkeypatch, 1) as found:
         yield found
-    _stream.cache_clear()
-    _loaded.clear()
-    _failed.clear()
 
 
 GPU = Placement(torch.device("cuda", 0), torch.float32)

@@ -12,7 +12,6 @@ import torch
 
 import lora_merge
 from lora_merge.engine import tensors
-from lora_merge.engine.placement import _stream
 from lora_merge.files.codecs.arithmetic import TABLES
 
 from .. import gguf_files as by_library
@@ -45,13 +44,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pretended, set[st
     if torch.cuda.is_available():
         yield Pretended(), used
         return
-    _stream.cache_clear()
     try:
         with pretended_cuda(monkeypatch, 1) as found:
             yield found, used
     finally:
         monkeypatch.undo()
-        _stream.cache_clear()
         for forget in TABLES:
             forget()
 

@@ -15,8 +15,7 @@ import torch
 import lora_merge
 from lora_merge.engine.device.choice import Choice
 from lora_merge.engine.device.placement import upload
-from lora_merge.engine.devices import _failed, _loaded
-from lora_merge.engine.placement import DeviceStream, Placement, _stream, stage
+from lora_merge.engine.placement import DeviceStream, Placement, stage
 from lora_merge.engine.tensors import DeviceCache
 from lora_merge.errors import DeviceFailed
 
@@ -37,13 +36,9 @@ Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    _stream.cache_clear()
     monkeypatch.setattr("lora_merge.engine.fold_window.choose", lambda plans: Choice(plans[0].job.device))
     with pretended_cuda(monkeypatch) as found:
         yield found
-    for kept in (_loaded, _failed):
-        kept.clear()
-    _stream.cache_clear()
 
 
 def mutated(place: str, old: str, new: str, patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,17 @@ from lora_merge.cli.text import conclude
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.device import choice
 from lora_merge.engine.device.adapters import AdaptersOnDevice
-from lora_merge.engine.placement import _stream
 from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
 from ..bench import host, inputs
-from ..pretended_cuda import Pretended, pretended_cuda
+from ..pretended_cuda import Pretended
 from ..support import Tensors, load, rand, save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
 LAYERS = 12
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
-    """One device."""
-    _stream.cache_clear()
-    with pretended_cuda(monkeypatch, 1) as found:
-        yield found
-    _stream.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from torch import Tensor
 import lora_merge
 from lora_merge.algorithms.base import Algorithm
 from lora_merge.engine.device import choice
-from lora_merge.engine.devices import _failed, _loaded
-from lora_merge.engine.placement import _stream, odd
+from lora_merge.engine.placement import odd
 from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
 from lora_merge.process import here
 
@@ -30,14 +29,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    _stream.cache_clear()
     taken = lambda plans: choice.Choice(plans[0].job.device)  # noqa: E731  # small merges are faster on the CPU
     monkeypatch.setattr("lora_merge.engine.fold_window.choose", taken)
     with pretended_cuda(monkeypatch) as found:
         yield found
-    _stream.cache_clear()
-    _loaded.clear()
-    _failed.clear()
 
 
 def model() -> Tensors:

@@ -10,10 +10,9 @@ import torch
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.engine.blocks import blocks
 from lora_merge.engine.device.windows import DeviceWindows
-from lora_merge.engine.devices import _loaded, places
+from lora_merge.engine.devices import places
 from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import _stream
 from lora_merge.engine.windows import Fold
 
 from ..pretended_cuda import Pretended, pretended_cuda
@@ -25,12 +24,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """One device, and layers that are few."""
-    _stream.cache_clear()
     monkeypatch.setattr(test_cuda, "LAYERS", 3)
     with pretended_cuda(monkeypatch, 1) as found:
         yield found
-    _stream.cache_clear()
-    _loaded.clear()
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,13 @@ import torch
 import lora_merge
 from lora_merge.engine.measuring import run_sample
 from lora_merge.engine.measuring.sampling import Sampling
-from lora_merge.engine.placement import _stream
 
-from ..pretended_cuda import Pretended, pretended_cuda
+from ..pretended_cuda import Pretended
 from ..support import load, rand, save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
 SIZES = {"a": (384, 320), "b": (300, 331), "small": (40, 80), "c": (512, 256), "wide": (8, 40000)}
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
-    """One device."""
-    _stream.cache_clear()
-    with pretended_cuda(monkeypatch, 1) as found:
-        yield found
-    _stream.cache_clear()
 
 
 @pytest.fixture(scope="module")
