@@ -27,7 +27,7 @@ from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .joining.targets import Target
 from .sources import Sources, reshaped
-from .truncation.effect import squares
+from .truncation.effect import squares_of_rows
 from .truncation.storing import squares_of
 
 Norms: TypeAlias = Mapping[int, float]
@@ -293,6 +293,6 @@ def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
 def _squares(change: Change, rows: slice) -> float:
     """Return ‖ΔW‖² of some rows."""
     if change.whole is not None:
-        return squares(change.whole.part(rows))
+        return squares_of_rows(change.whole.part(rows))
     assert change.left is not None and change.right is not None, "factors come in pairs"
     return squares_of(change.left[rows], change.right)

@@ -35,7 +35,7 @@ from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
-from .truncation.effect import look
+from .truncation.effect import squares_of_rows
 from .truncation.storing import LARGE, SMALL, alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
@@ -160,7 +160,7 @@ class Converter:
             return value.to(dtype).to(value.dtype) if id(info) in names and value.is_floating_point() else value
 
         rounded = whole_change(patch, self.evaluator.altered(alter))
-        return look(stored).squares, squares_between(stored, rounded)
+        return squares_of_rows(stored), squares_between(stored, rounded)
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()

@@ -24,7 +24,7 @@ from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
-from .truncation.effect import Effect, Look, effect_of_product, look
+from .truncation.effect import Effect, Totals, effect_of_product, totals_of_rows
 from .truncation.factored import of_factors
 from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .truncation.triples import Triples
@@ -50,7 +50,7 @@ class Wanted:
     whole: Rows | None
     before: int  # the largest rank of the inputs
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
-    seen: Look | None = None  # what a look at a whole matrix told, where it was looked at
+    known: Totals | None = None  # of a whole matrix, where they are known
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -85,19 +85,19 @@ class Wanted:
         return self.rows.dense()
 
     @cached_property
-    def looked(self) -> Look:
-        """‖Δ‖² and the numbers of a whole Δ, in one look at it."""
-        return self.seen or look(self.rows)
+    def totals(self) -> Totals:
+        """The totals of a whole Δ."""
+        return self.known or totals_of_rows(self.rows)
 
     @cached_property
     def squares(self) -> float:
         """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
-        return squares_of(*self.factors, self.grams) if self.whole is None else self.looked.squares
+        return squares_of(*self.factors, self.grams) if self.whole is None else self.totals.squares
 
     @property
     def effect(self) -> Effect:
         """The numbers of Δ, as far as they are looked at."""
-        return effect_of_product(*self.factors) if self.whole is None else self.looked.effect
+        return effect_of_product(*self.factors) if self.whole is None else self.totals.effect
 
     @cached_property
     def grams(self) -> Grams:
@@ -266,9 +266,9 @@ class Storage:
     def _whole(self, target: Target, wanted: Wanted) -> Layer:
         """Return the whole matrix, rounded once."""
         made = rounded(wanted.rows, self.dtype)
-        effect = None if wanted.whole is None else made.look.effect
+        effect = None if wanted.whole is None else made.totals.effect
         tensors = {"diff": made.numbers.reshape(target.shape)}
-        return Layer(tensors, WHOLE, 0, wanted.before, None, made.look.squares, made.lost, effect=effect)
+        return Layer(tensors, WHOLE, 0, wanted.before, None, made.totals.squares, made.lost, effect=effect)
 
     def _exact(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
         """Return the factors side by side; where they have more columns than the weight has rank, one becomes the

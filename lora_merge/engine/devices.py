@@ -59,8 +59,8 @@ def place(device: str, dtype: str) -> Placement:
     if dtype == "F64" and not _doubles(where):
         raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):
-        if before := _failed and _failed.get(str(_numbered(where))):
-            raise DeviceFailed(str(where), f"it failed before in this process: {before}")
+        if _failed_before(where):
+            raise DeviceFailed(str(where), why)
         raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
     return Placement(_numbered(where), TORCH_DTYPES[dtype])
 
@@ -82,6 +82,11 @@ def device_failed(where: torch.device, text: str) -> DeviceFailed:
     """Return the error of a device that failed, and remember it: later merges of this process do not use the device."""
     _failed[str(where)] = text
     return DeviceFailed(str(where), text)
+
+
+def _failed_before(where: torch.device) -> str:
+    """Return the error after which this process cannot use a device; "" if there is none."""
+    return _failed.get(str(_numbered(where)), "") if _failed else ""
 
 
 def fast_kinds() -> list[str]:
@@ -136,7 +141,7 @@ def unusable(where: torch.device) -> str:
     whose memory other programs fill."""
     if where.type == "cpu":
         return ""
-    if failed := _failed and _failed.get(str(_numbered(where))):
+    if failed := _failed_before(where):
         return f"it failed before in this process: {failed}"
     try:
         torch.ones(1, device=where).add_(1).item()

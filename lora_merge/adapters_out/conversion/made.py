@@ -13,7 +13,7 @@ from ..dialects import Dialect
 from ..job import WHOLE
 from ..layers import Layer
 from ..places import Place
-from ..truncation.effect import look
+from ..truncation.effect import squares_of_rows
 from ..truncation.storing import rounded
 
 
@@ -41,11 +41,11 @@ def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> M
     """Return a parameter's whole change, rounded once."""
     made = rounded(change, dtype)
     tensors = {ending: made.numbers.reshape(place.view.shape)}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, made.look.squares, made.lost))
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, made.totals.squares, made.lost))
 
 
 def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> Made:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     made = rounded(value, dtype)
     tensors = {f".{place.parameter}": made.numbers.reshape(place.view.shape)}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, look(change).squares, made.lost))
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), made.lost))

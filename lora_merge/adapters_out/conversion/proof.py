@@ -23,7 +23,7 @@ from ..joining.targets import Target
 from ..layers import beyond_fp64
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
-from ..truncation.effect import look
+from ..truncation.effect import squares_of_rows
 from ..truncation.storing import squares_of
 from .assumed import cache_of, same_base
 from .kept import copies_of
@@ -122,7 +122,7 @@ def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change],
     """Return ‖Δ − Δ̂‖ / ‖Δ‖ of one weight, ‖Δ̂‖ where Δ is zero; an estimate where it is within what is allowed."""
     if any(c.left is None for c in (*wanted, *held)):
         one, other = (sum_of(target.matrix, [(c.strength, c.rows()) for c in changes]) for changes in (wanted, held))
-        return sqrt(squares_between(one, other)) / (sqrt(look(one).squares) or 1.0)
+        return sqrt(squares_between(one, other)) / (sqrt(squares_of_rows(one)) or 1.0)
     (left, right), (up, down) = _factors(target, wanted), _factors(target, held)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5

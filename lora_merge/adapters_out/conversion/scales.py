@@ -23,7 +23,7 @@ from ...text import Note
 from ..changes import Evaluator, squares_between, whole_change
 from ..dialects import Dialect
 from ..places import Share
-from ..truncation.effect import look
+from ..truncation.effect import squares_of_rows
 
 IN_A_FACTOR: Final = Note(
     "the scale of some modules is in one of their factors: their algorithm has no other place for it"
@@ -70,7 +70,7 @@ class Scales:
             return True
         scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
         held, own = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
-        return squares_between(held, own, strength) <= EXACT**2 * strength**2 * look(own).squares
+        return squares_between(held, own, strength) <= EXACT**2 * strength**2 * squares_of_rows(own)
 
     def _named(self, alpha: float) -> dict[str, Tensor]:
         return {self.to.endings.get("alpha", ".alpha"): torch.tensor(alpha, dtype=torch.float32)}
@@ -115,7 +115,7 @@ def in_a_factor(share: Share, alpha: float | None, evaluator: Evaluator, dtype: 
         read = _scale(patch, alpha)
         patch = replace(patch, numbers={**patch.numbers, "scale": read})
     strength, whole = share.strength, whole_change(share.patch, evaluator)
-    squares = strength**2 * look(whole).squares
+    squares = strength**2 * squares_of_rows(whole)
     for slot, info in patch.module.slots.items() if read and squares else ():
         found = Moved(slot, wanted / read, squares, 0.0)
 

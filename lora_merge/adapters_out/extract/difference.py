@@ -21,7 +21,7 @@ from ...errors import InputError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
 from ..layers import beyond_fp64
-from ..truncation.effect import NOTHING, Look, look_at, squares
+from ..truncation.effect import NOTHING, Totals, squares_of_rows, totals_of
 from .pair import Pair
 from .rounding import DIGITS, NARROW, SAMPLE, mean_square
 
@@ -102,13 +102,13 @@ class Difference:
     weight: float  # ‖W‖² of the base's weight
 
     @cached_property
-    def looked(self) -> tuple[Look, Tensor]:
-        """‖Δ‖² and the numbers of Δ, and which of its rows are not zero."""
-        seen, moved = NOTHING, list[Tensor]()
+    def scanned(self) -> tuple[Totals, Tensor]:
+        """The totals of Δ, and which of its rows are not zero: it is read once for both."""
+        totals, moved = NOTHING, list[Tensor]()
         for _, block in self.change.blocks():
-            seen += look_at(block)
+            totals += totals_of(block)
             moved.append(block.any(1))
-        return seen, torch.cat(moved)
+        return totals, torch.cat(moved)
 
     @property
     def noise(self) -> float | None:
@@ -123,7 +123,7 @@ class Difference:
         step, cols = -(-self.value.numel() // SAMPLE), self.value.shape[1]
         some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks()]
         mean = mean_square(Rows.of(torch.cat(some)[:, None]), self.dtypes)
-        return None if mean is None else math.sqrt(mean * self.change.numel() / self.looked[0].squares)
+        return None if mean is None else math.sqrt(mean * self.change.numel() / self.scanned[0].squares)
 
 
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
@@ -139,15 +139,15 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         return None
     change = _subtracted(old, new, dtypes, computed)
     own = frozenset(tuned.dtypes(pair.tuned))
-    found = Difference(pair, change, new, own, dtypes <= NARROW, squares(old))
-    seen, moved = found.looked
-    if not math.isfinite(seen.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
+    found = Difference(pair, change, new, own, dtypes <= NARROW, squares_of_rows(old))
+    totals, moved = found.scanned
+    if not math.isfinite(totals.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
         sound = all(bool(finite(block).all()) for _, block in old.blocks())
         side, view = (tuned, pair.tuned) if sound else (base, there or pair.tuned)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    if bool(moved.any()) and "F64" in dtypes and not 0 < seen.squares < math.inf:
-        raise beyond_fp64(pair.name, "large" if seen.squares else "small")
+    if bool(moved.any()) and "F64" in dtypes and not 0 < totals.squares < math.inf:
+        raise beyond_fp64(pair.name, "large" if totals.squares else "small")
     return found if pair.fresh or bool(moved.any()) else None
 
 
@@ -166,10 +166,15 @@ def _with_rows(old: Tensor, rows: int) -> Tensor:
     return found
 
 
+def _computed_in(dtypes: set[str], computed: str | None) -> torch.dtype:
+    """Return the dtype of a difference: that which was asked for, else fp64 where 32 bits or more are stored."""
+    wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
+    return torch.float64 if wide else torch.float32
+
+
 def _subtracted(old: Rows, new: Rows, dtypes: set[str], computed: str | None) -> Rows:
     """Return new − old; of large weights that are read by rows, by rows."""
-    wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
-    dtype = torch.float64 if wide else torch.float32
+    dtype = _computed_in(dtypes, computed)
     if old.memory is not None and new.memory is not None:
         return Rows.of(_at_once(old.memory, new.memory, dtype))
     return Rows(new.shape, lambda rows: _at_once(old.read(rows), new.read(rows), dtype))
@@ -193,8 +198,7 @@ def differences(
     new = None if old is None else tuned.stack([pair.tuned for pair in batch])
     if old is not None and new is not None:
         dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
-        wide = computed == "fp64" or (computed is None and dtypes & {"F32", "F64"})
-        change = _at_once(old, new, torch.float64 if wide else torch.float32)
+        change = _at_once(old, new, _computed_in(dtypes, computed))
         if "F64" not in dtypes and bool(torch.isfinite(change).all()):
             held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
             sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()

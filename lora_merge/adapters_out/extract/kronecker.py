@@ -16,7 +16,7 @@ from ...engine.by_rows.rows import Rows
 from ..layers import Layer
 from ..rank_rules import COUNT, Rule
 from ..truncation.dense import of_dense
-from ..truncation.effect import look
+from ..truncation.effect import squares_of_rows
 from ..truncation.storing import stored
 
 Choose = Callable[[list[float], float], int]
@@ -46,7 +46,7 @@ def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dt
     (o1, o2), (i1, i2) = factored(shape[0], factor), factored(shape[1], factor)
     kernel = prod(shape[2:])
     turned = _turned(change, (o1, o2), (i1, i2, kernel))
-    squares = look(turned).squares
+    squares = squares_of_rows(turned)
     left, right = of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1)
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
     found = of_dense(Rows.of(w2))

@@ -28,9 +28,6 @@ from .difference import Difference
 from .kronecker import kronecker
 from .task import ERROR, SKIP, Extraction
 
-HELD: Final = 2**24
-"""Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
-
 STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
@@ -39,7 +36,7 @@ def measured(made: Made | None, found: Difference) -> Made | None:
     errors have in the change, where it is known."""
     if made is None:
         return None
-    known = replace(made.layer, noise=found.share_of_noise, effect=found.looked[0].effect, weight=found.weight)
+    known = replace(made.layer, noise=found.share_of_noise, effect=found.scanned[0].effect, weight=found.weight)
     return replace(made, layer=known)
 
 
@@ -86,7 +83,7 @@ class Extractor:
         if not some or self.storage.algorithm not in (FACTORS, AUTO):
             return [None] * len(found)
         rules = [self.rule(f).of_inputs(0) for f in some]
-        squares = [f.looked[0].squares for f in some]
+        squares = [f.scanned[0].squares for f in some]
         made = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
         return [None if f is None else next(made) for f in found]
 
@@ -142,7 +139,7 @@ class Extractor:
         return None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
 
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
-        wanted = Wanted(None, None, found.change, 0, seen=found.looked[0])
+        wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
             raise FitError(STACKED, target.name,
                            "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
@@ -163,7 +160,7 @@ class Extractor:
         rule = self.rule(found) if factored and TABLE.search(place.module) else None
         if rule is None or rule.ceiling is None:
             return None
-        rows = found.looked[1].nonzero().flatten()
+        rows = found.scanned[1].nonzero().flatten()
         most = min(2 * rule.ceiling, rule.most or len(rows), *place.view.matrix)
         return rows if len(rows) <= most else None
 

@@ -287,7 +287,7 @@ def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], obj
         matrix = not (pair.place.vector or pair.fresh)
         changed = difference(pair, *sides, found.task.job.compute_dtype) if matrix else None
         if changed is not None:
-            yield pair.name, Wanted(None, None, changed.change, 0, seen=changed.looked[0])
+            yield pair.name, Wanted(None, None, changed.change, 0, known=changed.scanned[0])
         told(pair.nbytes)
 
 

@@ -13,7 +13,7 @@ from ...engine.by_rows.rows import HELD, Rows
 from ...engine.devices import precise
 from ...engine.placement import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
-from .effect import look
+from .effect import squares_of_rows
 from .krylov import WIDTH, Found, searched
 from .triples import Triples, numeric_rank
 
@@ -47,7 +47,7 @@ def of_stack(
     squares: Sequence[float] | None = None,
 ) -> list[Triples]:  # fmt: skip
     """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
-    squares = [look(change).squares for change in changes] if squares is None else squares
+    squares = [squares_of_rows(change) for change in changes] if squares is None else squares
     width = max(_width(rule) for rule in rules)
     found = [Found() for _ in changes]
     if width and width * WORTH <= min(changes[0].shape) and all(squares):

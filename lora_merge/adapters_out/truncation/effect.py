@@ -40,35 +40,35 @@ def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
     return Effect(of or count, count, int(change.count_nonzero()), largest)
 
 
-class Look(NamedTuple):
-    """What one look at all rows of Δ tells."""
+class Totals(NamedTuple):
+    """‖Δ‖² and the effect of Δ, or of some of its rows: those of several blocks of rows add up."""
 
     squares: float  # ‖Δ‖²
     effect: Effect
 
-    def __add__(self, other: Look) -> Look:  # type: ignore[override]
+    def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
         one, two = self.effect, other.effect
         changed = None if one.changed is None or two.changed is None else one.changed + two.changed
         whole = Effect(one.of + two.of, one.elements + two.elements, changed, max(one.largest, two.largest))
-        return Look(self.squares + other.squares, whole)
+        return Totals(self.squares + other.squares, whole)
 
 
-NOTHING: Final = Look(0.0, Effect(0, 0, 0, 0.0))
+NOTHING: Final = Totals(0.0, Effect(0, 0, 0, 0.0))
 
 
-def look_at(block: Tensor) -> Look:
-    """Return what some rows tell."""
-    return Look(float(block.double().square().sum()), effect_of_matrix(block))
+def totals_of(block: Tensor) -> Totals:
+    """Return the totals of some rows."""
+    return Totals(float(block.double().square().sum()), effect_of_matrix(block))
 
 
-def squares(matrix: Rows) -> float:
+def squares_of_rows(matrix: Rows) -> float:
     """Return the sum of the squares of all numbers, in fp64."""
     return sum(float(block.double().square().sum()) for _, block in matrix.blocks())
 
 
-def look(change: Rows) -> Look:
-    """Return what all rows tell."""
-    return sum((look_at(block) for _, block in change.blocks()), NOTHING)
+def totals_of_rows(change: Rows) -> Totals:
+    """Return the totals of all rows."""
+    return sum((totals_of(block) for _, block in change.blocks()), NOTHING)
 
 
 def effect_of_product(left: Tensor, right: Tensor) -> Effect:

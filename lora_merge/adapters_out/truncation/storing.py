@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.by_rows.rows import PIECE, Rows
-from .effect import NOTHING, Look, look_at
+from ...engine.by_rows.rows import Rows
+from .effect import NOTHING, Totals, totals_of
 
 CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
@@ -119,34 +119,22 @@ def apart_from(whole: Rows, up: Tensor, down: Tensor, squares: float, dtype: tor
 
 
 class Rounded(NamedTuple):
-    """A matrix as it is stored, and what a look at the exact one told."""
+    """A matrix as it is stored, the totals of the exact one, and ‖Δ − Δ̂‖²."""
 
     numbers: Tensor
-    look: Look
+    totals: Totals
     lost: float  # ‖Δ − Δ̂‖²
 
 
 def rounded(exact: Rows, dtype: torch.dtype) -> Rounded:
     """Return a matrix that is rounded once, some rows at a time."""
     found = torch.empty(exact.shape, dtype=dtype)
-    seen, lost = NOTHING, 0.0
+    totals, lost = NOTHING, 0.0
     for rows, block in exact.blocks():
         found[rows] = block
-        seen += look_at(block)
+        totals += totals_of(block)
         lost += float((found[rows].double() - block.double()).square().sum())
-    return Rounded(found, seen, lost)
-
-
-def apart_in_rounding(exact: Tensor, rounded: Tensor) -> float:
-    """Return ‖Δ − Δ̂‖² of a matrix that is rounded, in fp64, some rows at a time: copies of whole ones would be the
-    most that a run holds."""
-    if not exact.numel():
-        return 0.0
-    exact, rounded = (t.reshape(t.shape[0] if t.ndim else 1, -1) for t in (exact, rounded))
-    rows, off = max(1, PIECE // exact.shape[1]), 0.0
-    for at in range(0, len(exact), rows):
-        off += float((rounded[at : at + rows].double() - exact[at : at + rows].double()).square().sum())
-    return off
+    return Rounded(found, totals, lost)
 
 
 def squares_of(left: Tensor, right: Tensor, grams: Grams | None = None) -> float:
