@@ -83,7 +83,12 @@ def adapter(path: Path, model: str, algorithm: str = "lora", *, rank: int = 32, 
     for layer in layers(model, every=every):
         for slot, size in SLOTS[algorithm](layer.shape, rank).items():
             tensors[f"{layer.name}.{slot}"] = ("F16", size)
-    return write(path, tensors, {"ss_network_dim": str(rank)}, scale=0.01, seed=seed)
+    return trained(path, tensors, rank, seed=seed)
+
+
+def trained(path: Path, tensors: Table, rank: int, *, seed: int = 0) -> Path:
+    """An adapter with numbers as small as trained ones, and half its rank as α."""
+    return write(path, tensors, {"ss_network_dim": str(rank)}, scale=0.01, seed=seed, alpha=rank / 2)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def large(folder: Path) -> tuple[Path, Path]:
             weights[f"model.layers.{i}.{name}.weight"] = ("F16", shape)
             for slot, size in _lora(shape, 8).items():
                 lora[f"model.layers.{i}.{name}.{slot}"] = ("F16", size)
-    return hole(folder / "large.safetensors", weights), write(folder / "large-lora.safetensors", lora, scale=0.01)
+    return hole(folder / "large.safetensors", weights), trained(folder / "large-lora.safetensors", lora, 8)
 
 
 def _header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
@@ -198,8 +203,8 @@ def hole(path: Path, tensors: Table) -> Path:
 
 
 def write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None, *, scale: float = 0.02,
-           seed: int = 0) -> Path:  # fmt: skip
-    """The file, unless it is there already and of that size."""
+          seed: int = 0, alpha: float = 1.0) -> Path:  # fmt: skip
+    """The file, unless it is there already and of that size. `alpha`: every tensor without axes."""
     header, size = _header(tensors, metadata or {})
     total = len(header) + size
     if path.exists() and path.stat().st_size == total:
@@ -209,7 +214,7 @@ def write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None,
     with Writer(part, total) as writer:
         writer.write(memoryview(header), 0)
         at = len(header)
-        for chunk in _joined(_bytes(tensors.values(), scale, seed)):
+        for chunk in _joined(_bytes(tensors.values(), scale, seed, alpha)):
             writer.write(chunk, at)
             at += len(chunk)
         writer.finish()
@@ -231,10 +236,14 @@ def _joined(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         yield memoryview(some)
 
 
-def _bytes(tensors: Iterable[tuple[str, Shape]], scale: float, seed: int) -> Iterator[memoryview]:
+def _bytes(tensors: Iterable[tuple[str, Shape]], scale: float, seed: int, alpha: float) -> Iterator[memoryview]:
+    single = {"F16": struct.pack("<e", alpha), "F32": struct.pack("<f", alpha), "BF16": struct.pack("<f", alpha)[2:]}
     values = np.random.default_rng(seed).standard_normal(POOL, dtype=np.float32) * np.float32(scale)
     pools: dict[str, memoryview] = {}
     for number, (dtype, shape) in enumerate(tensors):
+        if not shape:
+            yield memoryview(single[dtype])
+            continue
         if dtype not in pools:
             cast = values.astype(np.float16) if dtype == "F16" else values
             cast = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else cast

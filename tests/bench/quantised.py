@@ -159,5 +159,5 @@ def _model(b: Bench, weights: Table, name: str, called: Callable[[str], str]) ->
         if len(shape) == 2:
             for slot, size in inputs.SLOTS["lora"](shape, 16).items():
                 adapter[f"{called(key.removesuffix('.weight'))}.{slot}"] = ("F16", size)
-    lora = inputs.write(b.file(f"{name}-lora.safetensors"), adapter, {"ss_network_dim": "16"}, scale=0.01)
+    lora = inputs.trained(b.file(f"{name}-lora.safetensors"), adapter, 16)
     return inputs.write(b.file(f"{name}.safetensors"), weights), lora
