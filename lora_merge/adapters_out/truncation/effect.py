@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
     from ...engine.by_rows.rows import Rows
 
+RUN: Final = 512
+"""Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
+
+SINGLE: Final = (1e-20, 1e20)
+"""Between these sums of squares fp32 holds all squares that matter."""
+
 WORK: Final = 2**21
 """Multiplications for the rows of a product of factors that are looked at."""
 
@@ -36,7 +42,7 @@ class Effect(NamedTuple):
 def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
     """Return the effect of numbers, all of which are looked at; they stand for `of`."""
     count = change.numel()
-    largest = max((abs(float(end)) for end in change.aminmax()), default=0.0) if count else 0.0
+    largest = max(-float(change.amin()), float(change.amax())) if count else 0.0  # half the time of aminmax()
     return Effect(of or count, count, int(change.count_nonzero()), largest)
 
 
@@ -58,17 +64,34 @@ NOTHING: Final = Totals(0.0, Effect(0, 0, 0, 0.0))
 
 def totals_of(block: Tensor) -> Totals:
     """Return the totals of some rows."""
-    return Totals(float(block.double().square().sum()), effect_of_matrix(block))
+    return Totals(squares(block), effect_of_matrix(block))
+
+
+def squares(block: Tensor) -> float:
+    """Return the sum of the squares of all numbers.
+
+    Runs of numbers are summed in fp32 where their dtype and size allow it: that takes a quarter of the time of fp64.
+    """
+    import torch
+
+    if block.dtype in (torch.float32, torch.float16, torch.bfloat16) and block.numel() >= RUN:
+        flat = block.reshape(-1)
+        end = len(flat) // RUN * RUN
+        runs = torch.linalg.vector_norm(flat[:end].view(-1, RUN), dim=1, dtype=torch.float32)
+        found = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
+        if SINGLE[0] < found < SINGLE[1]:
+            return found
+    return float(block.double().square().sum())
 
 
 def squares_of_rows(matrix: Rows) -> float:
-    """Return the sum of the squares of all numbers, in fp64."""
-    return sum(float(block.double().square().sum()) for _, block in matrix.blocks())
+    """Return the sum of the squares of all numbers."""
+    return sum(squares(block) for _, block in matrix.blocks(owned=False))
 
 
 def totals_of_rows(change: Rows) -> Totals:
     """Return the totals of all rows."""
-    return sum((totals_of(block) for _, block in change.blocks()), NOTHING)
+    return sum((totals_of(block) for _, block in change.blocks(owned=False)), NOTHING)
 
 
 def effect_of_product(left: Tensor, right: Tensor) -> Effect:

@@ -20,7 +20,10 @@ STORED_IN_16: Final = 1e-7
 """Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit numbers."""
 
 CLEAN: Final = 1e3
-"""The condition of a matrix up to which one turn leaves its columns orthonormal to 1e-10: its square counts."""
+"""The condition of a matrix in fp64 up to which one turn leaves its columns orthonormal to 1e-10: its square counts."""
+
+EVEN: Final = 2.0
+"""The condition of a matrix in fp32, for each of its columns, up to which one turn leaves these orthonormal to 1e-6."""
 
 DEFECT: Final = 0.1
 """By how much columns may be from orthonormal after the first of two turns; from then on, reflections are taken."""
@@ -62,11 +65,13 @@ def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def triangle(matrix: Tensor) -> Triangle:
     """Return Q and R of a matrix: by one turn or two where its columns are independent, else by reflections."""
     if matrix.shape[1] > matrix.shape[2] and (first := _turned(matrix)) is not None:
-        if matrix.dtype == torch.float64 and bool((_condition(first) < CLEAN).all()):
+        bound = CLEAN if matrix.dtype == torch.float64 else EVEN * matrix.shape[2]
+        if bool((clean := _condition(first) < bound).all()):
             return first
         second = _turned(first.basis @ first.turn)
         if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
-            return second._replace(r=second.r @ first.r)
+            second = second._replace(r=second.r @ first.r)
+            return Triangle(*(chosen(clean, one, other) for one, other in zip(first, second, strict=True)))
     q, r = torch.linalg.qr(host(matrix, torch.float64))
     one = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
     return Triangle(beside(q.to(matrix.dtype), matrix), beside(one.to(matrix.dtype), matrix), r)
@@ -81,6 +86,11 @@ def _turned(matrix: Tensor) -> Triangle | None:
     if not bool(torch.isfinite(inverse).all()):
         return None
     return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
+
+
+def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return of each pair of matrices the one that a truth value [n] on the host says."""
+    return torch.where(which.to(one.device)[:, None, None], one, other) if bool(which.any()) else other
 
 
 def _condition(found: Triangle) -> Tensor:

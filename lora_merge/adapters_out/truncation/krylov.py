@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.placement import Placement, host, stage
-from .factored import orthonormal
+from .factored import chosen, orthonormal
 from .triples import Triples
 
 EXCESS: Final = 1e-3
@@ -36,6 +36,9 @@ STEADY: Final = 0.95
 
 GROWS: Final = 0.9
 """The power of such a ratio that stands for all later ones, which are larger."""
+
+FAR: Final = 5.0
+"""How much larger a block may be than what a basis leaves of it, so that this is orthogonal to the basis at once."""
 
 WIDTH: Final = 40
 """Columns of a block where the rank is not known before."""
@@ -159,12 +162,28 @@ def _near(items: Sequence[_Item], bases: _Bases) -> bool:
 
 def _apart(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block without its share of the basis, with orthonormal columns; and both its shares, in fp64 on the
-    host: block = basis · first + result · second. What rounding leaves the first time is taken away the second time."""
+    host: block = basis · first + result · second. Where much of the block is taken away, what rounding leaves of it the
+    first time is taken away a second time."""
     first = basis.mT @ block
     once, outer = orthonormal(block - basis @ first)
+    shares = host(first, torch.float64)
+    if not basis.shape[2] or bool((near := _shrunk(block, outer) < FAR).all()):
+        return once, shares, outer
     again = basis.mT @ once
-    result, inner = orthonormal(once - basis @ again)
-    return result, host(first, torch.float64) + host(again, torch.float64) @ outer, inner @ outer
+    twice, inner = orthonormal(once - basis @ again)
+    both = shares + host(again, torch.float64) @ outer
+    return chosen(near, once, twice), chosen(near, shares, both), chosen(near, outer, inner @ outer)
+
+
+def _shrunk(block: Tensor, rest: Tensor) -> Tensor:
+    """Return for each matrix how much larger its columns are than the smallest singular value of what is left of them,
+    whose triangle is `rest`; 1 where nothing is taken away of orthonormal columns."""
+    inverse = torch.linalg.solve_triangular(
+        rest, torch.eye(rest.shape[2], dtype=rest.dtype).expand_as(rest), upper=True
+    )
+    before: Tensor = host(torch.linalg.vector_norm(block, dim=(1, 2)), torch.float64)
+    after: Tensor = torch.linalg.vector_norm(inverse, dim=(1, 2))
+    return before * after / rest.shape[2]
 
 
 def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:

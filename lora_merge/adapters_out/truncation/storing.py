@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.by_rows.rows import Rows
-from .effect import NOTHING, Totals, totals_of
+from .effect import NOTHING, Totals, squares, totals_of
 
 CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
@@ -106,16 +106,16 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
     return max(0.0, float(off.sum(dtype=torch.float64)))
 
 
-def apart_from(whole: Rows, up: Tensor, down: Tensor, squares: float, dtype: torch.dtype | None = None) -> float:
+def apart_from(whole: Rows, up: Tensor, down: Tensor, total: float, dtype: torch.dtype | None = None) -> float:
     """Return ‖Δ − B A‖² of a matrix Δ, number by number, some rows at a time, which stay in the caches. In fp32 that is
-    exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64. `dtype`: default: that of Δ."""
+    exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64. `total`: ‖Δ‖². `dtype`: default: that of
+    Δ."""
     off, wide = 0.0, torch.float64
     own = dtype or whole.read(slice(0, 0)).dtype
     left, right = up.to(own), down.to(own)
-    for rows, block in whole.blocks():
-        rest = torch.addmm(block.to(own), left[rows], right, alpha=-1)
-        off += float(rest.square_().sum(dtype=wide))
-    return off if off > FINE * squares or own == wide else apart_from(whole, up, down, squares, wide)
+    for rows, block in whole.blocks(owned=False):
+        off += squares(torch.addmm(block.to(own), left[rows], right, alpha=-1))
+    return off if off > FINE * total or own == wide else apart_from(whole, up, down, total, wide)
 
 
 class Rounded(NamedTuple):
@@ -130,10 +130,10 @@ def rounded(exact: Rows, dtype: torch.dtype) -> Rounded:
     """Return a matrix that is rounded once, some rows at a time."""
     found = torch.empty(exact.shape, dtype=dtype)
     totals, lost = NOTHING, 0.0
-    for rows, block in exact.blocks():
+    for rows, block in exact.blocks(owned=False):
         found[rows] = block
         totals += totals_of(block)
-        lost += float((found[rows].double() - block.double()).square().sum())
+        lost += squares(found[rows].double() - block.double())
     return Rounded(found, totals, lost)
 
 

@@ -37,14 +37,15 @@ class Rows:
         """Return the product of two factors."""
         return Rows((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix."""
+    def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix.
+        `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
         held = self.memory is not None and self.memory.device.type != "cpu"
         step = max(1, out if held else PIECE // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
-            yield rows, self.read(rows)
+            yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
 
     def numel(self) -> int:
         """Return how many numbers it has."""
