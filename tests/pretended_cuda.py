@@ -93,12 +93,14 @@ class Runtime:
             return Result(2)
         assert address not in gpu().registered, "712: it is registered already"
         gpu().registered[address] = size
+        gpu().started.add(gpu().current)
         gpu().counts["registered"] += 1
         return Result(0)
 
     @staticmethod
     def cudaHostUnregister(address: int) -> Result:
         del gpu().registered[address]
+        gpu().started.add(gpu().current)
         return Result(0)
 
 
@@ -134,6 +136,7 @@ class Pretended:
     sizes: dict[int, int] = field(default_factory=dict)  # address → bytes that are pinned, or were
     most_pinned: int = 0  # bytes at one time
     lacks: frozenset[torch.dtype] = frozenset()  # dtypes that no tensor there can have, as on Metal
+    started: set[int] = field(default_factory=set)  # devices that CUDA has started to register memory, or to give some up
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
@@ -437,7 +440,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
     instead = {
         "Stream": Stream, "Event": Event, "cudart": lambda: Runtime, "stream": found.using, "device": found.on, "current_stream": found.stream,
         "current_device": lambda: found.current, "is_available": lambda: True, "device_count": lambda: devices,
-        "_lazy_init": lambda: None, "empty_cache": lambda: None,
+        "_lazy_init": lambda: None, "empty_cache": lambda: found.started.add(found.current),
     }  # fmt: skip
     for name, value in instead.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from threading import Lock
 from typing import Any, ClassVar, Final
@@ -205,9 +205,13 @@ _loaded: list[torch.device] = []
 
 def release(at: Sequence[Placement]) -> None:
     """Give unused memory back to the devices, and unused pinned memory to the system."""
-    for kind in {p.device.type for p in at if str(p.device) not in _failed} & set(KINDS[1:]):
-        with suppress(RuntimeError):  # of a device that has just failed: the first error is the one to report
-            torch.get_device_module(kind).empty_cache()
+    used = {p.device.type: p.device for p in at if str(p.device) not in _failed and p.device.type in KINDS[1:]}
+    for kind, device in used.items():
+        module = torch.get_device_module(kind)
+        # CUDA would start the thread's current device for that: half a GB of memory of GPU 0 (pytorch#25752).
+        here = nullcontext() if device.index is None else module.device(device)
+        with suppress(RuntimeError), here:  # of a device that has just failed: the first error is the one to report
+            module.empty_cache()
             if kind == "cuda" and hasattr(torch._C, "_host_emptyCache"):  # newer versions of torch have a public name
                 torch._C._host_emptyCache()
 

@@ -21,7 +21,7 @@ from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
 from ..bench import host, inputs
-from ..pretended_cuda import Pretended
+from ..pretended_cuda import Pretended, pretended_cuda
 from ..support import Tensors, load, rand, save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
@@ -95,6 +95,16 @@ def test_a_window_goes_up_and_down_once(
             "the adapter's extremes, those of each dtype, what was measured, the window"
         )
         assert cuda.counts["down and waited for"] == 0
+
+
+def test_another_device_is_not_started_to_give_up_memory(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that ends a merge has device 0 as its current one, and CUDA starts the current device for any call."""
+    with pretended_cuda(monkeypatch, 2) as cuda:
+        lora_merge.merge(*files, tmp_path / "got", device="cuda:1", verify=False)
+        assert cuda.counts["registered"] and not cuda.registered
+        assert cuda.started == {1}
 
 
 def test_layers_of_different_scales_and_strengths_wait_for_nothing_more(

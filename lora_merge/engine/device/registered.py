@@ -19,7 +19,8 @@ class RegisteredBuffers:
     """Buffers that are registered; their memory is kept until it is unregistered, by `close` at the latest."""
 
     def __init__(self, *, wanted: bool) -> None:
-        self._memory: dict[int, memoryview] = {}
+        self._memory: dict[int, tuple[memoryview, torch.device]] = {}
+        """Buffer → its memory, and the device that was current when it was registered."""
         self._wanted, self._lock = wanted, Lock()
 
     def has(self, buffer: Buffer, device: torch.device) -> bool:
@@ -30,7 +31,7 @@ class RegisteredBuffers:
         memory = buffer.memory
         with self._lock:
             held = self._memory.get(id(buffer))
-            if held is memory:
+            if held is not None and held[0] is memory:
                 return True
             if held is not None:  # nothing is under way in it: the buffer was free since
                 self._drop(id(buffer))
@@ -41,7 +42,7 @@ class RegisteredBuffers:
                 self._wanted = False
                 _clear_error(device)
                 return False
-            self._memory[id(buffer)] = memory
+            self._memory[id(buffer)] = memory, device
             return True
 
     def close(self) -> None:
@@ -51,7 +52,11 @@ class RegisteredBuffers:
                 self._drop(key)
 
     def _drop(self, key: int) -> None:
-        _cudart().cudaHostUnregister(address(self._memory.pop(key)))
+        """Unregister a buffer. Any device can do that, but one that this process has not used would be started for it,
+        as device 0 is where a thread has chosen none: half a GB of its memory."""
+        memory, device = self._memory.pop(key)
+        with suppress(RuntimeError), torch.cuda.device(device):  # of a failed device: the first error is reported
+            _cudart().cudaHostUnregister(address(memory))
 
 
 def _cudart() -> Any:
