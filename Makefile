@@ -39,8 +39,14 @@ docs: $(call STAMP,test)
 bench: $(call STAMP,test)
 	$(BIN)/python -m tests.bench
 
-gpu: $(call STAMP,test)
-	$(BIN)/python -m tests.gpu
+# A Python that has all that is needed is used as it is: machines with GPUs have their own torch, and often no network.
+GPU_MINUTES ?= 29
+GPU_OPTIONS ?=
+
+gpu:
+	if $(PYTHON) -m tests.gpu.ready; then python=$(PYTHON); \
+	elif $(MAKE) $(call STAMP,test); then python=$(BIN)/python; else python=$(PYTHON); fi; \
+	$$python -m tests.gpu --minutes $(GPU_MINUTES) $(GPU_OPTIONS)
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -136,7 +136,9 @@ class Pretended:
     sizes: dict[int, int] = field(default_factory=dict)  # address → bytes that are pinned, or were
     most_pinned: int = 0  # bytes at one time
     lacks: frozenset[torch.dtype] = frozenset()  # dtypes that no tensor there can have, as on Metal
-    started: set[int] = field(default_factory=set)  # devices that CUDA has started to register memory, or to give some up
+    started: set[int] = field(
+        default_factory=set
+    )  # devices that CUDA has started to register memory, or to give some up
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)

@@ -175,8 +175,10 @@ def folding(device: str, base: Path, adapter: Path, *, rounds: int, rate: dict[s
         work = Folding(plan, reader)
         try:
             seconds = median([work.seconds() for _ in range(rounds + 1)][-max(1, rounds) :])
+            host = work.seconds(time.process_time)
             spent = tally(spans(work.seconds)) if torch.device(device.split(",")[0]).type == "cuda" else {}
-            return shares(work.sizes(), seconds, spent, rate) | {"notes": work.making.blocks.notes}
+            found = shares(work.sizes(), seconds, spent, rate)
+            return found | {"host_s_per_gb": host / (found["base"] / GB), "notes": work.making.blocks.notes}
         finally:
             work.making.close()
 

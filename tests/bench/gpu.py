@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 FIGURES = {
     "seconds": ("s, all folds", 1.0), "gb_per_s": ("GB/s of the base", 1.0), "kernels": ("kernels", 1.0),
-    "kernel_s_per_gb": ("ms of kernels per GB", 1e3), "memory_share": ("% of the memory's rate", 100.0),
+    "kernel_s_per_gb": ("ms of kernels per GB", 1e3), "host_s_per_gb": ("ms of processors per GB", 1e3),
+    "memory_share": ("% of the memory's rate", 100.0),
     "up_share": ("% of the link's rate, up", 100.0), "down_share": ("% of it, down", 100.0),
     "link_share": ("% of the time the link needs", 100.0),
 }  # fmt: skip

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..bench.gpu import names
 from .predictions import PREDICTIONS, table
-from .steps import STEPS, carry_out
+from .programs import ROOT
+from .speed import ROOM
+from .steps import MINUTES, STEPS, carry_out
 
 HERE = Path(__file__).parent
 NO_GPU = """no CUDA device here: nothing was checked.
@@ -33,33 +38,50 @@ def failed(figures: Mapping[str, Any]) -> bool:
     )
 
 
-def main() -> int:
-    """Run the steps that were asked for; 0 if all of them ran and no prediction is refuted."""
+def folder() -> Path:
+    """The first of these folders with room for SDXL and its outputs, the one in memory first; else the largest."""
+    free = {p: shutil.disk_usage(p).free for p in (Path("/dev/shm"), Path(tempfile.gettempdir()), ROOT) if p.is_dir()}
+    largest = max(free, key=free.__getitem__)
+    return next((p for p, size in free.items() if size >= ROOM["sdxl"]), largest) / "lora-merge-gpu"
+
+
+def arguments() -> argparse.Namespace:
+    """What was asked for."""
     p = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     p.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(s.name for s in STEPS))
     p.add_argument(
-        "--data", type=Path, default=Path("/dev/shm/lora-merge-gpu"), help="where files of full size are made"
+        "--minutes", type=float, default=MINUTES, help="for all steps; with few, each has only its first parts"
     )
+    p.add_argument("--data", type=Path, help="where files of full size are made; else where there is room")
+    p.add_argument("--into", type=Path, default=HERE, help="where figures.json and README.md are written; else here")
     o = p.parse_args()
     if unknown := [s for s in o.steps if s not in {step.name for step in STEPS}]:
         p.error(f"no step is called {unknown[0]!r}")
+    return o
+
+
+def main() -> int:
+    """Run the steps that were asked for; 0 if all of them ran and no prediction is refuted."""
+    o = arguments()
     if not names():
         print(NO_GPU, file=sys.stderr)
         return 1
-    o.data.mkdir(parents=True, exist_ok=True)
-    known, path = dict[str, Any](), HERE / "figures.json"
+    data = o.data or folder()
+    data.mkdir(parents=True, exist_ok=True)
+    o.into.mkdir(parents=True, exist_ok=True)
+    known, path = dict[str, Any](), o.into / "figures.json"
     if o.steps and path.exists():
-        known = json.loads(path.read_text())
-    page = HERE / "README.md"
+        known = json.loads(path.read_text(encoding="utf-8"))
 
     def keep(found: Mapping[str, Any]) -> None:
         """Write what is known so far: the machine may be taken away at any time."""
         now = known | found | {"date": time.strftime("%Y-%m-%d %H:%M")}
         path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-        page.write_text(written(now, page.read_text(encoding="utf-8")), encoding="utf-8")
+        page = (HERE / "README.md").read_text(encoding="utf-8")
+        (o.into / "README.md").write_text(written(now, page), encoding="utf-8")
 
     steps = [s for s in STEPS if not o.steps or s.name in o.steps]
-    figures = known | carry_out(steps, o.data, keep=keep)
+    figures = known | carry_out(steps, data, o.minutes, say=partial(print, flush=True), keep=keep)
     print(table(figures))
     return int(failed(figures))
 

@@ -26,6 +26,7 @@ def main() -> None:
         "keep_s": time.perf_counter() - began,
         "keep_host_bytes": sum(t.nbytes for t in merged.values() if t.device.type != "cuda"),
     }
+    tell(found)
     del held, merged
     torch.cuda.empty_cache()
 
@@ -39,6 +40,7 @@ def main() -> None:
         found["together_different"] = sum(other != alone for other in pool.map(once, ("one", "other")))
     for name in ("alone", "one", "other"):
         (folder / f"{name}.safetensors").unlink()
+    tell(found)
     bound = 2**29
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -46,7 +48,12 @@ def main() -> None:
     lora_merge.merge(base, adapter, folder / "bounded.safetensors", **options)  # type: ignore[arg-type]
     (folder / "bounded.safetensors").unlink()
     found["vram_peak_share"] = (torch.cuda.max_memory_allocated() - before) / bound
-    print(json.dumps(found))
+    tell(found)
+
+
+def tell(found: dict[str, float]) -> None:
+    """Print what is known so far; the last line counts."""
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ..support import save
 from . import __main__ as checklist
-from . import hostile, memory, probe, races
+from . import hostile, memory, probe, races, ready, rightness
 from .predictions import PREDICTIONS, Prediction, table
-from .programs import ROOT, Failed, Figures, differences, printed
-from .steps import STEPS, Part, Step, carry_out
+from .programs import ROOT, Failed, Figures, differences, printed, python
+from .speed import Part
+from .steps import MINUTES, STEPS, Step, carry_out
 
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
@@ -27,7 +31,7 @@ def test_the_page_holds_every_prediction_and_every_step() -> None:
     words = [line.split(" | ")[0].removeprefix("| ") for line in held[1].splitlines()[2:]]
     assert words == [p.words for p in PREDICTIONS]
     assert all(f"`{s.name}`" in PAGE for s in STEPS)
-    assert sum(s.minutes for s in STEPS) <= 30
+    assert sum(s.minutes for s in STEPS) == MINUTES < 30
     assert all(hasattr(module, "main") for module in (hostile, memory, probe, races))
 
 
@@ -41,7 +45,7 @@ def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
 
 
 def test_a_part_that_fails_is_told_and_the_others_go_on() -> None:
-    """Also one that ends its step, has no time left, or fails after it has found something."""
+    """Also one that has no time left, or fails after it has found something."""
     kept = list[Figures]()
 
     def one(_data: Path) -> Iterator[Part]:
@@ -51,13 +55,26 @@ def test_a_part_that_fails_is_told_and_the_others_go_on() -> None:
         yield lambda seconds: {"left": seconds}
         raise LookupError("no file")
 
-    late = Step("late", 0.0, lambda _: iter([lambda _: {"never": 1}]))
-    found = carry_out([Step("one", 1, one), late], Path(), say=str, keep=lambda f: kept.append(dict(f)))
+    found = carry_out([Step("one", 1, one)], Path(), 1, say=str, keep=lambda f: kept.append(dict(f)))
     errors = [e.split(":")[0] for e in found["one_errors"]]
     assert errors == ["ZeroDivisionError", "Failed", "LookupError"] and 0 < found["left"] < 60
-    assert "never" not in found and "TimeoutError" in found["late_errors"][0]
-    assert kept[0]["first"] == 1 and len(kept) == 6
+    assert kept[0]["first"] == 1 and len(kept) == 5
     assert checklist.failed(found | {"probe_errors": ["x"]}) and not checklist.failed({})
+
+
+def test_each_step_has_its_share_of_the_time_and_what_earlier_ones_leave() -> None:
+    given: dict[str, list[float]] = {"short": [], "long": [], "last": []}
+
+    def parts(name: str) -> Callable[[Path], Iterator[Part]]:
+        return lambda _: iter([lambda seconds: given[name].append(seconds) or {}] * 2)
+
+    steps = [Step("short", 1, parts("short")), Step("long", 2, parts("long")), Step("last", 1, parts("last"))]
+    found = carry_out(steps, Path(), 10, say=str)
+    assert [len(given[name]) for name in given] == [2, 2, 2] and not any(found.values())
+    assert [round(seconds[0]) for seconds in given.values()] == [150, 400, 600]
+    late = carry_out(steps, Path(), 0.2, say=str)
+    assert late["short_errors"] == ["TimeoutError: no time was left for some parts"]
+    assert not late["last_errors"] and len(given["last"]) == 4, "what the others left is enough for it"
 
 
 def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +82,96 @@ def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkey
         "print('{\"a\": 1}', flush=True)\nimport time, sys\nif len(sys.argv) > 1: time.sleep(60)\nraise SystemExit('no luck')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for words, text in (((), "no luck"), (("wait",), "timed out")):
+    for words, text in (((), "no luck"), (("wait",), "no time left")):
         with pytest.raises(Failed, match=text) as e:
             printed("halfway", *words, seconds=4)
         assert e.value.figures == {"a": 1}
+
+
+def test_a_program_without_time_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
+    """Workers of pytest and what a sanitizer runs would go on to use the GPU."""
+    child = f"import time, os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = python("-c", parent, seconds=3)
+    pid = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert done.code is None and "no time was left" in done.text
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+SCENE = """
+import pytest
+pytestmark = pytest.mark.gpu
+@pytest.mark.parametrize("n", range(4))
+def test_good(n): pass
+def test_memory_of_a_device(): assert 1 == 2, "so it is"
+"""
+
+
+def test_tests_are_counted_whatever_else_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin of the machine that fails at its start is not loaded; a file that needs a missing library is told."""
+    (tmp_path / "unlucky.py").write_text("raise RuntimeError('I was loaded')")
+    facts = tmp_path / "unlucky-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: unlucky\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[pytest11]\nunlucky = unlucky\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scene, unreadable = tmp_path / "test_scene.py", tmp_path / "test_unreadable.py"
+    unreadable.write_text("import no_such_library")
+    monkeypatch.setattr(rightness, "FIRST", str(scene))
+    monkeypatch.setattr(rightness, "OTHERS", (str(scene), str(unreadable)))
+    monkeypatch.setattr(rightness.os, "cpu_count", lambda: 4)
+    scene.write_text(SCENE + "pytestmark = [pytestmark, pytest.mark.skip('no device')]")
+    with pytest.raises(Failed) as e:
+        next(rightness.right(tmp_path))(60)
+    assert "gpu_tests_failed" not in e.value.figures, "nothing was tested"
+    scene.write_text(SCENE)
+    first, several, filling, _ = rightness.right(tmp_path)
+    assert first(60)["gpu_tests_passed"] == 4
+    with pytest.raises(Failed, match="no_such_library") as e:
+        several(60)
+    assert (e.value.figures["gpu_tests_passed"], e.value.figures["gpu_tests_failed"]) == (8, 1)
+    with pytest.raises(Failed) as e:
+        filling(60)
+    assert "so it is" in next(iter(e.value.figures["failed_tests"].values()))
+
+
+def test_every_test_that_is_marked_is_named() -> None:
+    marked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")
+              if "mark.gpu" in p.read_text(encoding="utf-8")} - {"tests/gpu/test_checklist.py"}  # fmt: skip
+    assert marked == {rightness.FIRST, *rightness.OTHERS}
+
+
+def test_a_python_is_ready_if_it_has_what_the_project_needs() -> None:
+    names = {"yaml": "PyYAML", "pytest": "", "hypothesis": ""}
+    dependencies = {re.split("[><=]", d)[0] for d in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}  # fmt: skip
+    assert {names.get(n, n) for n in ready.NEEDED} - {""} == dependencies
+    assert bool(ready.lacking()) is not torch.cuda.is_available()
+
+
+def test_files_go_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {Path("/dev/shm"): 1e9, Path(tempfile.gettempdir()): 30e9, ROOT: 90e9}
+    monkeypatch.setattr(checklist.shutil, "disk_usage", lambda p: SimpleNamespace(free=free[p]))
+    assert checklist.folder().parent == Path(tempfile.gettempdir())
+    free[Path("/dev/shm")] = 24e9
+    assert checklist.folder().parent == Path("/dev/shm")
+    free.update({p: 2e9 for p in free} | {ROOT: 3e9})
+    assert checklist.folder().parent == ROOT
+
+
+def test_figures_and_page_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the machine with the GPU may keep nothing; they are there after every part."""
+    step = Step("probe", 1, lambda _: iter([lambda _: {"context_s": 0.5}]))
+    monkeypatch.setattr(checklist, "STEPS", [step])
+    monkeypatch.setattr(checklist, "names", lambda: ("a GPU",))
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--minutes", "1", "--into", str(tmp_path / "out"), "--data", str(tmp_path)]
+    )
+    assert checklist.main() == 0
+    assert json.loads((tmp_path / "out" / "figures.json").read_text())["context_s"] == 0.5
+    page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| context and first kernel | 0.2 to 1.5 s | 0.5 s | confirmed |" in page
+    assert Path(checklist.HERE, "README.md").read_text(encoding="utf-8") == PAGE
 
 
 def test_a_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,4 +193,4 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert checklist.main() == 1
     assert "no CUDA device here: nothing was checked" in capsys.readouterr().err
-    assert "python -m tests.gpu" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "-m tests.gpu --minutes" in (ROOT / "Makefile").read_text(encoding="utf-8")
