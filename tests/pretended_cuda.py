@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lora_merge.engine.device.casts import EIGHT, rounds_to_eight_bits
 from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import _stream
 
@@ -139,6 +140,7 @@ class Pretended:
     started: set[int] = field(
         default_factory=set
     )  # devices that CUDA has started to register memory, or to give some up
+    rounds_wrongly: bool = False  # whether casts to 8-bit floats give other numbers
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
@@ -358,6 +360,8 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
 
     def act() -> None:
         done = func(*values(args), **values(on))
+        if gpu().rounds_wrongly and name in {"aten::copy_", "aten::_to_copy"} and done.dtype in EIGHT and not view:
+            done.view(torch.uint8).bitwise_xor_(1)
         for t, value in zip(made, [v for v in tree_leaves(done) if isinstance(v, Tensor)], strict=True):
             t.values = value
 
@@ -464,5 +468,6 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
 def forget() -> None:
     """The process remembers no stream, no device that has decompositions, and none that failed."""
     _stream.cache_clear()
+    rounds_to_eight_bits.cache_clear()
     _loaded.clear()
     _failed.clear()

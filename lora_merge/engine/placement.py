@@ -20,6 +20,7 @@ from ..algorithms.base import expect
 from ..dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE
 from ..errors import TooLarge
 from ..files.codecs.arithmetic import unpacked
+from .device.casts import rounds_to_eight_bits
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, row.library)
@@ -283,10 +284,9 @@ def settle(name: str, source: Tensor, into: Tensor, *, saturate: bool) -> int:
     total = 0
     for old, new in pieces(source, into):
         over = beyond(old, into.dtype)
-        count = int(over.sum())
-        if count and not saturate:
-            raise _too_large(name, old[over], into.dtype)
-        if count:
+        if count := int(over.sum()):
+            if not saturate:
+                raise _too_large(name, old[over], into.dtype)
             cut(old, new, over)
         total += count
     return total
@@ -308,8 +308,7 @@ def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:
 
 def _called(dtype: torch.dtype) -> str:
     """Return the name of a dtype on the command line."""
-    names = {stored: option for option, stored in (DTYPES | COMPUTE_DTYPES).items()}
-    return names[FILE_DTYPES[dtype]]
+    return {stored: option for option, stored in (DTYPES | COMPUTE_DTYPES).items()}[FILE_DTYPES[dtype]]
 
 
 def finite(tensor: Tensor) -> Tensor:
@@ -329,7 +328,8 @@ def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def holds(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device has a dtype, with correct casts."""
-    return dtype in PLAIN or device.type in WHOLE
+    wide = dtype.itemsize > 1 or not dtype.is_floating_point
+    return dtype in PLAIN or (device.type in WHOLE and (wide or rounds_to_eight_bits(device)))
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .blocks import Block
+from .device.casts import rounds_to_eight_bits
 from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, host, odd, stage
 from .windows import Fold
 
@@ -118,7 +119,7 @@ def beside(tensor: Tensor, other: Tensor) -> Tensor:
 
 def codecs_on(device: torch.device) -> bool:
     """Return whether codecs compute on a device other than the host: it must have all dtypes and operations."""
-    return device.type != "cpu" and device.type in WHOLE
+    return device.type != "cpu" and device.type in WHOLE and rounds_to_eight_bits(device)
 
 
 def computing(device: torch.device) -> AbstractContextManager[Any]:

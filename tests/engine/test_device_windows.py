@@ -258,6 +258,24 @@ def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2", "fp8_scaled"])
+def test_a_device_that_rounds_to_8_bits_wrongly_leaves_that_to_the_host(
+    dtype: str, tmp_path: Path, cuda: Pretended
+) -> None:
+    """As torch for CUDA 13.2 did; whole windows, and codecs."""
+    cuda.rounds_wrongly = True
+    base = {f"m.{n}.weight": rand(48, 32, seed=n).half() for n in range(4)}
+    adapter = {f"m.{n}.lora_{k}.weight": rand(*s) for n in range(4) for k, s in (("up", (48, 4)), ("down", (4, 32)))}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    for device in ("cpu", "cuda"):
+        lora_merge.merge(*files, tmp_path / device, device=device, dtype=dtype)
+    ours, theirs = load(tmp_path / "cuda"), load(tmp_path / "cpu")
+    for name, tensor in theirs.items():
+        one, other = (t.reshape(-1).view(torch.uint8) for t in (ours[name], tensor))
+        assert (one != other).double().mean() < 0.02, name
+    assert cuda.counts["aten::baddbmm_"] and not cuda.races
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 @pytest.mark.parametrize("dtype", ["keep", "fp16", "fp8_e4m3fn"])
 def test_devices_of_other_kinds_get_what_they_have(
