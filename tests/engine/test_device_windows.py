@@ -171,6 +171,21 @@ def test_a_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_pat
     alike(tmp_path / "got", tmp_path / "want")
 
 
+@pytest.mark.parametrize("large", [torch.float16, torch.float8_e5m2])
+def test_a_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
+    large: torch.dtype, tmp_path: Path, cuda: Pretended
+) -> None:
+    """Each dtype has extremes of its own, whichever comes last."""
+    kinds = (torch.float16, torch.float8_e5m2)
+    base = {f"m.{n}.weight": rand(48, 32, seed=n).to(kinds[n]) for n in range(2)}
+    adapter = {f"m.{n}.lora_{k}.weight": rand(*s) for n in range(2) for k, s in (("up", (48, 4)), ("down", (4, 32)))}
+    adapter[f"m.{kinds.index(large)}.lora_up.weight"] *= 1e6
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    with pytest.raises(lora_merge.MergeError, match="a number is too large"):
+        lora_merge.merge(*files, tmp_path / "got", device="cuda", verify=False)
+    assert cuda.counts["up"]
+
+
 def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
     adapter = load(files[1])
     adapter["m.7.lora_up.weight"][3, 1] = float("nan")

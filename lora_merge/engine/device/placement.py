@@ -84,12 +84,12 @@ def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
     return _ready(work, dtype)
 
 
-def extremes(work: Tensor, lane: DeviceStream) -> Tensor:
+def extremes(work: Tensor, lane: DeviceStream, number: int = 0) -> Tensor:
     """Return the smallest and the largest number, NaN if there is a NaN, in memory of the host that holds them once the
-    lane is settled."""
+    lane is settled; the next call with the same `number` overwrites them."""
     found = work.new_empty(2)
     torch.aminmax(work, out=(found[0], found[1]))
-    return brought(found, lane, "extremes")
+    return brought(found, lane, f"extremes {number}")
 
 
 def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:

@@ -156,7 +156,7 @@ class DeviceWindows:
             found = [self._merged(some, there, low, lane) for some in kinds.values()]
         except DoesNotFit:
             return None
-        ends = [extremes(made.work, lane) for made in found]
+        ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if not all(map(fit, ends, dtypes)):
