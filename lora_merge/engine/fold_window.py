@@ -142,6 +142,8 @@ class WindowMerger:
         if self.whole is not None:
             self.whole.close()
         self.forget()
+        if (held := self.blocks.tensors.held) is not None:
+            held.forget()
         release(self.blocks.at)
         for spool in self.spools:
             spool.close()

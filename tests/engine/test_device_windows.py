@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +22,7 @@ from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
 from ..bench import host, inputs
-from ..pretended_cuda import Pretended, pretended_cuda
+from ..pretended_cuda import Pretended, There, pretended_cuda
 from ..support import Tensors, load, rand, save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
@@ -105,6 +106,16 @@ def test_another_device_is_not_started_to_give_up_memory(
         lora_merge.merge(*files, tmp_path / "got", device="cuda:1", verify=False)
         assert cuda.counts["registered"] and not cuda.registered
         assert cuda.started == {1}
+
+
+def test_nothing_is_held_when_the_device_gets_its_memory_back(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is freed later stays with torch, on streams that no other work of the program uses."""
+    left = list[int]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(sum(isinstance(o, There) for o in gc.get_objects())))  # fmt: skip
+    lora_merge.merge(*files, tmp_path / "got", device="cuda", verify=False)
+    assert left == [0] and cuda.counts["up"]
 
 
 def test_layers_of_different_scales_and_strengths_wait_for_nothing_more(

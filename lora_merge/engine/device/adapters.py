@@ -50,6 +50,10 @@ class AdaptersOnDevice:
         """Return the bytes that they take at a placement."""
         return min(self._most, at.dtype.itemsize * sum(prod(i.shape) for i in self._infos))
 
+    def forget(self) -> None:
+        """Give the memory back; nothing may be under way."""
+        self._made.clear()
+
     def _made_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return what `_upload` does, when it is there; where the device has no room, nothing is held from now on."""
         try:
