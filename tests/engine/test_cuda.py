@@ -21,7 +21,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import BlockMerger
+from lora_merge.engine.fold_blocks import STAGED, BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.engine.tensors import Item
@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = "cuda"
 LAYERS = 24  # of one shape each: eight for every lane, in batches
+FEW = 2**11  # bytes of one call, with which few layers go into it
 STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 
@@ -83,29 +84,29 @@ class Layers:
             )
         self.base = {t.name: t.weight for t in self.targets}
 
-    def folded(self, device: str, compute: str, max_vram: int | None = None) -> Tensor:
-        """[layers, rows, cols] in fp32, by three threads."""
+    def folded(self, device: str, compute: str, staged: int = STAGED) -> Tensor:
+        """[layers, rows, cols] in fp32, by three threads. `staged`: the bytes of one call."""
         found = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
         with ThreadPoolExecutor(3) as pool:
             at = places(device, compute)
-            folder = BlockMerger(at, PatchTensors(lambda info: self.tensors[info.name], self.base), pool, max_vram)
+            tensors = PatchTensors(lambda info: self.tensors[info.name], self.base)
+            folder = BlockMerger(at, tensors, pool, staged=staged)
             folder.fold([
                 Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
                 for t, into in zip(self.targets, found, strict=True) for b in blocks.blocks(t)
             ])  # fmt: skip
+        assert not folder.notes, "nothing was folded elsewhere"
         return torch.stack(found)
 
 
-@pytest.mark.parametrize("max_vram", [None, 2**16], ids=["batched", "few at a time"])
+@pytest.mark.parametrize("staged", [STAGED, FEW], ids=["batched", "few at a time"])
 @pytest.mark.parametrize(("stored", "compute"), [("F32", "F32"), ("F16", "F64"), ("BF16", "F32")])
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_every_formula_gives_what_it_gives_on_the_cpu(
-    name: str, stored: str, compute: str, max_vram: int | None
-) -> None:
+def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, stored: str, compute: str, staged: int) -> None:
     layers = Layers(name, stored)
     want = layers.folded("cpu", "F64")
     for _ in range(3):
-        got = layers.folded(DEVICE, compute, max_vram)
+        got = layers.folded(DEVICE, compute, staged)
         assert (got - want).abs().max() <= (1e-6 if compute == "F64" else 2e-4) * want.abs().max()
 
 

@@ -17,7 +17,7 @@ ALL = ",".join(f"cuda:{n}" for n in range(torch.cuda.device_count()))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("options", [{}, {"max_vram": "1MiB"}, {"device": ALL}], ids=["one", "bounded", "all"])
+@pytest.mark.parametrize("options", [{}, {"max_vram": "64MiB"}, {"device": ALL}], ids=["one", "bounded", "all"])
 def test_many_layers_of_equal_shape_are_the_rounded_fp64_result(
     tmp_path: Path, dtype: str, options: dict[str, str]
 ) -> None:
@@ -35,7 +35,7 @@ def test_many_layers_of_equal_shape_are_the_rounded_fp64_result(
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert report.device.startswith("cuda")
+    assert report.device.startswith("cuda") and not report.notes, "nothing was folded elsewhere"
     merged = load(tmp_path / "o")
     for n in range(40):
         up, down = adapter[f"layer.{n}.lora_up.weight"].double(), adapter[f"layer.{n}.lora_down.weight"].double()

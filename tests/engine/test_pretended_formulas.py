@@ -33,9 +33,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended) -> None:
     layers = test_cuda.Layers(name, "F16")
     want = layers.folded("cpu", "F64")
-    got = layers.folded("cuda:0", "F32", 2**16)
-    assert cuda.counts and not cuda.races
-    assert (got - want).abs().max() <= 2e-4 * want.abs().max()
+    for staged in (test_cuda.STAGED, test_cuda.FEW):
+        before = cuda.counts["up"] + cuda.counts["up and waited for"]
+        got = layers.folded("cuda:0", "F32", staged)
+        assert cuda.counts["up"] + cuda.counts["up and waited for"] > before and not cuda.races
+        assert (got - want).abs().max() <= 2e-4 * want.abs().max()
 
     at = places("cuda:0", "F32")
     whole = DeviceWindows(BlockMerger(at, PatchTensors(lambda i: layers.tensors[i.name], layers.base)), None, 2**20)  # type: ignore[arg-type]
