@@ -14,6 +14,8 @@ from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..measure import Measures, checked
 from ..planning.plan import Plan
+from ..planning.shared_scales import partners
+from ..text import Note, listed
 from .buffers import Outcome, WindowTask, settled
 from .device.adapters import AdaptersOnDevice
 from .device.choice import choose
@@ -54,6 +56,7 @@ class WindowMerger:
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
         self.measures = [Measures() for _ in plans]
+        self.notes: list[list[Note]] = [[] for _ in plans]
         self.spools = [Spool(part.parent) for part in parts]
         self.codes = NewCodes(plans, self.blocks, self.pool, self.cache.read)
 
@@ -118,6 +121,7 @@ class WindowMerger:
         homes = {t.name: (path, t) for path, targets in files for t in targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)
+        self.notes[number] += _unequal(plan, again)
         for name, magnitude in again.items():
             path, old = homes[name]
             target = refitted(old, magnitude, self.cache.fetch)
@@ -147,6 +151,17 @@ class WindowMerger:
         release(self.blocks.at)
         for spool in self.spools:
             spool.close()
+
+
+def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
+    """Yield a note for the user if a weight needs a larger scale than before, and servers read others with it."""
+    joined = partners(t for f in plan.files for t in f.targets) if grown else {}
+    for name in sorted(joined.keys() & grown)[:1]:
+        others = listed([t.name for t in joined[name] if t.name != name])
+        yield Note(
+            f"{name} needs a larger scale of the whole weight than before; vLLM and SGLang read one scale for it"
+            f" and {others}: their numbers would be wrong, write --dtype bf16 for them"
+        )
 
 
 def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:

@@ -104,8 +104,8 @@ class Pipeline:
         plan, merger = self.plans[number], self.merger
         return Written(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
-            self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
-            merger.choice.why, merger.measures[number],
+            self.seconds, dict(sorted(merger.outcomes[number].cut.items())),
+            (*merger.blocks.notes, *merger.notes[number]), merger.choice.why, merger.measures[number],
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

@@ -7,7 +7,7 @@ as a quarter of the memory limit holds; the others are folded again, from bytes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...files.codecs.arithmetic import largest
 from ...planning.plan import OutputTensor, Plan
+from ...planning.shared_scales import partners
 from ..blocks import BLOCK_ELEMENTS, Block, blocks
 from ..buffers import Outcome, settled
 from ..fold_blocks import BlockMerger
@@ -42,6 +43,7 @@ class NewCodes:
         self._own = [
             {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
         ]
+        self._partners = [partners(own.values()) for own in self._own]
         self._held: dict[Key, Held] = {}
         on_host = merger.at[0].device.type == "cpu"
         self._room = min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
@@ -52,9 +54,9 @@ class NewCodes:
 
         `base`: the window's input. What it holds is not read again.
         """
-        own, known = self._own[plan], self._known[plan]
+        own, known, joined = self._own[plan], self._known[plan], self._partners[plan]
         names = (t.name for t in chain((f.block.target for f in change.folds), (c.target for c in change.converts)))
-        new = [own[name] for name in dict.fromkeys(names) if name in own and name not in known] if own else []
+        new = self._unknown(plan, names) if own else []
         largest: dict[str, float] = {}
         work = chain.from_iterable(self._measurements(plan, target, change, base) for target in new)
         while some := list(islice(work, AT_ONCE)):
@@ -63,10 +65,17 @@ class NewCodes:
                 largest[name] = max(magnitude, largest.get(name, 0.0))
             self._held |= {(plan, held.block.target.name, held.block.first): held for held in found.held}
         for target in new:
-            known[target.name] = refitted(target, largest.get(target.name, 0.0), self.read)
+            together = joined.get(target.name, (target,))
+            known[target.name] = refitted(target, max(largest.get(t.name, 0.0) for t in together), self.read)
             done: Future[Outcome] = Future()
             done.set_result(Outcome(parts=tuple(new_parts(known[target.name]))))
             yield done
+
+    def _unknown(self, plan: int, names: Iterable[str]) -> list[OutputTensor]:
+        """Return the weights among these whose scales are not known yet, with those that need the same scale."""
+        own, known, joined = self._own[plan], self._known[plan], self._partners[plan]
+        new = (own[name] for name in names if name in own and name not in known)
+        return [*{t.name: t for target in new for t in joined.get(target.name, (target,))}.values()]
 
     def block(self, plan: int, block: Block) -> tuple[Block, Held | None]:
         """Return a block of a weight with the scale of the whole weight, and its merged numbers where they are held."""

@@ -90,6 +90,11 @@ class Encoding:
         return False
 
     @property
+    def joined(self) -> bool:
+        """Whether weights that servers join, such as q, k and v, need one scale of the whole weight."""
+        return False
+
+    @property
     def title(self) -> str:
         """Name of the format, for the user."""
         return self.label or self.name

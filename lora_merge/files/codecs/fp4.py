@@ -58,6 +58,11 @@ class Fp4(Encoding):
         """Whether there is a new scale for the whole weight."""
         return self.fresh and self.kind != E8M0
 
+    @property
+    def joined(self) -> bool:
+        """Whether weights that servers join need one scale of the whole weight; ComfyUI joins none."""
+        return self.kind != E8M0 and not self.high_first
+
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
         bad = role == WHOLE and not all(0 < n < inf for n in numbers)
