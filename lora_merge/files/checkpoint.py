@@ -19,7 +19,7 @@ from ..paths import exists, is_folder
 from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
-from .codecs.told import MODELOPT, smoothed, with_modelopt
+from .codecs.told import MODELOPT, of_cache, smoothed, with_modelopt
 from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -76,8 +76,8 @@ class Index:
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """Return the names of the tensors beside quantised weights that a codec reads."""
-        return beside(self.packed)
+        """Return the names of the tensors beside quantised weights that a codec reads, and of the scales of caches."""
+        return beside(self.packed).union(of_cache(self.tensors)) if self.packed else frozenset()
 
     @cached_property
     def parameters(self) -> Mapping[str, StoredTensor]:

@@ -112,6 +112,36 @@ def blocks(dtype: torch.dtype, *, powers: bool = False) -> Form:
     )  # fmt: skip
 
 
+def of_transformers(size: tuple[int, int] | None, dtype: torch.dtype) -> Form:
+    """fp8 as transformers reads it for its backward pass: a scale for each block, or for the weight; bytes are powers
+    of two."""
+    powers = dtype == torch.uint8
+
+    def make(w: Tensor) -> Tensors:
+        if size is None:
+            scale = (w.abs().max() / 448).to(dtype)
+            return {"weight": (w / scale.float()).to(FP8), "weight_scale_inv": scale}
+        blocks = w.view(SHAPE[0] // size[0], size[0], SHAPE[1] // size[1], size[1])
+        power = torch.ceil(torch.log2(blocks.abs().amax((1, 3)).clamp(min=2.0**-100) / 448))
+        return {
+            "weight": (w / spread(2**power, block=size).float()).to(FP8),
+            "weight_scale_inv": (power + 127).to(dtype),
+        }
+
+    def scales(t: Tensors) -> Tensor:
+        return _e8m0(t["weight_scale_inv"]) if powers else t["weight_scale_inv"].double()
+
+    def read(t: Tensors) -> Tensor:
+        from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+        return _dequantize_fp8_weight(t["weight"], scales(t), list(size) if size else None, torch.float64)
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic" if size else "static"}
+    config |= {"weight_block_size": list(size) if size else None}  # type: ignore[dict-item]
+    config |= {"scale_fmt": "ue8m0"} if powers else {}
+    return Form(make, read, lambda t, w: fp8_half(spread(scales(t), size), w), config, scale="weight_scale_inv")
+
+
 def tiled() -> Form:
     """Blocks of 128 by 128 without a configuration."""
     of, last = blocks(torch.float32), "weight_scale"
@@ -561,6 +591,9 @@ def aqlm(books: int, dtype: torch.dtype) -> Form:
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
+    "ComfyUI fp8, bf16 scales": Form(
+        rows(FP8, 448, "weight_scale", torch.bfloat16), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}
+    ),
     "ComfyUI int8": comfy("TensorWiseINT8Layout", "int8_tensorwise", _int),
     "ComfyUI int8 rows": comfy("TensorWiseINT8Layout", "int8_tensorwise", _int, per_channel=True),
     "ComfyUI int8 rotated": _convrot(
@@ -575,6 +608,8 @@ FORMS: dict[str, Form] = {
     "block fp8": blocks(torch.float32),
     "block fp8, bf16 scales": blocks(torch.bfloat16),
     "block fp8, ue8m0": blocks(torch.float32, powers=True),
+    "fp8 with one scale": of_transformers(None, torch.bfloat16),
+    "fp8 of rows in blocks, powers in bytes": of_transformers((1, 32), torch.uint8),
     "compressed-tensors fp8": compressed("float-quantized", _fp8(), num_bits=8, type="float", strategy="channel"),
     "compressed-tensors fp8 groups": compressed(
         "float-quantized", _fp8(), num_bits=8, type="float", strategy="group", group_size=64
@@ -613,6 +648,11 @@ FORMS: dict[str, Form] = {
     "ModelOpt fp8": Form(
         lambda w: {"weight": (w * (448 / w.abs().max())).to(FP8), "weight_scale": w.abs().max() / 448},
         _times("weight_scale"), _fp8(), {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
+    "ModelOpt mxfp8": replace(
+        compressed("mxfp8-quantized", lambda t, w: fp8_half(spread(_e8m0(t["weight_scale"])), w), num_bits=8, type="float",
+                   strategy="group", group_size=32, scale_dtype=torch.uint8),
+        config={"quant_method": "modelopt", "quant_algo": "MXFP8"},
     ),
     "ModelOpt nvfp4": modelopt(),
     "ModelOpt nvfp4 with factors of inputs": modelopt(pre=True),

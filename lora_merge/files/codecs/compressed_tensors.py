@@ -52,6 +52,8 @@ def _codes_in_bytes(found: Checkpoint, stem: str, args: Mapping[str, Any]) -> Cl
 def _block(args: Mapping[str, Any], weight: StoredTensor, scale: StoredTensor) -> tuple[int, int] | None:
     """Return rows and columns with one scale; None where there is one for the weight or each row."""
     size, block = args.get("group_size"), args.get("block_structure")
+    if isinstance(block, str):  # "128x128", of older releases
+        block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]
     if args.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
         return (block[0], block[1]) if all(isinstance(n, int) and n > 0 for n in block) else None
     if scale.dtype == "U8":

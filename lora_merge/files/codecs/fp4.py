@@ -292,10 +292,14 @@ def _row_after_row(found: Checkpoint) -> bool:
     return any(rows % TILE or across % 4 for rows, across in shapes)
 
 
+MODELOPT: Final = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
+"""Algorithms of ModelOpt some layers of which, or all, are nvfp4."""
+
+
 def modelopt(found: Checkpoint) -> Iterator[Claim]:
     """Yield the nvfp4 weights of ModelOpt: scales row after row, even columns in the low half."""
     config = found.config
-    told = config.get("quant_method") == "modelopt" and config.get("quant_algo") in ("NVFP4", "NVFP4_AWQ")
+    told = config.get("quant_method") == "modelopt" and config.get("quant_algo") in MODELOPT
     if not (told or _row_after_row(found)):
         return
     for stem in found.stems("weight_scale_2"):

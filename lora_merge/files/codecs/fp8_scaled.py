@@ -9,14 +9,13 @@ https://github.com/comfyanonymous/ComfyUI comfy/ops.py, comfy/utils.py (convert_
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from .base import Checkpoint, Claim, Packing, Part, claimed
 from .comfy import Layer, layers, rows_of
 from .packed_ints import packed
-from .scaled import SCALE, Stored, scaled
+from .scaled import E8M0, SCALE, Stored, scaled
 
 FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8", "mxfp8": "F8_E4M3"}
 """Name of a format in the JSON of a layer → dtype of the codes."""
@@ -36,7 +35,7 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
     for stem in found.stems("scale_weight") if marks else ():
         mark = next((m for m in marks if stem.startswith(m)), None)
         weight, scale = found.get(stem, "weight"), found.tensors[f"{stem}.scale_weight"]
-        if mark is None or weight is None or weight.dtype == "I8" or (scale.dtype, prod(scale.shape)) != ("F32", 1):
+        if mark is None or weight is None or weight.dtype == "I8":
             continue
         beside = found.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
         if packing := scaled(Stored(weight, scale, FP8_SCALED, beside)):
@@ -51,7 +50,7 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         beside = found.present(stem, "comfy_quant", "input_scale")
         of = Stored(weight, side, LABELS.get(layer.form, FP8_SCALED), beside, None, (1, 32) if mx else None, mx)
         settings = _settings(layer)
-        if settings is not None and (side.dtype == "F32") != mx and (packing := scaled(of, **settings)):
+        if settings is not None and (of.kind == E8M0) == mx and (packing := scaled(of, **settings)):
             rows, *cols = weight.shape
             if mx:
                 rows = rows_of(found, stem, layer, (rows, cols[0]), ROWS)

@@ -22,6 +22,8 @@ from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
 from .told import section
 
+SVDQUANT: Final = "SVDQuant (nunchaku)"
+
 SIGNS: Final = {
     # a tensor's last name    format that has it
     "scaled_fp8":            "scaled fp8 (ComfyUI)",
@@ -35,7 +37,9 @@ SIGNS: Final = {
     "absmax":                "bitsandbytes 4-bit",
     "bitsandbytes__nf4":     "bitsandbytes nf4",
     "bitsandbytes__fp4":     "bitsandbytes fp4",
-    "wscales":               "SVDQuant (nunchaku)",
+    "pre_quant_scale":       "factors of its inputs (AWQ)",
+    "act_pre_scale":         "factors of its inputs",
+    "wscales":               SVDQUANT,
     "qweight":               "GPTQ or AWQ",
     "W_q":                   "HQQ",
     "codebooks":             "AQLM",
@@ -59,8 +63,21 @@ OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 
 METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
-    "quantization_config": "SVDQuant (nunchaku)",
+    "quantization_config": SVDQUANT,
 }
+
+VARIANTS: Final = ("version", "checkpoint_format", "packing_format")
+"""Entries of a section on quantisation that tell in which order numbers lie."""
+
+LONG: Final = 80
+"""Characters of an entry of a configuration that a message shows."""
+
+FIX: Final = "merge into the unquantised model"
+LOADED: Final = (
+    "load the adapter beside the model, without a merge: nunchaku appends its factors to proj_down and proj_up, by"
+    " update_lora_params; or merge into the unquantised model"
+)
+"""What to do instead of a merge into SVDQuant. https://github.com/nunchaku-tech/nunchaku."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,7 @@ class Quantised:
 
     how: str = ""  # format and the tensor that shows it, for messages
     parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
+    fix: str = FIX
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -101,15 +119,15 @@ class Quantised:
             raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
 
     def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
-        fix = f"merge into the unquantised model{other}"
-        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", fix)
+        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", f"{self.fix}{other}")
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
     """Return the quantised parts of all components of a pipeline."""
     inside = {f"{name}.{part}".removesuffix(".") for name, found in parts.items() for part in found.parts}
     how = (f"{found.how}, in {name}" for name, found in parts.items() if found.parts)
-    return Quantised(next(how, ""), frozenset(inside))
+    fix = (found.fix for found in parts.values() if found.parts)
+    return Quantised(next(how, ""), frozenset(inside), next(fix, FIX))
 
 
 def recognised(
@@ -144,7 +162,8 @@ def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
-    if section(config).get("transform_config"):
+    told = section(config)
+    if told.get("transform_config"):
         return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
     read |= beside(packed)
@@ -153,13 +172,28 @@ def quantised(
         if name not in read and (part := _sign(name, info, tensors)):
             found.setdefault(*part)
     if found:
-        return Quantised(next(iter(found.values())), frozenset(found))
+        how = next(iter(found.values()))
+        return Quantised(_as_told(how, told), frozenset(found), LOADED if how.startswith(SVDQUANT) else FIX)
     for key, what in METADATA.items():
         if key in metadata and not packed:
-            return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
-    if (how := section(config)) and not packed:
-        return Quantised(f"{how.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+            return Quantised(f"{what}, its metadata has {key}", frozenset({""}), LOADED if what == SVDQUANT else FIX)
+    if told and not packed:
+        return Quantised(f"{told.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
+
+
+def _as_told(how: str, told: Mapping[str, Any]) -> str:
+    """Return what a tensor shows, with the method of the section on quantisation if that is another, and its variant.
+
+    `how`: format, comma, the tensor that shows it.
+    """
+    shown, _, tensor = how.rpartition(", ")
+    method, sparse = str(told.get("quant_method") or ""), told.get("sparsity_config")
+    more = [f"{key}: {told[key]}"[:LONG] for key in VARIANTS if isinstance(told.get(key), str) and told[key]]
+    more += [f"sparse: {sparse['format']}"[:LONG]] if isinstance(sparse, Mapping) and sparse.get("format") else []
+    same = method.partition("_")[0].lower() in shown.lower()
+    what = shown if same else method[:LONG]
+    return f"{what} ({', '.join(more)}), {tensor}" if more else f"{what}, {tensor}"
 
 
 def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | None:

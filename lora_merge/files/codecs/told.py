@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from ...disk.files import open_regular
 from ...text import Note
-from .base import Packing
+from .base import Packing, Tensors
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
@@ -27,6 +28,17 @@ RECIPE_LIMIT: Final = 1 << 20  # bytes of a recipe that are looked at
 
 ACTIVATIONS: Final = ("input_scale", "scale_input", "input_global_scale", "activation_scale", "output_scale")
 """Last names of scales that were measured on what goes through a layer."""
+
+
+CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
+"""Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
+
+
+def of_cache(tensors: Tensors) -> Iterator[str]:
+    """Yield the names of the scales of caches. A model without quantisation has none."""
+    for name, info in tensors.items():
+        if name.rpartition(".")[2] in CACHE and prod(info.shape) == 1:
+            yield name
 
 
 def measured(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[Note]:
