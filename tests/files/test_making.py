@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.proof.replay import plan_again, prove
 
 from ..support import Tensors, load, rand, save
+from .libraries import LIBRARIES
 from .quantised_forms import FORMS, SHAPE, Form
 
 NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
@@ -107,6 +109,23 @@ def test_a_file_is_quantised_as_comfyui_reads_it(name: str, form: Form, tmp_path
         data = 8 + int.from_bytes(f.read(8), "little")
     infos = open_checkpoint(out).headers[out].tensors.values()
     assert all((i.offset - data) % min(i.nbytes // max(torch.Size(i.shape).numel(), 1), 8) == 0 for i in infos)
+
+
+def test_a_file_of_nf4_has_the_tensors_of_bitsandbytes(tmp_path: Path) -> None:
+    """Forge takes all tensors below the weight's name for the state of a weight."""
+    source, tensors = base(tmp_path / "base")
+    lora, changes = adapter(tmp_path / "lora.safetensors")
+    lora_merge.merge(source, lora, tmp_path / "out.safetensors", dtype="nf4")
+    made, form = load(tmp_path / "out.safetensors"), FORMS["bitsandbytes nf4"]
+    for layer in NAMES:
+        found, want = parts(made, layer), tensors[f"{layer}.weight"].double() + changes.get(layer, 0)
+        assert found.keys() == form.make(want.float()).keys()
+        assert half_steps(form, found, want) <= 1.001
+        if find_spec("bitsandbytes") is not None:
+            read = LIBRARIES["bitsandbytes nf4"].form.read(found)
+            assert (read.float() - form.read(found)).abs().max() <= want.abs().max() * 2.0**-8  # in bf16
+    assert all(torch.equal(made[name], tensors[name]) for name in KEPT)
+    assert lora_merge.verify(tmp_path / "out.safetensors", full=True)["full"]
 
 
 @pytest.mark.parametrize(("name", "form"), FOLDER.items())
@@ -236,8 +255,7 @@ def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Pa
         assert not (tmp_path / "out").exists()
         return f"{caught.value.what}; {caught.value.fix}"
 
-    for name in ("nf4", "fp8_block"):
-        assert "fp8_scaled" in refused(file, dtype=name)
+    assert "fp8_scaled" in refused(file, dtype="fp8_block")
     assert "fp8_block" in refused(folder, dtype="fp8_scaled")
     assert "llama.cpp" in refused(file, dtype="q4_0")
     assert "keep-precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
