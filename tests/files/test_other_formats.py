@@ -94,9 +94,9 @@ BAD: dict[str, tuple[str, Tensors | str, dict[str, Any]]] = {
     "bits that are none": ("hqq 4 axis 1", {"nbits": torch.tensor(5, dtype=torch.int32)}, {}),
     "a shape of 2 GB": ("hqq 4 axis 1", {"shape": torch.tensor([2**40, 2**40])}, {}),
     "an axis that is none": ("hqq 4 axis 1", {"axis": torch.tensor(7, dtype=torch.int32)}, {}),
-    "a rotation": ("sdnq uint4", {}, {"use_hadamard": True}),
+    "a rotation of another kind": ("sdnq uint4", {}, {"use_hadamard": True, "hadamard_group_size": 32}),
     "a low-rank part": ("sdnq uint4", {"svd_up": torch.ones(2, 1)}, {}),
-    "types of single layers": ("sdnq uint4", {}, {"modules_dtype_dict": {"int8": ["x"]}}),
+    "another type for this layer": ("sdnq uint4", {}, {"modules_dtype_dict": {"int8": ["q_proj"]}}),
     "a type that is packed otherwise": ("sdnq uint4", {}, {"weights_dtype": "uint6"}),
     "zero points of signed codes": ("sdnq int4", {"zero_point": torch.ones(2, 2, 1)}, {}),
 }

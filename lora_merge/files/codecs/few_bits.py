@@ -43,6 +43,24 @@ def in_stream(numbers: Tensor, bits: int) -> Tensor:
     return (words >> 8 * places[:bits]).bitwise_and_(255).to(torch.uint8).view(-1)
 
 
+def from_planes(raw: Tensor, bits: int) -> Tensor:
+    """Return the whole numbers of 2 to 7 bits in bytes as SDNQ packs them, as uint8.
+
+    Some of the numbers that are packed together lie in the lowest bits of a byte each; of the others, parts lie above
+    them: the higher a part of the number, the later the byte.
+    """
+    if bits in (2, 4):
+        places = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return (raw[:, None] >> places).bitwise_and_(2**bits - 1).view(-1)
+    whole, packed = {3: (3, 8), 5: (5, 8), 6: (3, 4), 7: (7, 8)}[bits]
+    words = raw.view(-1, whole)
+    found = words.new_zeros(len(words), packed)
+    for number, pieces in enumerate(PLANES[bits]):
+        for byte, shift, kept, up in pieces:
+            found[:, number] |= (words[:, byte] >> shift & kept) << up
+    return found.view(-1)
+
+
 def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:
     """Return the whole numbers in rows of bytes [rows, n]: as many as a row can hold, lowest bits first.
 
@@ -72,6 +90,17 @@ def by_group(groups: Tensor, size: int) -> Tensor | None:
 
 
 INT32: Final = torch.int32
+
+PLANES: Final = {
+    3: (*(((b, 0, 7, 0),) for b in range(3)), *(((b, 3, 7, 0),) for b in range(3)),
+        *(((b, 6, 3, 0), (2, 6 + b, 1, 2)) for b in range(2))),
+    5: (*(((b, 0, 31, 0),) for b in range(5)), *(((b, 5, 7, 0), (3 + b, 5, 3, 3)) for b in range(2)),
+        ((2, 5, 7, 0), (3, 7, 1, 4), (4, 7, 1, 3))),
+    6: (*(((b, 0, 63, 0),) for b in range(3)), ((0, 6, 3, 4), (1, 6, 3, 2), (2, 6, 3, 0))),
+    7: (*(((b, 0, 127, 0),) for b in range(7)), tuple((b, 7, 1, 6 - b) for b in range(7))),
+}  # fmt: skip
+"""Bits → for each number that is packed together its parts: byte, the part's lowest bit there, a mask, its place in the
+number. https://github.com/Disty0/sdnq src/sdnq/packed_int/unpack.py."""
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:

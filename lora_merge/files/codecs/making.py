@@ -1,7 +1,8 @@
 """New quantised weights: the tensors in which an output stores a matrix that the base holds as plain numbers.
 
-Single files are made as ComfyUI reads them, with a JSON beside each weight, or as Forge reads nf4; folders as transformers reads them, with a
-section in config.json. The bytes of new tensors are zeros, or constants; a merge writes the codes and scales over them.
+Single files are made as ComfyUI reads them, with a JSON beside each weight, or as Forge reads nf4; folders as
+transformers reads them, with a section in config.json. The bytes of new tensors are zeros, or constants;
+a merge writes the codes and scales over them.
 https://github.com/comfyanonymous/ComfyUI comfy/ops.py, https://github.com/huggingface/transformers
 integrations/finegrained_fp8.py, https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.py,
 https://github.com/vllm-project/compressed-tensors src/compressed_tensors/quantization/quant_scheme.py.
@@ -235,7 +236,7 @@ def _bnb_section(kept: Sequence[str], *, bits: int) -> Mapping[str, Any]:
 FILES: Final[Mapping[str, Form]] = MappingProxyType({
     "fp8_scaled": Form(_fp8), "mxfp8": Form(_mxfp8), "nvfp4": Form(_nvfp4), "int8": Form(_int8), "nf4": Form(_nf4),
 })  # fmt: skip
-"""Value of `--dtype` → format of a single file, as ComfyUI reads it; `nf4` as Forge and ComfyUI_bitsandbytes_NF4 read it.
+"""Value of `--dtype` → format of a single file, as ComfyUI reads it; `nf4` as Forge reads it.
 https://github.com/lllyasviel/stable-diffusion-webui-forge backend/operations_bnb.py."""
 
 FOLDERS: Final[Mapping[str, Form]] = MappingProxyType({

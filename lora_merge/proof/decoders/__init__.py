@@ -11,6 +11,7 @@ from ..reference.floats import Array
 from .codes import BadPart, alone, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .grids import points
+from .sdnq import sums
 from .streams import streams
 from .tables import aqlm, columns, grouped
 
@@ -28,6 +29,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "ggml_grids": points,
     "halves": halves,
     "mlx": streams,
+    "sdnq": sums,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
 
