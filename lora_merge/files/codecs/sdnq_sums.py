@@ -69,11 +69,10 @@ class Sums(Encoding):
             levels = arithmetic.from_bytes(parts[CODES].view(arithmetic.BYTE), self.dtype)
         else:
             levels = few_bits.from_planes(parts[CODES].view(arithmetic.BYTE), self.bits).float() + self.lowest
-        scale, zero = (
-            _finite(parts[role]).view(rows, groups, 1, places) if role in parts else None for role in (SCALE, ZERO)
-        )
-        found: Tensor = levels.view(rows, *self.shape) * scale
-        found = (found if zero is None else found + zero).view(rows, self.cols)
+        found: Tensor = levels.view(rows, *self.shape) * _finite(parts[SCALE]).view(rows, groups, 1, places)
+        if ZERO in parts:
+            found = found + _finite(parts[ZERO]).view(rows, groups, 1, places)
+        found = found.view(rows, self.cols)
         if self.rank:
             found = torch.addmm(found, _finite(parts[UP]).view(rows, -1), _finite(parts[DOWN]).view(self.rank, -1))
         return arithmetic.rotated(found, self.rotation) if self.rotation else found
