@@ -133,3 +133,50 @@ def test_layers_of_modelopt_may_have_several_formats(tmp_path: Path) -> None:
         made = parts(kept, LAYER)
         half = layers[LAYER].half_step(made, want[LAYER])
         assert ((layers[LAYER].read(made).double() - want[LAYER]).abs() <= 1.001 * half).all()
+
+
+def test_nvfp4_without_a_mark_says_what_would_tell_its_order(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", (128, 64))
+        layer = FORMS["ComfyUI nvfp4"].make(rand(128, 64, scale=0.02))
+    source = base(tmp_path / "base", {f"{LAYER}.{last}": value.clone() for last, value in layer.items()}, None)
+    with pytest.raises(InputError, match="nvfp4 without a mark") as caught:
+        lora_merge.merge(source, adapter(tmp_path / "lora.safetensors", 128), tmp_path / "o.safetensors", dtype="bf16")
+    assert "comfy_quant" in caught.value.fix
+
+
+@pytest.mark.parametrize("rows", [128, 160])
+@pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4"])
+def test_banks_of_experts_are_merged_where_tiles_are_whole(name: str, rows: int, tmp_path: Path) -> None:
+    """ComfyUI stacks what comfy-kitchen makes of each expert, with one scale for all of them in nvfp4."""
+    form, bank = FORMS[name], "blocks.0.experts.w1"
+    weights = [rand(rows, 64, seed=n, scale=0.02) for n in range(3)]
+    for weight in weights:
+        weight[0, 0] = 0.1  # the largest of each
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", (rows, 64))
+        experts = [form.make(weight) for weight in weights]
+        found = {
+            f"{bank}.{last}": torch.stack([e[last] for e in experts]) if experts[0][last].dim() else experts[0][last]
+            for last in experts[0]
+        }
+        mark = json.dumps({**(form.note or {}), "num_experts": 3}).encode()
+        found[f"{bank}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+        source, change = base(tmp_path / "base", found, None), torch.zeros(3, rows, 64)
+        change[1] = rand(rows, 64, seed=9, scale=0.005)
+        lora = save({f"{bank}.diff": change}, tmp_path / "lora.safetensors")
+        if rows % 128:
+            with pytest.raises(InputError, match="quantised"):
+                lora_merge.merge(source, lora, tmp_path / "out.safetensors")
+            return
+        lora_merge.merge(source, lora, tmp_path / "out.safetensors")
+        assert lora_merge.verify(tmp_path / "out.safetensors", full=True)["full"]
+        lora_merge.merge(source, lora, tmp_path / "plain.safetensors", dtype="fp32")
+        made, plain = load(tmp_path / "out.safetensors"), load(tmp_path / "plain.safetensors")[f"{bank}.weight"]
+        for n, expert in enumerate(experts):
+            want = form.read(expert).double() + change[n].double()
+            torch.testing.assert_close(plain[n].double(), want, rtol=1e-6, atol=1e-7)
+            own = {last: t[n] if t.dim() > 2 else t for last, t in parts(made, bank).items()}
+            half = form.half_step(own, want)
+            assert ((form.read(own).double() - want).abs() <= 1.001 * half + 1e-12).all()
+            assert n == 1 or torch.equal(form.read(own), form.read(expert))

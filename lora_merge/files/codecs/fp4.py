@@ -246,8 +246,8 @@ def fp4(
         return None
     cols, lead = codes.shape[-1] * 2, codes.shape[:-1]
     across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
-    wanted = -(-lead[0] // TILE) * tiles if swizzled else prod(lead) * across
-    if cols % size or prod(scale.shape) != wanted or (swizzled and len(lead) > 1):
+    wanted = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
+    if cols % size or prod(scale.shape) != wanted or (swizzled and len(lead) > 1 and lead[-1] % TILE):
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
@@ -277,9 +277,9 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
         of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"),
                         pre=found.get(stem, "pre_quant_scale"))  # fmt: skip
         if packing := fp4(of, high_first=True, swizzled=True):
-            cols = codes.shape[1] * 2
-            if rows := rows_of(found, stem, layer, (codes.shape[0], cols), ROWS):
-                yield claimed(codes, codes.name, (rows, cols), packing)
+            *lead, rows, half = codes.shape
+            if rows := rows if lead else rows_of(found, stem, layer, (rows, half * 2), ROWS):
+                yield claimed(codes, codes.name, (*lead, rows, half * 2), packing)
 
 
 def _row_after_row(found: Checkpoint) -> bool:

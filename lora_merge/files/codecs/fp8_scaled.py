@@ -52,7 +52,7 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         settings = _settings(layer)
         if settings is not None and (of.kind == E8M0) == mx and (packing := scaled(of, **settings)):
             rows, *cols = weight.shape
-            if mx:
+            if mx and len(cols) == 1:
                 rows = rows_of(found, stem, layer, (rows, cols[0]), ROWS)
             if rows:
                 yield claimed(weight, weight.name, (rows, *cols), packing)

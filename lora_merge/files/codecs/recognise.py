@@ -20,6 +20,7 @@ from ...text import Note
 from ..gguf.types import BLOCKS, UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
+from .comfy import ENTRY
 from .told import section
 
 SVDQUANT: Final = "SVDQuant (nunchaku)"
@@ -78,6 +79,13 @@ LOADED: Final = (
     " update_lora_params; or merge into the unquantised model"
 )
 """What to do instead of a merge into SVDQuant. https://github.com/nunchaku-tech/nunchaku."""
+
+UNMARKED: Final = "nvfp4 without a mark, whose scales may lie in tiles (ComfyUI) or row after row (ModelOpt)"
+MARKED: Final = (
+    "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"
+)
+FIXES: Final = {SVDQUANT: LOADED, UNMARKED: MARKED}
+"""Format → what to do, where it is something else."""
 
 
 @dataclass(frozen=True)
@@ -171,15 +179,25 @@ def quantised(
     for name, info in tensors.items():
         if name not in read and (part := _sign(name, info, tensors)):
             found.setdefault(*part)
+    if found and not told and ENTRY not in metadata and (name := _unmarked(found, tensors)):
+        found = {part: f"{UNMARKED}, it has {name}" for part in found}
     if found:
         how = next(iter(found.values()))
-        return Quantised(_as_told(how, told), frozenset(found), LOADED if how.startswith(SVDQUANT) else FIX)
+        fix = next((fix for what, fix in FIXES.items() if how.startswith(what)), FIX)
+        return Quantised(_as_told(how, told), frozenset(found), fix)
     for key, what in METADATA.items():
         if key in metadata and not packed:
-            return Quantised(f"{what}, its metadata has {key}", frozenset({""}), LOADED if what == SVDQUANT else FIX)
+            return Quantised(f"{what}, its metadata has {key}", frozenset({""}), FIXES.get(what, FIX))
     if told and not packed:
         return Quantised(f"{told.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
+
+
+def _unmarked(parts: Iterable[str], tensors: Tensors) -> str:
+    """Return the scale of the first of these modules if it is an nvfp4 weight without a mark, else ""."""
+    stem = next(iter(parts))
+    name = f"{stem}.weight_scale_2"
+    return name if name in tensors and f"{stem}.comfy_quant" not in tensors else ""
 
 
 def _as_told(how: str, told: Mapping[str, Any]) -> str:

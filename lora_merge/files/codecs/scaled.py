@@ -304,14 +304,14 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size that a file tells, is the whole weight
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
-    if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1):
+    if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1 and rows % TILE):
         return None
     up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
     numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
     wanted = matrices * up * across
     if swizzled:
         numbers, scales = TILE * cols, TILE * -(-across // 4) * 4
-        wanted = -(-rows // TILE) * scales
+        wanted = matrices * -(-rows // TILE) * scales
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != wanted or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != wanted)):
         return None
