@@ -19,7 +19,7 @@ from ..paths import exists, is_folder
 from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
-from .codecs.told import MODELOPT, of_cache, smoothed, with_modelopt
+from .codecs.told import SIDES, of_cache, smoothed, with_side_file
 from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -178,9 +178,10 @@ def _folder(path: Path) -> Index:
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
-    modelopt = path / MODELOPT
-    config = dict(with_modelopt(config, read_json(modelopt) if modelopt.is_file() else {}))
     index = _component(path)
+    for name in SIDES:
+        if (path / name).is_file():
+            config = dict(with_side_file(config, name, read_json(path / name), index.tensors))
     return replace(index, config=config, notes=(*index.notes, *smoothed(config, path))).recognised()
 
 

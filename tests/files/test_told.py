@@ -44,6 +44,32 @@ def test_the_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) 
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "told"),
+    [
+        ("GPTQ", "quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": False, "damp_percent": 0.01}),
+        ("AWQ", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}),
+    ],
+)
+def test_the_files_of_older_quantisers_tell_the_format(
+    name: str, file: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    source, tensors = base(FORMS[name], tmp_path / "base")
+    (source / "config.json").write_text('{"model_type": "x"}')
+    (source / file).write_text(json.dumps(told))
+    lora = save(adapter(), tmp_path / "lora.safetensors")
+    report = lora_merge.merge(source, lora, tmp_path / "plain", dtype="fp32")
+    made = load(tmp_path / "plain" / "model.safetensors")
+    for layer in NAMES[:2]:
+        torch.testing.assert_close(
+            made[f"{layer}.weight"].double(), exact(FORMS[name], tensors, layer), rtol=1e-6, atol=1e-7
+        )
+    assert not (tmp_path / "plain" / file).exists()
+    assert any("AWQ" in note for note in report.notes) == (name == "AWQ")
+    (tmp_path / "plain" / file).write_text(json.dumps(told))  # left over beside plain numbers
+    lora_merge.merge(tmp_path / "plain", lora, tmp_path / "again")
+
+
 def test_modelopts_blocks_are_read(tmp_path: Path) -> None:
     source, tensors = base(FORMS["block fp8"], tmp_path / "base")
     found = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ...disk.files import open_regular
@@ -13,9 +14,6 @@ from .base import Packing, Tensors
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
-
-MODELOPT: Final = "hf_quant_config.json"
-"""ModelOpt's own file; newer releases write a section of config.json too."""
 
 RECIPE: Final = "recipe.yaml"
 """llm-compressor's file of what was done to a model."""
@@ -57,12 +55,33 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def with_modelopt(config: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a folder with the section that `hf_quant_config.json` tells, where it has none."""
+def with_side_file(
+    config: Mapping[str, Any], name: str, told: Mapping[str, Any], tensors: Iterable[str]
+) -> Mapping[str, Any]:
+    """Return the configuration of a folder with the section that a file of `SIDES` tells, where it has none."""
+    left_over = SIDES[name] is not _modelopt and not any(key.endswith(".qweight") for key in tensors)
+    made = {} if section(config) or left_over else SIDES[name](told)
+    return {**config, SECTIONS[0]: made} if made else config
+
+
+def _modelopt(told: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = told.get("quantization")
-    if section(config) or not isinstance(inner, Mapping) or not inner.get("quant_algo"):
-        return config
-    return {**config, SECTIONS[0]: {"quant_method": "modelopt", **inner}}
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else {}
+
+
+def _gptq(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"quant_method": "gptq", **told} if isinstance(told.get("bits"), int) else {}
+
+
+def _awq(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    bits = told.get("w_bit")
+    return {"quant_method": "awq", "bits": bits, **told} if isinstance(bits, int) else {}
+
+
+SIDES: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]] = MappingProxyType({
+    "hf_quant_config.json": _modelopt, "quantize_config.json": _gptq, "quant_config.json": _awq,
+})  # fmt: skip
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ → the section that they tell. Newer releases write one into config.json."""
 
 
 def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[Note]:
