@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from math import isfinite, sqrt
@@ -48,6 +48,10 @@ class Share(NamedTuple):
         known = None if self.applied is None or other.applied is None else self.applied + other.applied
         return Share(self.change + other.change, self.intended + other.intended, known)
 
+    def scaled(self, scale: float) -> Share:
+        """Return sums over so many times as many numbers."""
+        return Share(scale * self.change, scale * self.intended, self.applied and scale * self.applied)
+
     @property
     def retained(self) -> float | None:
         """⟨applied, intended⟩ / ‖intended‖²; None where nothing is intended, or it is not known."""
@@ -88,6 +92,15 @@ class Measure:
         adapters = {a: s._replace(change=norms.get(a, s.change)) for a, s in self.adapters.items()}
         whole = self.all._replace(change=norms.get(WHOLE, self.all.change))
         return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)
+
+    def scaled(self, count: int) -> Measure:
+        """Return sums that stand for so many numbers."""
+        scale = count / max(self.of, 1.0)
+        if scale == 1:
+            return self
+        shares = {number: share.scaled(scale) for number, share in self.adapters.items()}
+        return replace(self, of=count, changed=scale * self.changed, weight=scale * self.weight,
+                       noise=scale * self.noise, all=self.all.scaled(scale), adapters=shares)  # fmt: skip
 
     @property
     def loses(self) -> bool:
@@ -177,10 +190,15 @@ class Measures:
         self.tensors.pop(tensor, None)
         self.seen.pop(tensor, None)
 
-    def lost(self, job: Job) -> Iterator[Note]:
-        """Yield a warning for each adapter of which less than `RETAINED` is in the output, if no proof reports it."""
+    def lost(self, job: Job, proven: Collection[int] = ()) -> Iterator[Note]:
+        """Yield a warning for each adapter of which less than `RETAINED` is in the output, if no proof reports it.
+
+        `proven`: the numbers of the adapters that a proof reports.
+        """
         every = total(self.tensors.values())
         for number, ref in enumerate(job.adapters):
+            if number in proven:
+                continue
             one = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
             if one.loses and not every.cut:
                 kept = max(one.all.retained or 0.0, 0.0)

@@ -22,6 +22,7 @@ from .device.choice import choose
 from .device.windows import DeviceWindows
 from .devices import device_bytes, one_core, places, release, threads
 from .fold_blocks import BlockMerger
+from .measuring.replaced import replaced, replaced_measures
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .storing.new_codes import NewCodes, made_again
@@ -114,6 +115,8 @@ class WindowMerger:
         plan, spool = self.plans[number], self.spools[number]
         if self.whole is not None:
             self.measures[number].take(self.whole.measured(number))
+        targets = (t for f in plan.files for t in f.targets)
+        self.measures[number].take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
         again = self.outcomes[number].largest
         if spool.empty and not again:
             return ()

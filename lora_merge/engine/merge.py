@@ -192,7 +192,9 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
 
 
 def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
-    plan, job, lost = written.plan, written.plan.job, () if proof else tuple(written.measures.lost(written.plan.job))
+    plan, job = written.plan, written.plan.job
+    proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
+    lost = tuple(written.measures.lost(job, proven))
     numbers = written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]

@@ -25,6 +25,7 @@ from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
 from ..engine.devices import places
 from ..engine.fold_blocks import BlockMerger
+from ..engine.measuring.replaced import replaced, replaced_measures
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
 from ..engine.storing.new_codes import made_again
@@ -124,6 +125,8 @@ class MemoryMerge:
                 factors.forget()
                 tensors.kept.clear()
                 report(sum(target.nbytes for target in some))
+            whole = replaced(self.targets(), inputs.base, self.matched.adapters)
+            measures.take(replaced_measures(whole, factors.read))
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile, Module
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.blocks import Block
 from ..engine.devices import place
+from ..engine.measuring.replaced import measure, replaced
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, convert, stage
 from ..engine.storing.recoding import Codes, read_back, refitted
-from ..engine.tensors import Fetch, TensorCache, stored_numbers, weight_values
+from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..measure import RETAINED, Measure, Measures, Share, total
@@ -108,42 +108,21 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
-        before = dict(_replaced(plan))
-        targets = [t for f in plan.files for t in f.targets if t.uses or t.name in before]
+        every = [t for f in plan.files for t in f.targets]
+        whole = {one.target.name: one for one in replaced(every, plan.base, plan.adapters)}
+        targets = [t for t in every if t.uses or t.name in whole]
         told = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
         for target in targets:
             told(target.nbytes)
-            old = before.get(target.name)
-            found = _measured(target, tensors) if old is None else _exchanged(target, old, factors.fetch)
+            one = whole.get(target.name)
+            found = _measured(target, tensors) if one is None else measure(one, factors.read, 1)
             measures.tensors[target.name] = found
             factors.forget()
             tensors.kept.clear()
     told_of = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
-    for name, one in told_of.get("tensors", {}).items():
-        one |= shown.get(name, {})
+    for name, row in told_of.get("tensors", {}).items():
+        row |= shown.get(name, {})
     return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}
-
-
-def _replaced(plan: Plan) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the weights that adapters replace as a whole, each with the base's tensor, where both are plain numbers of
-    one shape."""
-    own, packed = plan.base.tensors, plan.base.packed
-    for target in (t for t in plan.changing if not t.uses and t.packed is None):
-        old = own.get(target.name)
-        if old is not None and old.shape == target.shape and old.name not in packed:
-            yield target.name, old
-
-
-def _exchanged(target: OutputTensor, old: StoredTensor, fetch: Fetch) -> Measure:
-    """Return the measure of a weight that an adapter replaces."""
-    found, at = Measure(), place("cpu", "F32")
-    both = (weight_values(weight, fetch).reshape(-1) for weight in (Weight(old.shape, old), target.weight))
-    for rows, merged in zip(*(torch.split(values, PART) for values in both), strict=True):
-        (before,), (after,) = stage([rows], at), stage([merged], at)
-        written = torch.empty(after.shape, dtype=TORCH_DTYPES[target.dtype])
-        convert(after, written)
-        found += _sums(before, after, stage([written], at)[0])
-    return found
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
