@@ -30,6 +30,9 @@ SECOND: Final = "transformer_2"
 OF_KIND: Final = {"clip_l": "clip", "clip_g": "clip", "clip_h": "clip", "t5": "t5_encoder"}
 """Kind of a text encoder → its architecture file."""
 
+ONLY_ENCODER: Final = {"te": "te1"}
+"""Network that kohya's names mean where a model has one text encoder → what others call it."""
+
 Name: TypeAlias = tuple[str, str]
 """(network, name in it)."""
 
@@ -221,17 +224,18 @@ def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mappin
     The names are the adapters' own, flat and without prefixes, if that pairs all modules. Otherwise they are those of
     the model that both adapters are made for, if it is known and more modules pair by them.
     """
-    own = {name: _plain(name) for name in a}, {name: _plain(name) for name in b}
+    own = {name: plain(name) for name in a}, {name: plain(name) for name in b}
     if {*own[0].values()} == {*own[1].values()}:
         return own
     of_model = _of_model(a), _of_model(b)
     return max(own, of_model, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
 
 
-def _plain(name: str) -> Name:
+def plain(name: str) -> Name:
     """Return the network and the name in it as all dialects of one layout spell it: flat, without prefixes."""
     hint, body = list(prefixed(name))[-1]
-    return "" if hint in ("any", *DENOISERS) else hint, body.lower().replace(".", "_")
+    network = "" if hint in ("any", *DENOISERS) else ONLY_ENCODER.get(hint, hint)
+    return network, body.lower().replace(".", "_")
 
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -14,10 +14,11 @@ from torch import Tensor
 from ..adapters.file import AdapterFile, group
 from ..algorithms.lora import LORA
 from ..disk.reader import Reader
+from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..job import make_job
-from ..models.assumed import common_names
+from ..models.assumed import common_names, plain
 from ..models.blocks import blocks
 from ..models.module_blocks import block_name, in_order
 from ..models.names import names
@@ -26,7 +27,8 @@ from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
 from ..text import Note
 from .adapter import rank_of
-from .changes import changes
+from .changes import changes, replaced_by
+from .comparing.stored_whole import compare_whole, of_shapes, sums_of_changes
 from .deltas import NOISE, Delta, Deltas, shape_of
 from .pictures import evenly
 from .pictures import pictures as pictured
@@ -36,6 +38,8 @@ Spaces: TypeAlias = tuple[Tensor, Tensor] | None
 
 OPPOSED: Final = -0.1
 """The cosine below which two changes fight: those of independent trainings are within a few hundredths of 0."""
+
+NEEDS_BASE: Final = "its change depends on the weights: name a base with --base"
 
 MORE: Final = 8
 """Random columns more than the rank: with just as many, a direction can be lost by chance."""
@@ -76,56 +80,53 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
     """
     files = group(a), group(b)
     shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
-    pairs = _on_base(a, b, base, pictures=pictures) if base is not None else _by_name(*files, shown)
+    left: dict[str, str] = {}
+    pairs = _by_name(*files, shown) if base is None else _on_base(a, b, base, left, pictures=pictures)
     total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
-    notes = []
     for name, block, one in pairs:
-        if isinstance(one, str):
-            only[one].append(name)
-        elif one is None:
-            notes.append(name)
-        else:
+        if isinstance(one, Alike):
             total.add(one)
             rows.setdefault(block, Alike()).add(one)
             table[name] = one.to_dict() | one.pictures
-    told = [Note(f"{len(notes)} modules need a base: name it with --base")] if notes else []
+        elif one in only:
+            only[one].append(name)
+        else:
+            left[name] = one
+    notes = []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
-        told.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
-    if left := _left_out(files, base):
-        told.append(Note(f"{left} tensors that are stored whole, or change no weight, are not compared"))
+        notes.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
+    whole = compare_whole(*files) if base is None else {}
+    left |= whole.pop("left", {})
+    for side, names_of in only.items():
+        names_of += whole.pop(f"only_{side}", ())
     by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
-        "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
-        "blocks": by_block, "modules": table,
+        "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": notes, "total": total.to_dict(),
+        "blocks": by_block, "modules": table, "not_compared": left,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
+        **({"whole": whole} if whole.get("tensors") else {}),
     }  # fmt: skip
 
 
-def _left_out(files: Sequence[AdapterFile], base: Path | None) -> int:
-    """Return the number of tensors of two adapters that are not looked at: those that take the place of the base's, and
-    without a base the changes of biases and other parameters."""
-    others = (m for file in files for m in file.modules if m.parameter != "weight" and base is None)
-    return sum(len(file.strange) for file in files) + sum(len(m.slots) for m in others)
-
-
-def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str | None]]:
-    """Yield (module, block, sums) of modules in both; "a" or "b" for those in one, None where a base is needed.
+def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str]]:
+    """Yield (module, block, sums) of modules in both; in place of the sums "a" or "b" for those in one, or why they
+    cannot be compared.
 
     `shown`: modules of A that get pictures.
     """
-    own, far = ([m for m in file.modules if m.parameter == "weight"] for file in (a, b))
-    mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in (own, far)))
-    others = {theirs.get(m.name, ("", m.name)): m for m in far}
+    weights = ([m for m in file.modules if m.parameter == "weight"] for file in (a, b))
+    mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in weights))
+    others = {(theirs.get(m.name, plain(m.name)), m.parameter): m for m in b.modules}
     with Reader([a.index, b.index]) as reader, torch.no_grad():
         first, second = Deltas(a, reader), Deltas(b, reader)
-        for module in own:
-            other = others.pop(mine.get(module.name, ("", "")), None)
+        for module in a.modules:
+            other = others.pop((mine.get(module.name, plain(module.name)), module.parameter), None)
             pair = None if other is None else (first.of(module), second.of(other))
-            sums = "a" if pair is None else _pair(*pair, pictures=module.name in shown)
-            yield module.name, block_name(module.name), sums
-        yield from ((m.name, block_name(m.name), "b") for m in others.values())
+            sums = "a" if pair is None else _pair(*pair, pictures=module.where in shown)
+            yield module.where, block_name(module.name), sums
+        yield from ((m.where, block_name(m.name), "b") for m in others.values())
 
 
 def _pair(
@@ -134,10 +135,13 @@ def _pair(
     of: tuple[OutputTensor | None, OutputTensor | None] = (None, None),
     *,
     pictures: bool = False,
-) -> Alike | None:
-    """Return the sums of two changes of one weight; `of`: the weights of two plans whose changes they are."""
-    if a is None or b is None or a.shape != b.shape:
-        return None
+) -> Alike | str:
+    """Return the sums of two changes of one weight, or why there are none; `of`: the weights of two plans whose changes
+    they are."""
+    if a is None or b is None:
+        return NEEDS_BASE
+    if a.shape != b.shape:
+        return of_shapes(a.shape, b.shape)
     one, other = a.inner(a), b.inner(b)
     known = one > 0 and other > 0  # zeros span no space
     overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
@@ -169,9 +173,10 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
     change = delta.full
     if change is None:
         return delta.spaces()
-    if target is None or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in target.uses):
+    uses = target.uses if target is not None else ()
+    if not uses or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in uses):
         return None
-    rank = min(sum(rank_of(u.patch.module) for u in target.uses), *change.shape)
+    rank = min(sum(rank_of(u.patch.module) for u in uses), *change.shape)
     random = torch.Generator().manual_seed(0)
     found = []
     for matrix in (change, change.T):
@@ -181,22 +186,37 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
     return found[0], found[1]
 
 
-def _on_base(a: Index, b: Index, base: Path, *, pictures: bool) -> Iterator[tuple[str, str, Alike | str | None]]:
+def _on_base(
+    a: Index, b: Index, base: Path, left: dict[str, str], *, pictures: bool
+) -> Iterator[tuple[str, str, Alike | str]]:
     """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
-    "" as its block and then the side, "a" or "b"."""
+    "" as its block and then the side, "a" or "b". What has no place in the base comes into `left`, with the reason."""
     opened = CheckpointCache()
     plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
+    for match in (m for plan in plans for m in plan.adapters):
+        left |= {**match.unused, **match.unmatched}
     lookup = names(plans[0].base)
     block_of = blocks(lookup).of
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
-        first, second = ({t.name: t for f in p.files for t in f.targets if t.uses} for p in plans)
+        whole = [{one.target.name: one for one in replaced_by(plan)} for plan in plans]
+        first, second = (
+            {t.name: t for f in p.files for t in f.targets if t.uses or t.name in own}
+            for p, own in zip(plans, whole, strict=True)
+        )
         one, other = (changes(plan, reader) for plan in plans)
         shown = evenly([*first], 2) if pictures else frozenset()
+        read = TensorCache(reader, frozenset()).read
         for name, target in first.items():
             if name not in second:
                 yield name, "", "a"
                 continue
             block = f"{lookup.component(name)} {block_of(name)}".strip()
-            pair = _pair(one(target), other(second[name]), (target, second[name]), pictures=name in shown)
-            yield name, block, pair
+            if target.shape != second[name].shape:
+                yield name, block, of_shapes(target.shape, second[name].shape)
+            elif all(name in own for own in whole):
+                sums = sums_of_changes(whole[0][name], whole[1][name], read)
+                yield name, block, Alike(sums.a, sums.b, sums.inner)
+            else:
+                pair = _pair(one(target), other(second[name]), (target, second[name]), pictures=name in shown)
+                yield name, block, pair
         yield from ((name, "", "b") for name in second if name not in first)

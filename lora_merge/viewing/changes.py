@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from ..engine.blocks import blocks as cut_into_blocks
 from ..engine.devices import place
 from ..engine.fold import new_weights
 from ..engine.measuring.factors import factored
+from ..engine.measuring.replaced import Replaced, replaced, runs, values
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, stage
-from ..engine.tensors import TensorCache, weight_values
+from ..engine.tensors import Fetch, TensorCache, weight_values
 from ..errors import misfit
 from ..planning.plan import OutputTensor, Plan
 from .deltas import Delta
@@ -24,11 +26,14 @@ from .deltas import Delta
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
     """Return a function that computes the change of a weight that a plan changes: as two factors where the patches tell
-    them, else whole, from the base."""
+    them, else whole, from the base; of a weight that an adapter replaces the difference."""
+    exchanged = {one.target.name: one for one in replaced_by(plan)}
     factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
     tensors = PatchTensors(factors.fetch, plan.weights)
 
     def change(target: OutputTensor) -> Delta:
+        if (one := exchanged.get(target.name)) is not None:
+            return Delta(full=_difference(one, factors.read))
         try:
             with torch.no_grad():
                 found = _factors(target, tensors) or Delta(full=_whole(target, tensors))
@@ -39,6 +44,21 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
         return found
 
     return change
+
+
+def replaced_by(plan: Plan) -> Iterator[Replaced]:
+    """Yield the tensors of a plan's output that its adapters store whole."""
+    return replaced((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
+
+
+def _difference(one: Replaced, read: Fetch) -> Tensor:
+    """Return V − W [rows, cols] of a weight that an adapter replaces."""
+    found = torch.empty(prod(one.target.shape))
+    for first, count in runs(one, 1):
+        found[first : first + count] = values(one.target.weight, first, count, read) - values(
+            one.own, first, count, read
+        )
+    return found.view(one.target.matrix)
 
 
 def _whole(target: OutputTensor, tensors: PatchTensors) -> Tensor:

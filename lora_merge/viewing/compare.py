@@ -12,7 +12,7 @@ from ..dtypes import spoken
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
-from ..text import listed, plural, size
+from ..text import by_reason, listed, plural, size
 from .facts import schema
 from .inspect import is_adapter
 from .pages.heat_map import short
@@ -141,6 +141,13 @@ def _of_adapters(found: Mapping[str, Any]) -> Iterator[Fact]:
     if found["common"]:
         yield line("alike", _alike(found["total"]))
         yield line("fight", of_fight(found))
+    if whole := found.get("whole"):
+        equal, both = whole["equal"], len(whole["tensors"])
+        differ = f"; {_difference(whole['total'])}" if equal < both else ""
+        stored = f"{plural(both, 'tensor')} that both store whole"
+        yield line("whole", f"{stored}: {equal} equal, {both - equal} different{differ}")
+    for left, why in by_reason(found["not_compared"]):
+        yield line("not compared", f"{left}: {why}")
 
 
 def of_fight(found: Mapping[str, Any]) -> str:

@@ -123,15 +123,14 @@ class Deltas:
         self._context = AdapterContext(0, file, found, FileValues(reader))
 
     def each(self) -> Iterator[tuple[Module, Delta | None]]:
-        """Yield every module of a weight with its ΔW; None where that takes a base or more tensors."""
+        """Yield every module with its ΔW; None where that takes a base or more tensors."""
         for module in self.file.modules:
-            if module.parameter == "weight":
-                yield module, self.of(module)
+            yield module, self.of(module)
 
     def of(self, module: Module) -> Delta | None:
         """Return ΔW of a module at strength 1; None as in `each`."""
         shape = shape_of(module)
-        if len(shape) < 2 or "magnitude" in module.shared:
+        if not shape or "magnitude" in module.shared:
             return None
         view = whole("weight", shape)
         try:

@@ -156,22 +156,28 @@ class _Pair:
 
     def _sums(self, own: StoredTensor, info: StoredTensor) -> Difference:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
-        both, packed = (own, info), own.name in self.a.packed or info.name in self.b.packed
+        packed = own.name in self.a.packed or info.name in self.b.packed
         if packed or not {own.dtype, info.dtype} <= FLOATS:
             found = _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
             sized = packed or {own.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
             return found if sized else Difference(found.of, found.changed)
-        wide = [ITEM_BYTES[t.dtype] for t in both]
-        step, count, total = CHUNK // max(wide), prod(own.shape), Difference()
-        for first in range(0, count, step):
-            some = min(step, count - first)
-            raw = [self.reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
-            pair = [view_bytes(memoryview(r), t.dtype, (some,)) for r, t in zip(raw, both, strict=True)]
-            if own.dtype == info.dtype and raw[0] == raw[1]:
-                total.add(Difference(some, 0, _squared(_numbers(pair[0]))))
-            else:
-                total.add(_of_values(*pair))
-        return total
+        return plain_sums(own, info, self.reader)
+
+
+def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> Difference:
+    """Return the sums of two tensors of one shape, which are read in pieces: plain numbers, at least 8 bits wide."""
+    both = a, b
+    wide = [ITEM_BYTES[t.dtype] for t in both]
+    step, count, total = CHUNK // max(wide), prod(a.shape), Difference()
+    for first in range(0, count, step):
+        some = min(step, count - first)
+        raw = [reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
+        pair = [view_bytes(memoryview(r), t.dtype, (some,)) for r, t in zip(raw, both, strict=True)]
+        if a.dtype == b.dtype and raw[0] == raw[1]:
+            total.add(Difference(some, 0, _squared(_numbers(pair[0]))))
+        else:
+            total.add(_of_values(*pair))
+    return total if {a.dtype, b.dtype} & FLOATS else Difference(total.of, total.changed)
 
 
 def _of_values(a: Tensor, b: Tensor) -> Difference:

@@ -16,7 +16,7 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.blocks import Block
 from ..engine.devices import place
-from ..engine.measuring.replaced import measure, replaced
+from ..engine.measuring.replaced import measure
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, convert, stage
 from ..engine.storing.recoding import Codes, read_back, refitted
@@ -33,7 +33,7 @@ from ..progress import Progress, counted, unwatched
 from ..proof.findings import remedy
 from ..text import listed
 from .adapter import kind_of, rank_of, spread
-from .changes import merged_blocks
+from .changes import merged_blocks, replaced_by
 from .deltas import Delta, Deltas
 from .pictures import evenly, merge_pictures, of_matrix
 from .pictures import pictures as pictured
@@ -52,6 +52,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     histogram of the elements of some rows.
     """
     modules: dict[str, Any] = {}
+    matrices: list[dict[str, Any]] = []
     left = 0
     by_block: dict[str, float] = defaultdict(float)
     with Reader([file.index]) as reader:
@@ -61,16 +62,17 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             if delta is None:
                 left += 1
                 continue
-            found = modules[module.name] = _numbers(delta, rank_of(module))
+            found = modules[module.where] = _numbers(delta, rank_of(module))
             found |= pictured(delta) if pictures else {}
+            if delta.shape[1] > 1:  # a vector has one direction
+                matrices.append(found)
             by_block[block_name(module.name)] += found["norm"] * found["norm"]
-    rows = modules.values()
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
-        "stable_rank": spread([r["stable_rank"] for r in rows if r["stable_rank"]]),
+        "stable_rank": spread([r["stable_rank"] for r in matrices if r["stable_rank"]]),
         "rank_for_energy": {
             name: found for name in ENERGIES
-            if (found := spread([r["rank_for_energy"][name] for r in rows if r["rank_for_energy"]]))
+            if (found := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
         "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
     }  # fmt: skip
@@ -108,9 +110,8 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
-        every = [t for f in plan.files for t in f.targets]
-        whole = {one.target.name: one for one in replaced(every, plan.base, plan.adapters)}
-        targets = [t for t in every if t.uses or t.name in whole]
+        whole = {one.target.name: one for one in replaced_by(plan)}
+        targets = [t for f in plan.files for t in f.targets if t.uses or t.name in whole]
         told = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
         for target in targets:
             told(target.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
-from .changes import changes
+from .changes import changes, replaced_by
 from .deltas import NOISE, SMALL, Delta, Deltas
 
 SHOWN: Final = 64  # singular values in a picture
@@ -79,8 +80,9 @@ def _leading(matrix: Tensor) -> Tensor:
 @undisturbed()
 def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST` weights, some that are
-    spread evenly have them."""
-    targets = [t for f in plan.files for t in f.targets if t.uses and min(t.matrix) > 0]
+    spread evenly have them; of those that an adapter stores whole, those of at most `LIMIT` numbers."""
+    whole = {one.target.name for one in replaced_by(plan) if prod(one.target.shape) <= LIMIT}
+    targets = [t for f in plan.files for t in f.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
     found: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
         change = changes(plan, reader)
@@ -108,5 +110,5 @@ def made_pictures(path: Path) -> dict[str, dict[str, Any]]:
     with Reader([file.index]) as reader, torch.no_grad():
         for module, delta in Deltas(file, reader).each():
             if delta is not None:
-                found[module.name] = pictures(delta)
+                found[module.where] = pictures(delta)
     return found

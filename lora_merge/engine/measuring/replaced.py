@@ -36,7 +36,7 @@ class Replaced(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
 
     target: OutputTensor
-    before: Weight  # all padding where the base has nothing
+    own: Weight  # of the base; all padding where it has nothing
     adapter: int
 
 
@@ -50,15 +50,15 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
         return
     started = {key: info for one in matched for key, info in one.separated.items()}
     for target in targets:
-        adapter, own = owners.get(target.name), target.weight.stored
-        if adapter is None or target.uses or own.dtype not in FLOATS:
+        adapter, new = owners.get(target.name), target.weight.stored
+        if adapter is None or target.uses or new.dtype not in FLOATS:
             continue
         info = base.tensors.get(target.name) or started.get(target.name)
-        before = unstored(target.name, target.shape, own)
+        own = unstored(target.name, target.shape, new)
         if info is not None:
-            before = Weight(info.shape, info, base.packed.get(info.name))
-        if before.packed is not None or before.stored.dtype in FLOATS:
-            yield Replaced(target, before, adapter)
+            own = Weight(info.shape, info, base.packed.get(info.name))
+        if own.packed is not None or own.stored.dtype in FLOATS:
+            yield Replaced(target, own, adapter)
 
 
 def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measured]:
@@ -73,26 +73,30 @@ def measure(one: Replaced, read: Fetch, every: int = EVERY) -> Measure:
     Tensors may have other numbers of rows: rows that the base lacks are zeros there, as in weights that an adapter
     makes larger. What codes hold of the change is not known.
     """
-    count, before, found = prod(one.target.shape), one.before, Measure()
-    group = 1
-    if before.packed is not None:  # whole rows are decoded together
-        group = lcm(before.packing.encoding.group, max(prod(before.shape[1:]), 1))
+    found = Measure()
+    for first, some in runs(one, every):
+        found += _sums(one, values(one.own, first, some, read), values(one.target.weight, first, some, read))
+    return found.scaled(prod(one.target.shape))
+
+
+def runs(one: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
+    """Yield (first number, count) of the runs of a tensor that are read, as for `measure`."""
+    count, weight, group = prod(one.target.shape), one.own, 1
+    if weight.packed is not None:  # whole rows are decoded together
+        group = lcm(weight.packing.encoding.group, max(prod(weight.shape[1:]), 1))
     size = -(-(PART if every == 1 else RUN) // group) * group
-    runs, wanted = -(-count // size), -(-max(LEAST, count // every) // size)
-    for number in range(0, runs, 1 if every == 1 else max(runs // wanted, 1)):
-        first = number * size
-        some = min(size, count - first)
-        found += _sums(one, _numbers(before, first, some, read), _numbers(one.target.weight, first, some, read))
-    return found.scaled(count)
+    whole, wanted = -(-count // size), -(-max(LEAST, count // every) // size)
+    for number in range(0, whole, 1 if every == 1 else max(whole // wanted, 1)):
+        yield number * size, min(size, count - number * size)
 
 
-def _numbers(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
-    """Return numbers of a weight from `first` on; zeros behind those that are stored."""
-    values = torch.zeros(count, dtype=HOST.dtype)
+def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
+    """Return numbers of a weight from `first` on, in fp64; zeros behind those that are stored."""
+    found = torch.zeros(count, dtype=HOST.dtype)
     if (held := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
         own = decoded(stored_numbers(weight, first, held, read), weight, first, held, read)
-        values[:held] = stage([own.reshape(-1)], HOST)[0]
-    return values
+        found[:held] = stage([own.reshape(-1)], HOST)[0]
+    return found
 
 
 def _sums(one: Replaced, before: Tensor, after: Tensor) -> Measure:

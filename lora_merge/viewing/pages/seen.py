@@ -129,6 +129,11 @@ def of_comparison(found: Found) -> dict[str, Any]:
     page = Content("Comparison", f"{Path(found['a']).name} ↔ {Path(found['b']).name}")
     page.summary(compare_summary(found))
     (_alike if found["kind"] == "adapters" else _different)(page, found)
+    whole = found.get("whole", {}).get("tensors", {})
+    columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
+    page.table("Stored whole in both", ["tensor", *columns, "numbers that differ", "of"],
+               ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in whole.items()))  # fmt: skip
+    page.table("Not compared", ["name", "why"], map(list, found.get("not_compared", {}).items()))
     page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
     page.table(
         "Only in one",
