@@ -33,7 +33,7 @@ SCALE: Final = 20  # columns of the colours from the least to the greatest
 
 def shortened(label: str, width: int) -> str:
     """Return a label of at most `width` letters: its end, which tells more than its beginning."""
-    return label if len(label) <= width else f"…{label[1 - width :]}" if width > 1 else "…"
+    return label if len(label) <= width else f"…{label[1 - width :].lstrip('…')}" if width > 1 else "…"
 
 
 def number(value: float | None, unit: str = "") -> str:

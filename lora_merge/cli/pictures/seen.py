@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 GAP: Final = 2  # columns between a name and its value
+BETWEEN: Final = 4  # columns before and between the cells of a table
+COPIED: Final = frozenset({"file", "adapter", "hash", "A", "B"})
+"""Names of facts whose words are copied: they stay whole where others are broken."""
 WIDEST: Final = 200
 
 
@@ -35,14 +39,19 @@ def show_comparison(found: Mapping[str, Any]) -> None:
     _show(told, found) if pictured else put(Lines.of(map(str, told)))
 
 
-def _in_columns(row: Fact, width: int) -> str:
-    """Return a row of a table; where it is too long, its first cell is shortened."""
+def _in_columns(row: Fact, width: int) -> Text:
+    """Return a row of a table. Where it is too long, its first cell is shortened, and if that is not enough the second
+    one goes on below itself."""
     from .drawn import shortened
 
-    left, name = width - len(row.right) - 4, row.value
-    if row.right and len(name) > left > 8:
-        name = shortened(name.strip(), left).ljust(left)
-    return f"  {name}  {row.right}".rstrip()
+    left, name = width - len(row.right) - BETWEEN, row.value
+    if not row.right or len(name) <= left:
+        return text(f"  {name}  {row.right}".rstrip(), "dim")
+    left = max(left, min(len(name), width // 3))
+    name = shortened(name.strip(), left).ljust(left)
+    first, *rest = textwrap.wrap(row.right, max(width - left - BETWEEN, 1), break_on_hyphens=False)
+    lines = [f"  {name}  {first}", *(" " * (left + BETWEEN) + words for words in rest)]
+    return text("").append("\n").join(text(line, "dim") for line in lines)
 
 
 def _show(told: Iterable[Fact], found: Mapping[str, Any]) -> None:
@@ -53,17 +62,20 @@ def _show(told: Iterable[Fact], found: Mapping[str, Any]) -> None:
     width, before = min(console(sys.stdout).width, WIDEST), ""
     shown: list[tuple[Text, Text]] = []
     every = [*told]
+    copied = [row.name in COPIED for row in every]
     room = width - max((len(row.name) for row in every), default=0) - GAP
     for row in every:
         name = "" if row.name == before else row.name
-        shown.append((text(name), text(row.value) if row.name else text(_in_columns(row, room), "dim")))
+        shown.append((text(name), text(row.value) if row.name else _in_columns(row, room)))
         before = row.name or before
     page = content(dict(found))
-    for whole, some in groupby(shown, lambda row: _longest(row[1].plain) > room):
+    longer = (whole and _longest(row[1].plain) > room for whole, row in zip(copied, shown, strict=True))
+    for whole, some in groupby(zip(longer, shown, strict=True), lambda pair: pair[0]):
+        lines = [row for _, row in some]
         if whole:
-            show_whole(some, width, width - room)
+            show_whole(lines, width, width - room)
         else:
-            show(grid(some, width - room - GAP))
+            show(grid(lines, width - room - GAP))
     shades = "" if colored() else next(s for s in SHADES if has(sys.stdout, s))
     for one in page["heat_maps"]:
         show("", *heat_map(one, width, shades))

@@ -17,6 +17,7 @@ from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
+from lora_merge.viewing.words.rows import Fact
 
 from ...support import kohya, load, save, sd1
 
@@ -69,12 +70,39 @@ def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
     assert "█" in printed(monkeypatch, found[0], width)
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_long_words_stay_in_the_column_of_the_values(
+    width: int, found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of modules and settings are broken; a hash, which is copied, stays whole further left."""
+    comparison = found[2] | {"only_a": ["lora_te_text_model_" + "x" * 90]}
+    file = found[0] | {"trained": {"optimizer": "bitsandbytes.optim." + "x" * 90}}
+    for facts, start in ((comparison, "only in A"), (file, "optimizer")):
+        told = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, facts, width).splitlines()]
+        indent = max(len(m[0]) for line in told if (m := re.match(r"[a-z]+ +(?=\S)", line)))
+        at = next(n for n, line in enumerate(told) if line.startswith(start))
+        rows = [told[at], *(line for line in told[at + 1 : told.index("", at)] if "x" in line)]
+        assert "".join(line[indent:] for line in rows).count("x") >= 90
+        assert all(line[:indent].isspace() for line in rows[1:])
+        assert max(map(len, rows)) <= width
+    assert any(re.fullmatch(r" *[0-9a-f]{64}", line) for line in told)
+
+
 def test_a_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of an adapter's modules are longer than the room for them, and are cut."""
     out = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, found[1], 70).splitlines()]
     rows = [line for line in out if re.search(r"  × \d+$", line)]
     assert len(rows) == len(found[1]["match"]["patterns"])
     assert {len(row) for row in rows} == {70}
+
+
+def test_where_even_a_short_name_leaves_no_room_the_second_cell_goes_on_below_itself() -> None:
+    row = Fact("", "te…layers_0–1", "4 modules, rank 4, alpha 2 each")
+    first, *rest = seen._in_columns(row, 36).plain.split("\n")
+    assert first.startswith("  …layers_0–1   4 modules")
+    assert all(line.startswith(" " * first.index("4 modules")) for line in rest)
+    assert max(map(len, (first, *rest))) <= 36
+    assert " ".join((first, *(line.strip() for line in rest))).endswith(row.right)
 
 
 def test_without_colours_the_tables_stay_and_cells_are_shades(
