@@ -9,6 +9,7 @@ from typing import Any, Final
 from .errors import UsageError
 from .methods import DIVISORS, ELECTIONS, METHODS
 from .options import is_finite, shown
+from .text import plural
 
 SMALLEST: Final = 1e-12
 """The smallest sum of strengths by which a mean divides."""
@@ -60,7 +61,7 @@ def numbers_of(method: str, given: Mapping[str, Any], strengths: Sequence[float]
     if wrong := next((name for name, good in _holds(found, len(strengths)).items() if not good), None):
         raise UsageError(f"{wrong} {shown(getattr(found, wrong))} is out of range", f"--{wrong}", RANGES[wrong])
     if method == "slerp" and len(strengths) != 2:
-        raise UsageError(f"slerp of {len(strengths)} adapters", "--method slerp", "give two, or use karcher")
+        raise UsageError(f"slerp of {plural(len(strengths), 'adapter')}", "--method slerp", "give two, or use karcher")
     if method == "slerp" and found.t is None:
         raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
     if method == "model_stock" and len(strengths) < 2:

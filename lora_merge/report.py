@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .text import Note, Shown, codes_line, json_text, size, stored
+from .text import Note, Shown, codes_line, json_text, plural, size, stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,13 +76,13 @@ class Report(Shown):
         yield "base", f"{Path(self.base).name} ({self.architecture})"
         for name, one in self.coverage.items():
             parts = [f"{s}× {part}" for part, counts in one["strengths"].items() for s in counts]
-            yield "adapter", f"{name}: {one['matched']} of {one['total']} modules, {', '.join(parts)}"
-        yield "changed", f"{self.changed} of {self.tensors} tensors in {self.seconds:.1f} s on {self.device}"
+            yield "adapter", f"{name}: {one['matched']} of {plural(one['total'], 'module')}, {', '.join(parts)}"
+        yield "changed", f"{self.changed} of {plural(self.tensors, 'tensor')} in {self.seconds:.1f} s on {self.device}"
         if self.codes:
             yield "codes", codes_line(self.codes)
         if self.verified is not None:
             worst = f"at most {self.verified['worst_ulp']:.2f} ulp from the exact numbers"
-            again = f"{self.verified['tensors']} tensors computed again in fp64, {worst}"
+            again = f"{plural(self.verified['tensors'], 'tensor')} computed again in fp64, {worst}"
             yield "verified", again if self.verified["changed"] else "all tensors were copied, none computed"
         for name, one in self.coverage.items():
             yield from (("note", f"{name}: {note}") for note in one.get("notes", ()))

@@ -61,9 +61,9 @@ def _short(n: int) -> tuple[str, str]:
     return f"{float(value):.{max(0, 3 - len(whole)) if dot else 0}f}", unit
 
 
-def plural(count: int, one: str) -> str:
-    """Return "1 job" or "3 jobs"."""
-    return f"{count} {one}{'s' * (count != 1)}"
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return "1 job" or "3 jobs"; `many`: the words for several, where that is not `one` with an s."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
@@ -179,5 +179,6 @@ def shown(text: str) -> str:
 
 def codes_line(codes: Mapping[str, Any]) -> str:
     """Return what of an output is quantised, in a few words."""
-    formats = ", ".join(f"{count} weights {name}" for name, count in codes["formats"].items())
-    return f"{formats}; {codes['encoded']} of them encoded, {codes['plain']} other matrices are plain numbers"
+    formats = ", ".join(f"{plural(count, 'weight')} {name}" for name, count in codes["formats"].items())
+    others = plural(codes["plain"], "other matrix is", "other matrices are")
+    return f"{formats}; {codes['encoded']} of them encoded, {others} plain numbers"

@@ -263,7 +263,10 @@ def texts(node: ast.expr, known: Texts) -> list[str]:
 
 
 def _formatted(node: ast.expr, known: Texts) -> list[str]:
-    """Return what a template with `.format(…)` can be; "…" for another expression."""
+    """Return what a template with `.format(…)` can be, or a count of things; "…" for another expression."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "plural":
+        one, *many = (str(arg.value) for arg in node.args[1:] if isinstance(arg, ast.Constant))
+        return [f"… {many[0] if many else one + 's'}"]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
     return ["…"]

@@ -18,6 +18,7 @@ from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_folder, names_folder, output_file
+from ..text import plural
 from .dialects import Dialect, dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
@@ -107,7 +108,7 @@ def make_adapter_job(
     path = _output(job, command, str(own["rank"]), output, file=command in FILES and not to.folder)
     job = replace(job, method=method, output=path)
     if command in ("resize", "convert") and len(job.adapters) != 1:
-        raise UsageError(f"{command} takes one adapter", f"{len(job.adapters)} adapters",
+        raise UsageError(f"{command} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     known = (*STORED_AS, LOKR.name) if command == "extract" else STORED_AS

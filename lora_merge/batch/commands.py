@@ -18,6 +18,7 @@ from ..engine.torch_preload import load_library
 from ..errors import MergeError, UsageError
 from ..job import Adapter, Job
 from ..paths import with_ending
+from ..text import plural
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -49,7 +50,7 @@ class Request:
             options |= {"max_memory": bounds.max_memory, "overwrite": bounds.overwrite}
         if self.command in ONE and len(self.adapters) != 1:
             raise UsageError(
-                f"{self.command} takes one adapter", f"{len(self.adapters)} adapters", "write a job for each"
+                f"{self.command} takes one adapter", plural(len(self.adapters), "adapter"), "write a job for each"
             )
         load_library()
         return COMMANDS[self.command](self, options)

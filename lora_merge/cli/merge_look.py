@@ -165,7 +165,7 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
         if (share := found["retained"]) is not None:
             sign = mark("done" if abs(share - 1) < 0.1 else "note")
             yield "", f"{sign} {retained(share)} of the change that {found['adapter']} makes is in the output"
-    if any(found["retained"] is not None for found in proof["retained"]):
+    if proof["numbers"]:
         yield "", f"the change: {effect(proof['numbers'])}{of_a_sample(proof)}"
     if proof["saturated"]:
         yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"

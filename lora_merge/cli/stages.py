@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..progress import Stage, Step, beating
-from ..text import done_of, one_line, rate
+from ..text import done_of, one_line, plural, rate
 from .look import columns, has, prepare, reflows
 from .streams import commanding
 
@@ -252,7 +252,7 @@ class Display:
         facts = [of, self._rate(), self._left(share, now), limit]
         if self.working is None:
             facts = [f"{interval(now - self.began)} so far", "loading torch"]
-        return self._line(f"{self.ended}/{jobs.count} jobs", facts, share, width)
+        return self._line(f"{self.ended}/{plural(jobs.count, 'job')}", facts, share, width)
 
     def _line(self, head: str, facts: list[str], share: float | None, width: int, *, beats: bool = True) -> str:
         """Return one line: heartbeat, stage, bar, facts; on a narrow terminal the last facts are left out."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ..errors import UsageError
-from ..text import Lines, json_text
+from ..text import Lines, json_text, plural
 from ..viewing.facts import schema
 from .habits.words import completed
 from .helping import examples
@@ -133,17 +133,19 @@ def parts_of(path: Path) -> dict[str, Any]:
 
 def text_of_parts(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that a person reads."""
+
+    def tensors(count: int) -> str:
+        return " " * (6 - len(str(count))) + plural(count, "tensor")
+
     yield f"{found['base']}: {found['architecture']}"
     yield ""
     yield "parts (--strength-for NAME=FLOAT)"
     for name, count in found["parts"].items():
-        yield f"  {name:<14}{count:>6} tensor{'s' * (count != 1)}"
+        yield f"  {name:<14}{tensors(count)}"
     yield ""
     yield "blocks (--strength-for NAME=FLOAT, FIRST-LAST=FLOAT)"
     for name, facts in found["blocks"].items():
-        yield f"  {name:<14}{facts['tensors']:>6} tensor{'s' * (facts['tensors'] != 1)}" + (
-            f"  {facts['first']} …" if facts["first"] else ""
-        )
+        yield f"  {name:<14}{tensors(facts['tensors'])}" + (f"  {facts['first']} …" if facts["first"] else "")
     yield ""
     yield "lists of block weights (--strength-for lbw=NUMBER,NUMBER,…)"
     for count, order in found["lists"].items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
 from ..process import kept_objects
-from ..text import Lines, Note, by_pattern, by_reason, codes_line, counted, shown, size, stored
+from ..text import Lines, Note, by_pattern, by_reason, codes_line, counted, plural, shown, size, stored
 from ..viewing.words.merges import effect, matched, of_a_sample, recomputed, retained, saturated, unchanged, unused
 from .look import broken, columns
 
@@ -47,13 +47,13 @@ def silent(_: str) -> None:
 
 def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
     """Say before the work, in a few lines, what was recognised, what matched, what will be written."""
-    say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
+    say(f"base     {plan.job.base.name}: {plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}")
     for note in plan.base.notes:
         say(f"  note: {note}")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         what = ", ".join(m.algorithms) or "nothing"
         how = applied(m.strengths) or f"{ref.strength:g}×"
-        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched: {how}")
+        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {plural(m.total, 'module')} matched: {how}")
         matched = by_pattern(m.placed)
         for line in matched if verbose else ():
             say(f"  {line} × {len(matched[line])}")
@@ -61,7 +61,8 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
             say(f"  left out: {names}: {why}")
         for note in (*m.adapter.notes, *m.notes):
             say(f"  note: {note}")
-    say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {plan.changed} tensors change")
+    change = plural(plan.changed, "tensor changes", "tensors change")
+    say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {change}")
     if codes := plan.codes:
         say(f"codes    {codes_line(codes)}")
     if verbose:
@@ -173,6 +174,7 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
         say("retained " + ", ".join(f"{retained(share)} of the change that {name} makes" for name, share in shares))
+    if proof["numbers"]:
         say(f"change   {effect(proof['numbers'])}{of_a_sample(proof)}")
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")

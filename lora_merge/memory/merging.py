@@ -43,7 +43,7 @@ from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
 from ..spellings import adapter_path
-from ..text import listed
+from ..text import listed, plural
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
@@ -169,7 +169,8 @@ def warn_of(made: MergeFacts) -> None:
     for text in made.lost:
         warnings.warn(text, stacklevel=5)
     if saturated := made.saturated:
-        warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
+        were = plural(sum(saturated.values()), "number was", "numbers were")
+        warnings.warn(f"{were} too large for the dtype and cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=5)  # fmt: skip
 
 

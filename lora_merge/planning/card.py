@@ -15,6 +15,7 @@ from typing import Any, Final, TypeGuard
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
 from ..paths import WEIGHTS
+from ..text import plural
 from ..text import stored as of_dtype
 from .licences import ENTRIES, entries, stated, word
 from .metadata import TITLE
@@ -182,12 +183,13 @@ def _section(plan: Plan) -> Iterator[str]:
     yield f"This is {_code(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
-        parts = [f"{s:g}× {part} ({n} modules)" for part, counts in m.strengths.items() for s, n in counts.items()]
+        of = [(part, s, n) for part, counts in m.strengths.items() for s, n in counts.items()]
+        parts = [f"{s:g}× {part} ({plural(n, 'module')})" for part, s, n in of]
         what = ", ".join(m.algorithms) or "no change"
         yield f"* {_code(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
     dtype = of_dtype(job.dtype)
-    yield f"{plan.changed} tensors changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
+    yield f"{plural(plan.changed, 'tensor')} changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
     licences = [*_licences(plan)]
     if len({word(licence) for _, licence in licences}) > 1:
         yield ""

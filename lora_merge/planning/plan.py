@@ -20,7 +20,7 @@ from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 from ..shapes import Shape, flat
-from ..text import Shown, by_component, by_pattern, size, stored
+from ..text import Shown, by_component, by_pattern, plural, size, stored
 from .quantising import NOTHING, Quantising
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ class Plan(Shown):
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
         yield "output", f"{self.job.output} ({size(self.size)}, {stored(self.job.dtype)})"
-        yield "base", f"{self.job.base.name} ({self.architecture}, {len(self.base.tensors)} tensors)"
+        yield "base", f"{self.job.base.name} ({self.architecture}, {plural(len(self.base.tensors), 'tensor')})"
         for ref, m in zip(self.job.adapters, self.adapters, strict=True):
             strengths = [f"{s:g}× {part} ({n})" for part, counts in m.strengths.items() for s, n in counts.items()]
-            yield "adapter", f"{ref.path.name}: {m.modules} of {m.total} modules, {', '.join(strengths)}"
-        yield "changes", f"{self.changed} tensors"
+            yield "adapter", f"{ref.path.name}: {m.modules} of {plural(m.total, 'module')}, {', '.join(strengths)}"
+        yield "changes", plural(self.changed, "tensor")
 
     @property
     def size(self) -> int:

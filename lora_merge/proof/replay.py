@@ -24,7 +24,7 @@ from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..shapes import Shape
-from ..text import Note, listed, quoted
+from ..text import Note, listed, plural, quoted
 from .find_inputs import different, find
 from .header_changes import header_changes, notes, with_header_changes
 from .read_recipe import Recipe, damaged, read_recipe
@@ -157,7 +157,8 @@ def _job_of(
         return replace(job, dtype=_dtype(made, open_checkpoint(job.base)))
     recipe = read_recipe(made)
     if len(recipe.adapters) != len(adapters):
-        raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",
+        made_with = plural(len(recipe.adapters), "adapter")
+        raise VerificationFailed(f"the output was made with {made_with}, not {len(adapters)}",
                                  str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
     job = make_job(base, plain, made.path)
     for old, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):

@@ -30,7 +30,7 @@ from ..planning.checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..text import Note, by_component, listed, quoted
+from ..text import Note, by_component, listed, plural, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
 from .grids import DECODED, plain_grid
@@ -242,7 +242,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     raise _failed(
-        f"{len(f.wrong)} of {f.tensors} merged tensors are not what base and adapters give{hint}",
+        f"{len(f.wrong)} of {plural(f.tensors, 'merged tensor')} are not what base and adapters give{hint}",
         f"{part}: {name}, {where}",
     )
 

@@ -16,6 +16,7 @@ from ..files.lookalikes import foreign
 from ..models.blocks import blocks
 from ..models.names import Names, names
 from ..planning.recipe import KEY, parsed
+from ..text import plural
 from .formats import formats
 
 FORMER: Final = 20  # merges that are told one by one, of a chain of outputs that became bases
@@ -102,7 +103,7 @@ def how_to_undo(index: Index) -> str:
 def quantised(index: Index) -> str:
     """Return how many weights are quantised, and how, in words; "" if none are."""
     read = Counter(p.encoding.title for p in index.packed.values() if p.encoding.quantised)
-    told = [f"{count} weights as {name}" for name, count in read.items()]
+    told = [f"{plural(count, 'weight')} as {name}" for name, count in read.items()]
     return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])
 
 

@@ -118,7 +118,7 @@ def compare_summary(found: Mapping[str, Any]) -> Iterator[Fact]:
         if names := found[f"only_{name.lower()}"]:
             yield line(f"only in {name}", f"{len(names)}: {listed(names, 3)}")
     if names := found.get("metadata"):
-        yield line("metadata", f"{len(names)} entries differ: {listed(names)}")
+        yield line("metadata", f"{plural(len(names), 'entry differs', 'entries differ')}: {listed(names)}")
     yield from (line("note", note) for note in found.get("notes", ()))
 
 
@@ -154,7 +154,7 @@ def of_fight(found: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
     fight, labels = found["fight"], short(found["blocks"])
     most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: found["blocks"][name]["cosine"])[:3])
-    return f"in {len(fight)} of {len(found['blocks'])} blocks" + (f", most in {most}" if fight else "")
+    return f"in {len(fight)} of {plural(len(found['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 
 
 def _alike(row: Mapping[str, Any]) -> str:

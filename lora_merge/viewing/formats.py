@@ -11,6 +11,7 @@ from typing import Any, Final
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.codecs.scaled import SCALE
+from ..text import plural
 
 NUMBER: Final = re.compile(r"\d+")
 
@@ -64,7 +65,7 @@ def of_format(one: Mapping[str, Any]) -> str:
     """Return one format as text."""
     block: Sequence[int] = one.get("block", ())
     scale = f", a scale for {' × '.join(map(str, block))} numbers" if block else ""
-    return f"{one['weights']} weights as {one['format']}: {one['bits']:g} bits a number{scale}"
+    return f"{plural(one['weights'], 'weight')} as {one['format']}: {one['bits']:g} bits a number{scale}"
 
 
 def of_plain(found: Mapping[str, int]) -> str:

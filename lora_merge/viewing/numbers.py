@@ -31,7 +31,7 @@ from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.findings import remedy
-from ..text import listed
+from ..text import listed, plural
 from .adapter import kind_of, rank_of, spread
 from .changes import merged_blocks, replaced_by
 from .deltas import Delta, Deltas
@@ -136,7 +136,8 @@ def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
         f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold beside "
-        f"the weights; {fix}; {len(below)} of {len(measures.tensors)} weights keep less than {RETAINED:.0%}: {least}"
+        f"the weights; {fix}; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
+        f"{least}"
     )
 
 

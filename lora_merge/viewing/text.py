@@ -12,6 +12,7 @@ from .formats import of_format, of_plain
 from .hashes import spoken
 from .pages.heat_map import short
 from .training import FIELDS, TRIGGERS, of_dataset
+from .words.merges import retained
 from .words.rows import (
     COUNT,
     WIDTH,
@@ -88,8 +89,8 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("whole", f"{plural(len(whole), 'tensor')} in place of the base's own: {listed(whole)}")
     yield from _stored(facts)
     if incomplete := facts.get("incomplete"):
-        are = "modules are" if len(incomplete) > 1 else "module is"
-        yield line("warning", f"{len(incomplete)} {are} incomplete: {listed(incomplete)}")
+        are = plural(len(incomplete), "module is", "modules are")
+        yield line("warning", f"{are} incomplete: {listed(incomplete)}")
     if (numbers := facts.get("weights")) and facts.get("modules") != 0:
         yield from _changed(numbers)
     yield from _sized(facts.get("sizes") or {})
@@ -132,7 +133,8 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False) -> Iterator[
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
     yield from by_block(
-        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in blocks.items()
+        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {retained(n['retained'])}")
+        for name, n in blocks.items()
     )
 
 
@@ -141,10 +143,10 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("adapter", match["adapter"])
     yield line("strength", strengths(match.get("strengths", {})) or f"{match['strength']:g}")
     if match["matched"] is None:
-        yield line("match", f"does not fit ({match['total']} modules)")
+        yield line("match", f"does not fit ({plural(match['total'], 'module')})")
     else:
         by_part = f" ({counted(match['components'])})" if match["components"] else ""
-        yield line("match", f"{match['matched']} of {match['total']} modules{by_part}")
+        yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
         yield line("warning", f"the adapter does not fit this base whole: {match['why']}")
     if match["matched"] is None:
@@ -152,11 +154,12 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if match["effective"]:
         factors = "; ".join(f"{part} {between(found)}" for part, found in match["effective"].items())
         yield line("effective", f"{factors} (strength × scale: alpha / rank, or / √rank)")
-    yield line("changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
+    tensors, would = plural(match["changed_tensors"], "tensor"), size(match["output_bytes"])
+    yield line("changes", f"{tensors}; the output would have {would}")
     if numbers := match.get("numbers"):
         every = numbers["all"]
         yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
-                             f"{_kept(every)} of it is kept in the base's dtype")  # fmt: skip
+                             f"{retained(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
         yield line("kept", "--weights tells how much of the change the base's dtype can hold")
@@ -171,10 +174,6 @@ def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
         return "?"
     return "all" if n["ratio"] is None else percent(n["ratio"])
-
-
-def _kept(n: Mapping[str, Any]) -> str:
-    return "?" if n["retained"] is None else f"{n['retained']:.1%}"
 
 
 def of_merge(one: Mapping[str, Any]) -> str:
@@ -294,7 +293,7 @@ def _changed(found: Mapping[str, Any]) -> Iterator[Fact]:
         else f"{found['norm']:.4g}"
     )
     more = (
-        f"; {found['unmeasured']} more need their base: inspect BASE ADAPTER --weights"
+        f"; {plural(found['unmeasured'], 'more needs its', 'more need their')} base: inspect BASE ADAPTER --weights"
         if found.get("unmeasured")
         else ""
     )
@@ -325,7 +324,7 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shown = {key: found[key] for key in SHOWN if key in found and key not in told}
     yield from shown.items()
     if left := len(found.keys() - shown.keys() - told):
-        yield f"{left} of {len(found)} entries", "are neither here nor above (--json has all)"
+        yield f"{left} of {plural(len(found), 'entry', 'entries')}", "are neither here nor above (--json has all)"
 
 
 def _value(key: str, value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ..files.checkpoint import Index
 from ..limits import from_json
 from ..options import is_finite
+from ..text import plural
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "title": ("modelspec.title", "ss_output_name", "name"),
@@ -230,7 +231,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def of_dataset(one: Mapping[str, Any]) -> str:
     """Return what is known of a folder, in words: `40 images × 5, 512x512`."""
-    images = "" if one.get("images") is None else f"{one['images']} images"
+    images = "" if one.get("images") is None else plural(one["images"], "image")
     repeats = "" if one.get("repeats") is None else f"× {one['repeats']:g}" if is_finite(one["repeats"]) else ""
     words = [f"{images} {repeats}".strip(), one.get("resolution", "")]
     words += [f"{key.replace('_', ' ')} {one[key]}" for key in ("class_tokens", "target_frames") if key in one]

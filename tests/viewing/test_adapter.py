@@ -196,4 +196,4 @@ def test_modules_that_need_their_base_are_no_part_of_the_norm(tmp_path: Path) ->
     dora = {"b.lora_up.weight": rand(8, 2), "b.lora_down.weight": rand(2, 8), "b.dora_scale": torch.ones(8, 1)}
     file = save({**plain, **dora}, tmp_path / "a.safetensors")
     (told,) = [line for line in lines(inspect(file, weights=True)) if line.startswith("‖ΔW‖")]
-    assert "in 1 module; 1 more need their base" in told
+    assert "in 1 module; 1 more needs its base" in told

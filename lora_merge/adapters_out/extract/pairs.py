@@ -14,7 +14,7 @@ from ...models.names import AVERAGES, Names
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
 from ...shapes import flat
-from ...text import Note, listed
+from ...text import Note, listed, plural
 from ..dialects import Dialect
 from ..places import Place, places
 from .pair import Pair
@@ -76,7 +76,8 @@ def paired(
     notes += said_of_new(new)
     alone = [p.view.row_slices[0].key for p in extra if all(p is not one.place for one in new)]
     if alone and not lenient:
-        raise FitError(f"{len(alone)} parameters are in the tuned checkpoint alone", listed(alone, 3), _fix(to))
+        are = plural(len(alone), "parameter is", "parameters are")
+        raise FitError(f"{are} in the tuned checkpoint alone", listed(alone, 3), _fix(to))
     kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
     notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
@@ -84,7 +85,7 @@ def paired(
     rest = [p for p in _nameless(base, here) if prod(p.view.shape) and _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:
-        notes.append(Note(f"{len(lost)} weights have no name in {to.name} and are not compared: {listed(lost, 3)}"))
+        notes.append(Note(f"no name in {to.name}, not compared: {plural(len(lost), 'weight')}: {listed(lost, 3)}"))
     head = None if apart else tied(base[1], base[0].tensors, base[0].config)
     return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
@@ -165,4 +166,5 @@ def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
     fix = f"choose what both have: --include {' --include '.join(kept)}" if lost and kept else (
         "give the base that it was tuned from, or leave them out: --exclude re:REGEX")  # fmt: skip
     keys = listed((p.view.row_slices[0].key for p in absent), 3)
-    return FitError(f"{len(absent)} parameters of the base are not in the tuned checkpoint", keys, fix)
+    are = plural(len(absent), "parameter of the base is", "parameters of the base are")
+    return FitError(f"{are} not in the tuned checkpoint", keys, fix)

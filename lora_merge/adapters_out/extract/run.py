@@ -25,7 +25,7 @@ from ...models.names import Names
 from ...paths import with_ending
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
-from ...text import Note, listed
+from ...text import Note, listed, plural
 from ..conversion.kept import Kept, kept
 from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
@@ -235,8 +235,9 @@ def _made(
         raise InputError("nothing to extract: no weight that is compared differs",
                          f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
     notes += _above_noise([one.layer for one in made])
-    notes += [Note(f"{equal} parameters are equal in both")] if equal else []
-    notes += [Note(f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}")] if skipped else []
+    notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
+    names = ", ".join(skipped[:3])
+    notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return made, heads, notes
 
 
@@ -254,11 +255,11 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[Note]:
     lost = [pair.name for pair in found.pairs.nameless if difference(pair, *sides) is not None]
     if not lost:
         return []
-    what = f"{len(lost)} weights changed that have no name in {found.to.name}"
+    what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {found.to.name}"
     if found.task.job.inputs.unmatched == "error":
         raise FitError(what, listed(lost, 3), "choose another --format, leave them out with --exclude re:REGEX, or "
                        "drop them with --unmatched skip")  # fmt: skip
-    return [Note(f"{what} and are not written: {listed(lost, 3)}")]
+    return [Note(f"{what}, not written: {listed(lost, 3)}")]
 
 
 def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, list[Note]]:

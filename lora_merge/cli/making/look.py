@@ -80,7 +80,8 @@ def _proof(done: AdapterReport) -> str:
 def lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
     """Yield the plain lines of a report."""
     for name, facts in done.coverage.items():
-        yield f"adapter  {name}: {facts['modules']} modules change {facts['layers']} layers, {facts['strength']:g}×"
+        change, layers = plural(facts["modules"], "module changes", "modules change"), plural(facts["layers"], "layer")
+        yield f"adapter  {name}: {change} {layers}, {facts['strength']:g}×"
         for keys, why in by_reason(facts["ignored"]):
             yield f"  left out: {keys}: {why}"
     for name, layer in done.layers.items() if verbose else ():

@@ -7,7 +7,8 @@ from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...paths import typed
-from ...text import json_text
+from ...text import json_text, plural
+from ..words.merges import ENLARGED, MOST
 from ..words.rows import Fact
 from .heat_map import places, short
 
@@ -155,7 +156,10 @@ class Content:
             return
         every = numbers["all"]
         if unlisted := numbers["unlisted"]:
-            self.data["notes"].append(f"the numbers of {unlisted} tensors are told by part and by block alone")
+            hidden = plural(unlisted, "tensor")
+            self.data["notes"].append(f"the numbers of {hidden} are told by part and by block alone")
+        if any((one["retained"] or 0) > MOST for one in (every, *numbers["tensors"].values())):
+            self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]

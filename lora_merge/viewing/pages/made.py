@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...text import codes_line, plural, size, stored
-from ..words.merges import effect, matched, recomputed, unchanged, unused
+from ..words.merges import effect, matched, recomputed, retained, unchanged, unused
 from ..words.rows import strengths
 from .content import CLICK, SHARE, Column, Content, Found, Metric, root
 from .heat_map import short
@@ -36,7 +36,7 @@ def of_merge(found: Found) -> dict[str, Any]:
     rows: list[tuple[str, Any]] = [
         ("output", f"{found['output']} ({size(found['written'])})"),
         ("base", f"{found['base']} ({found['architecture']})"),
-        ("changed", f"{found['changed']} of {found['tensors']} tensors"),
+        ("changed", f"{found['changed']} of {plural(found['tensors'], 'tensor')}"),
         ("dtype", stored(found["dtype"]).removeprefix("dtype ")),
         ("codes", codes_line(found["codes"]) if found["codes"] else ""),
         ("method", found["method"]),
@@ -45,7 +45,7 @@ def of_merge(found: Found) -> dict[str, Any]:
         ("time", f"{found['seconds']:.1f} s"),
         ("peak memory", size(found["peak_memory"])),
         ("the change", effect(found["numbers"]) if found["numbers"] else ""),
-        ("retained", "" if every.get("retained") is None else f"{every['retained']:.1%} of the change"),
+        ("retained", "" if every.get("retained") is None else f"{retained(every['retained'])} of the change"),
         ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
     ]
     if proof:
@@ -200,7 +200,7 @@ def _beside(output: str, word: str) -> str:
 def _proof_of_adapter(proof: Found) -> str:
     if not proof:
         return "not proven (--no-verify)"
-    return f"{proof['recomputed']} of {proof['layers']} layers computed again in fp64"
+    return f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
 
 
 def _by_block(page: Content, numbers: Found) -> None:
@@ -220,7 +220,7 @@ def _by_block(page: Content, numbers: Found) -> None:
 
 def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
-    page = Content("Batch", f"{len(found)} jobs")
+    page = Content("Batch", plural(len(found), "job"))
     counts: dict[str, int] = {}
     for job in found:
         counts[job["status"]] = counts.get(job["status"], 0) + 1

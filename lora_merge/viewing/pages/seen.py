@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...models.module_blocks import in_order
+from ...text import plural
 from ..compare import compare_summary
 from ..hashes import spoken
 from ..text import few, match_summary, metadata, of_training, summary
@@ -177,7 +178,7 @@ def _blocks_that_differ(page: Content, blocks: Found) -> None:
 
 def of_files(found: Sequence[Found]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
-    page = Content("Files", f"{len(found)} files")
+    page = Content("Files", plural(len(found), "file"))
     page.table(
         "Files",
         [

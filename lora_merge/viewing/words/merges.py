@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ...text import listed, plural, size
 from .rows import Fact, line, percent
+
+MOST: Final = 1.1
+"""A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
+
+ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
 
 
 def saturated(found: Mapping[str, int]) -> str:
     """Return how many numbers were cut, by tensor."""
     most = sorted(found, key=lambda name: (-found[name], name))
-    return f"{sum(found.values())} numbers too large for the output's dtype: " + listed(
+    return f"{plural(sum(found.values()), 'number')} too large for the output's dtype: " + listed(
         [f"{found[name]} of {name}" for name in most]
     )
 
@@ -23,7 +28,7 @@ def recomputed(proof: Mapping[str, Any]) -> list[str]:
         return ["all tensors were copied, from the base or an adapter; none had to be computed again"]
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return [
-        f"{proof['tensors']} of {proof['changed']} merged tensors computed again in fp64, {rows}",
+        f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}",
         f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)",
     ]
 
@@ -52,9 +57,14 @@ def of_a_sample(proof: Mapping[str, Any]) -> str:
     return "" if counted else f", in the {plural(proof['rows'], 'row')} that were read"
 
 
-def retained(share: float) -> str:
-    """Return the share of a change that is in the output; rounding that is larger than the change leaves none."""
-    return f"{share:.1%}" if -0.1 <= share <= 1.1 else "an unknown share (rounding is larger)"
+def retained(share: float | None) -> str:
+    """Return the share of a change that is in the output. Rounding may add to it where its steps are larger than the
+    change, or leave nothing of it."""
+    if share is None:
+        return "?"
+    if share > MOST:
+        return f"{share:.0%} (rounding is larger than the change)"
+    return f"{share:.1%}" if share >= 1 - MOST else "none (rounding is larger than the change)"
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -70,21 +80,22 @@ def matched(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     more = f"; {left} by the plan alone: {names}" if left else ""
-    return f"proven a second way for {matching['proven']} of {matching['modules']} modules{more}"
+    return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
 
 
 def proof_rows(found: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a proof found."""
     yield line("proven", found["output"])
-    how = f"{found['tensors']} of {found['changed']} merged tensors, {found['rows']} rows"
+    how = f"{found['tensors']} of {plural(found['changed'], 'merged tensor')}, {plural(found['rows'], 'row')}"
     yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
     yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
     for row in found["retained"]:
-        yield line("retained", f"{row['adapter']}: " + ("?" if row["retained"] is None else f"{row['retained']:.1%}"))
+        yield line("retained", f"{row['adapter']}: {retained(row['retained'])}")
     yield from (line("warning", warning) for warning in found["warnings"])
 
 
 def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the proof of a written adapter found."""
     yield line("proven", found["output"])
-    yield line("recomputed", f"{found['recomputed']} of {found['layers']} layers; its inputs give the same bytes")
+    layers = f"{found['recomputed']} of {plural(found['layers'], 'layer')}"
+    yield line("recomputed", f"{layers}; its inputs give the same bytes")

@@ -1,0 +1,68 @@
+"""Counts and shares in words: what text, terminals and pages say of one thing, and of changes that rounding enlarges."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.viewing.compare import compare, compare_rows
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.pages.page import content
+from lora_merge.viewing.text import lines
+from lora_merge.viewing.words.merges import ENLARGED, retained
+
+from ..support import in_process, rand, save
+
+KEY = "model.layers.0.self_attn.q_proj"
+WRONG = re.compile(
+    r"\b1 (?:of 1 )?(?:modules|tensors|blocks|layers|weights|rows|numbers|entries|images|files|jobs|merged)s?\b"
+)
+"""A count of one with a word for several; "1 of 1 merged tensor" is right."""
+
+
+def test_one_thing_is_spoken_of_as_one(tmp_path: Path) -> None:
+    base = save({f"{KEY}.weight": rand(8, 8)}, tmp_path / "base.safetensors")
+    meta = {"ss_dataset_dirs": json.dumps({"1_x": {"n_repeats": 1, "img_count": 1}})}
+    one = save(
+        {f"{KEY}.lora_A.weight": rand(2, 8), f"{KEY}.lora_B.weight": rand(8, 2)}, tmp_path / "a.safetensors", meta
+    )
+    other = save(
+        {f"{KEY}.lora_A.weight": rand(2, 8, seed=3), f"{KEY}.lora_B.weight": rand(8, 2)}, tmp_path / "b.safetensors"
+    )
+    facts = [inspect(one, weights=True), inspect(base, lora_merge.Adapter(one, 1.0), weights=True), compare(one, other)]
+    told = [*lines(facts[0]), *lines(facts[1]), *map(str, compare_rows(facts[2]))]
+    told += [json.dumps(content(found), ensure_ascii=False) for found in facts]
+    code, text = in_process("merge", base, one, "-o", tmp_path / "out.safetensors")
+    assert code == 0
+    told += [*text.splitlines(), str(lora_merge.plan(base, one)), repr(lora_merge.verify(tmp_path / "out.safetensors"))]
+    assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
+    assert "1 of 1 module " in "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(None, "?"), (1.0, "100.0%"), (0.4567, "45.7%"), (1.1, "110.0%"), (-0.05, "-5.0%"),
+     (4.61, "461% (rounding is larger than the change)"), (-3.0, "none (rounding is larger than the change)")],
+)  # fmt: skip
+def test_a_share_is_told_in_words_that_fit_it(share: float | None, words: str) -> None:
+    assert retained(share) == words
+
+
+def test_a_page_explains_shares_above_all(tmp_path: Path) -> None:
+    """Two numbers in a thousand cross to the next one that bf16 has, which is much further than their change."""
+    weight = torch.ones(64, 64)
+    change = torch.full((64, 64), 1e-4)
+    change[0, :4] = 0.0045  # half a step of bf16 beside 1
+    base = save({f"{KEY}.weight": weight.bfloat16()}, tmp_path / "base.safetensors")
+    adapter = save({f"{KEY}.diff": change}, tmp_path / "a.safetensors")
+    facts = inspect(base, lora_merge.Adapter(adapter, 1.0), weights=True)
+    assert facts["match"]["numbers"]["all"]["retained"] > 1.1
+    assert ENLARGED in content(facts)["notes"]
+    assert "(rounding is larger than the change) of it is kept in the base's dtype" in "\n".join(lines(facts))
+    ink = save({f"{KEY}.diff": torch.full((64, 64), 0.5)}, tmp_path / "b.safetensors")
+    assert ENLARGED not in content(inspect(base, lora_merge.Adapter(ink, 1.0), weights=True))["notes"]
