@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..adapters.file import AdapterFile, FileValues, Module, weight_shapes
 from ..adapters.peft.rules import rules
 from ..adapters.suffixes import split_row_part
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
@@ -69,8 +69,8 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     alpha = {**_configured(file, ranks), **alpha}
     dora = sum("magnitude" in m.shared for m in file.modules)
-    lacking = _gaps(file)
-    kinds = Counter("incomplete" if m.where in lacking else algorithm_of(m) for m in file.modules)
+    lacking, algorithms = _gaps(file), _algorithms(file)
+    kinds = Counter("incomplete" if m.where in lacking else algorithms[m.where] for m in file.modules)
     numbers = Counter(ranks.values())
     return {
         "kind": "adapter", "algorithms": dict(kinds.most_common()), **({"dora": dora} if dora else {}),
@@ -79,7 +79,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "trainer": trainer(index), "names": dialect(file.modules),
         "made_for": guess(_shapes(file.modules)),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
-        "patterns": _patterns(file.modules, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
+        "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
         "trained": training(index),
         "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
         "parts": parts(file.modules), "incomplete": [*_incomplete(file, lacking)], "ignored": dict(file.ignored),
@@ -147,18 +147,32 @@ def _incomplete(file: AdapterFile, lacking: Mapping[str, Gap]) -> Iterator[str]:
     yield from (f"{name} has no {gap.key}" for name, gap in lacking.items())
 
 
+def _algorithms(file: AdapterFile) -> dict[str, str]:
+    """Return module → its algorithm: the one that PEFT's configuration means, else the first that its tensors fit."""
+    try:
+        known = rules(file.index.config, str(file.path), file.index.metadata)
+    except MergeError:  # a merge will say what is wrong with the configuration
+        return {m.where: algorithm_of(m) for m in file.modules}
+    found = {}
+    for m in file.modules:
+        try:
+            found[m.where] = known.of(m.name).algorithm(m.name, m.complete) or algorithm_of(m)
+        except (MergeError, DoesNotFit):
+            found[m.where] = algorithm_of(m)
+    return found
+
+
 def _patterns(
-    modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
+    algorithms: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Return pattern of names → algorithm, number of modules, ranks and alphas."""
-    by_name = {m.where: m for m in modules}
     return {
         pattern: {
-            "algorithm": ", ".join(Counter(algorithm_of(by_name[n]) for n in names)), "modules": len(names),
+            "algorithm": ", ".join(Counter(algorithms[n] for n in names)), "modules": len(names),
             "ranks": sorted({ranks[n] for n in names if n in ranks}),
             "alphas": sorted({a for n in names for a in alphas.get(n, ())}),
         }
-        for pattern, names in by_pattern(by_name).items()
+        for pattern, names in by_pattern(algorithms).items()
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lora_merge
 from lora_merge.viewing.adapter import block_name
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TOLD, lines
@@ -197,3 +198,21 @@ def test_modules_that_need_their_base_are_no_part_of_the_norm(tmp_path: Path) ->
     file = save({**plain, **dora}, tmp_path / "a.safetensors")
     (told,) = [line for line in lines(inspect(file, weights=True)) if line.startswith("‖ΔW‖")]
     assert "in 1 module; 1 more needs its base" in told
+
+
+def test_an_algorithm_has_the_name_that_the_configuration_gives_it(tmp_path: Path) -> None:
+    """Tensors of OFT have one name in PEFT and OneTrainer, whose formulas differ: a merge takes the same one."""
+    key = "model.layers.0.self_attn.q_proj"
+    folder = tmp_path / "oft"
+    folder.mkdir()
+    save({f"base_model.model.{key}.oft_R.weight": rand(2, 6)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj"]}'
+    )
+    bare = save({f"{key}.oft_R.weight": rand(2, 6)}, tmp_path / "bare.safetensors")
+    base = save({f"{key}.weight": rand(8, 8)}, tmp_path / "base.safetensors")
+    for path, name in ((folder, "peft_oft"), (bare, "onetrainer_oft")):
+        facts = inspect(path)
+        assert facts["algorithms"] == {name: 1}
+        assert [row["algorithm"] for row in facts["patterns"].values()] == [name]
+        assert lora_merge.plan(base, path).adapters[0].algorithms == (name,)
