@@ -207,7 +207,7 @@ def test_an_algorithm_has_the_name_that_the_configuration_gives_it(tmp_path: Pat
     folder.mkdir()
     save({f"base_model.model.{key}.oft_R.weight": rand(2, 6)}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(
-        '{"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj"]}'
+        '{"peft_type": "OFT", "oft_block_size": 4, "use_cayley_neumann": true, "target_modules": ["q_proj"]}'
     )
     bare = save({f"{key}.oft_R.weight": rand(2, 6)}, tmp_path / "bare.safetensors")
     base = save({f"{key}.weight": rand(8, 8)}, tmp_path / "base.safetensors")
