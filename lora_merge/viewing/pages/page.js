@@ -165,8 +165,12 @@ const STAGES = ["#3b74d8", "#d6762a", "#2f9e77", "#a35cc4", "#b8923a", "#7a8594"
 
 const LONGEST = 28; // letters of a label at a picture; a cell tells the whole name
 
+function shortened(text, most) {
+  return text.length > most ? "…" + text.slice(1 - most) : text;
+}
+
 function label(text, most) {
-  return escaped(text.length > most ? "…" + text.slice(1 - most) : text);
+  return escaped(shortened(text, most));
 }
 
 function escaped(text) {
@@ -220,20 +224,36 @@ function heatMap(found) {
     cursor = one;
     Plotly.relayout(plot, { shapes: frame() });
     if (!one) return;
+    const { l, w } = plot._fullLayout._size, holder = plot.closest(".scroll"), wide = w / found.columns.length;
+    const from = l + one.column * wide, room = holder.clientWidth - names.offsetWidth - wide; // of the cell, in what is scrolled
+    holder.scrollLeft = Math.min(Math.max(holder.scrollLeft, from - room), from);
     Plotly.Fx.hover(plot, [{ curveNumber: 0, pointNumber: [one.row, one.column] }]);
     said.textContent = `${found.rows[one.row]}, ${found.columns[one.column]}: ${found.metrics.map((m) => `${m.title} ${number(one.values[m.key], m.unit)}`).join(", ")}`;
   };
   const steps = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] };
+  // The next cell in a row or column; where there is none, the nearest one further in that direction.
+  const beside = (down, right) => {
+    const far = (one) => down * (one.row - cursor.row) + right * (one.column - cursor.column);
+    const aside = (one) => Math.abs(right * (one.row - cursor.row) + down * (one.column - cursor.column));
+    const ahead = found.cells.filter((one) => far(one) > 0);
+    const straight = ahead.filter((one) => !aside(one));
+    return (straight.length ? straight : ahead).sort((a, b) => far(a) - far(b) || aside(a) - aside(b))[0];
+  };
   const key = (plot, event) => {
     if ((event.key === "Enter" || event.key === " ") && cursor) show(cursor);
     else if (event.key === "Escape") { go(plot, null); Plotly.Fx.unhover(plot); }
     else if (event.key in steps) {
-      const [down, right] = steps[event.key];
-      for (let row = cursor.row + down, column = cursor.column + right; row in found.rows && column in found.columns; row += down, column += right) {
-        if (at.has(row + "|" + column)) { go(plot, at.get(row + "|" + column)); break; }
-      }
+      const next = beside(...steps[event.key]);
+      if (next) go(plot, next);
     } else return;
     event.preventDefault();
+  };
+  // The names of the rows stay in view while the picture is scrolled; they stand where Plotly draws the rows.
+  const names = element("div", { class: "rows", "aria-hidden": "true" }, ...found.rows.map((name) => element("span", { title: name }, shortened(name, innerWidth < 600 ? 18 : 2 * LONGEST))));
+  const place = (plot) => {
+    const { t, h } = plot._fullLayout._size;
+    plot.parentNode.style.minWidth = `${names.offsetWidth + least}px`; // the names stay in view within it
+    [...names.children].forEach((name, row) => { name.style.top = `${t + (row + 0.5) * h / found.rows.length}px`; });
   };
   const draw = (plot) => {
     const metric = found.metrics[Number(choice.value)];
@@ -254,20 +274,23 @@ function heatMap(found) {
     }], layout({
       shapes: frame(),
       xaxis: { tickvals: found.columns.map((_, i) => i), ticktext: found.columns.map((name) => label(name, LONGEST)), side: "top", automargin: true, tickangle: -40, ticklabeloverflow: "allow", showgrid: false, zeroline: false, fixedrange: true },
-      yaxis: { tickvals: found.rows.map((_, i) => i), ticktext: found.rows.map((name) => label(name, narrow ? 20 : 2 * LONGEST)), autorange: "reversed", automargin: true, showgrid: false, zeroline: false, fixedrange: true },
+      yaxis: { showticklabels: false, ticks: "", autorange: "reversed", showgrid: false, zeroline: false, fixedrange: true },
     }), still);
     if (!plot.dataset.bound) {
       plot.dataset.bound = "1";
       plot.addEventListener("focus", () => go(plot, cursor || found.cells[0]));
       plot.addEventListener("keydown", (event) => key(plot, event));
+      plot.on("plotly_afterplot", () => place(plot));
+      place(plot);
       plot.on("plotly_click", (event) => { const [p] = event.points; const one = at.get(p.y + "|" + p.x); if (one) show(one); });
     }
   };
+  const least = 60 + 23 * found.columns.length;
   const above = 40 + 5 * Math.min(LONGEST, Math.max(...found.columns.map((name) => name.length)));
   const plot = picture(Math.max(200, above + 60 + 20 * found.rows.length), `${found.title}. Arrow keys move from cell to cell, Enter shows the weights of one.`, draw);
   plot.setAttribute("role", "application");
   plot.tabIndex = 0;
-  plot.style.minWidth = `${190 + 23 * found.columns.length}px`; // so that the slanting names of columns do not meet; a phone scrolls
+  plot.style.minWidth = `${least}px`; // so that the slanting names of columns do not meet; a phone scrolls
   choice.addEventListener("change", () => draw(plot));
   const list = element("details", {}, element("summary", {}, "The same as a table; a button shows the weights of a cell"));
   list.addEventListener("toggle", () => {
@@ -277,7 +300,7 @@ function heatMap(found) {
     list.append(scrolling(found.title, element("table", {}, element("caption", { class: "unseen" }, found.title), element("thead", {}, element("tr", {},
       ...["block", "layer", ...found.metrics.map((m) => m.title)].map((t) => element("th", { scope: "col" }, t)))), element("tbody", {}, ...rows))));
   });
-  made.append(scrolling(found.title, plot), said, list, detail);
+  made.append(scrolling(found.title, element("div", { class: "named" }, names, plot)), said, list, detail);
 }
 
 function commands(found) {
