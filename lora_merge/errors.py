@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -44,9 +44,20 @@ class MergeError(Exception):
             old: The path in the message.
             new: The path in its place.
         """
-        texts = (self.what, self.where, self.fix)
-        self.what, self.where, self.fix = (type(text)(text.replace(old, new)) for text in texts)
+        self.reword(lambda text: text.replace(old, new))
+
+    def reword(self, words: Callable[[str], str]) -> MergeError:
+        """Put the message into other words, such as those of a jobs file.
+
+        Parameters:
+            words: The words in place of each text of the message.
+
+        Returns:
+            The error itself.
+        """
+        self.what, self.where, self.fix = (type(t)(words(t)) for t in (self.what, self.where, self.fix))
         self.args = (self.what, self.where, self.fix)
+        return self
 
     def _repr_html_(self) -> str:
         rows = [("what", self.what), ("where", self.where), ("fix", self.fix)]
@@ -72,6 +83,10 @@ class InputError(MergeError):
     """An input is missing, damaged, malicious or of a kind that cannot be merged."""
 
     exit_code = 3
+
+
+class AdapterAsBase(InputError):
+    """An adapter stands where a model belongs."""
 
 
 class TooLarge(InputError):

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from .adapter_options import ADAPTER_OPTIONS
 from .errors import UsageError
-from .options import BLOCK_WEIGHTS
+from .options import BLOCK_WEIGHTS, OPTIONS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
 
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
@@ -37,6 +38,43 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
 )
 _PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
+
+
+OF_BATCH: Final = ("overwrite", "card")
+"""Options of jobs that `lora-merge batch` has too."""
+
+_OPTION: Final = (
+    r"(?<![\w-])--(?P<flag>[a-z][a-z-]*)(?![\w-])"
+    r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|tells|leaves|where|names|keeps|was)\b)"
+    r"(?P<value>[^\s,;]*[^\s,;:.]))?"
+)
+"""An option in a message, and its value where one follows."""
+
+
+def in_jobs_file(text: str) -> str:
+    """Return a message with its options as a jobs file has them: `unmatched: skip` for `--unmatched skip`.
+
+    Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
+    """
+    pieces = re.split(r"(lora-merge [^;]*)", text)
+    pieces[::2] = [re.sub(_OPTION, _field, re.sub(r"(?<=\s)-o(?=[\s,;])", "output", one)) for one in pieces[::2]]
+    return "".join(pieces)
+
+
+def _field(found: re.Match[str]) -> str:
+    name, value = found["flag"].replace("-", "_"), found["value"]
+    option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
+    if (option is None and name != "base") or name in OF_BATCH:
+        return found[0]
+    kind = option.kind if option else "path"
+    if value is None:
+        return f"{name}: true" if kind == "switch" else name
+    if kind == "switch":
+        return f"{name}: true {value}"
+    part, equals, number = value.rpartition("=")
+    if kind in ("parts", "settings", "entries", "rules") and equals:
+        return f"{name}: {{{part}: {number}}}"
+    return f"{name}: [{value}]" if kind == "texts" else f"{name}: {value}"
 
 
 def right_form(text: str) -> str:
@@ -68,8 +106,10 @@ def strange(text: str) -> tuple[str, str] | None:
     there = (m for pattern in _BESIDE if (m := re.fullmatch(pattern, text)) and exists(with_found_ending(m["path"])))
     for match in filter(None, (*there, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
         found = match.groupdict()
-        path, strength = split_strength(found["path"].rstrip(":"))
+        path, strength = split_strength(found["path"].rstrip(":,"))
         value = value_of(found) if found.get("value") else "0.8" if strength is None else f"{strength:g}"
+        if found.get("value") and strength is not None:  # the second number is for a part that is not named
+            value = f"{strength:g},te={value}"
         return _named(path), value
     return None
 

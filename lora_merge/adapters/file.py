@@ -52,8 +52,8 @@ SCALES: Final = ("alpha", "scale_override")
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place, or download it again"
 
 OF_MODELS: Final = (
-    "name a LoRA or another adapter; or make one of the difference: lora-merge extract BASE {} (combine, resize and "
-    "the like take the model as --base)"
+    "name a LoRA or another adapter; combine, average and the like take the model as --base {0}; lora-merge extract "
+    "BASE {0} makes an adapter of the difference of two models"
 )
 """The advice on a model in the place of an adapter."""
 

@@ -26,6 +26,7 @@ from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import exists, expand, home, no_address
 from ..proof.unmerge import opposite
+from ..spellings import in_jobs_file
 from .commands import MERGE, UNMERGE, Request
 from .mistakes import REQUIRED, failure, nearest, problems
 from .paths import Search
@@ -118,8 +119,7 @@ class _Loader:
         axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
         counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
         total = sum(counts.values())
-        many = total > JOB_LIMIT
-        if many:
+        if many := total > JOB_LIMIT:
             most = max(counts, key=counts.__getitem__)
             what = f"{shown(counts[most])} combinations, {shown(total)} jobs in all; at most {JOB_LIMIT} a file"
             self._note(("jobs", most, "matrix"), what)
@@ -180,7 +180,7 @@ class _Loader:
         except NoSuchName as e:
             self._note(place, str(e))
         except MergeError as e:
-            self._note(place, f"{e.what} ({e.where}); {e.fix}")
+            self._note(place, in_jobs_file(f"{e.what} ({e.where}); {e.fix}"))
 
     def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
         """Return every name of the matrix with its values, as they are written in the file."""
@@ -346,5 +346,5 @@ class _Loader:
         lines = [f"{self.name}:{line}: {what}" for line, what in early[:SHOWN]]
         lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
-        more = [f"and {count - SHOWN} more"] if count > SHOWN else []
-        return failure(self.value, self.name, lines[:SHOWN] + more, count)
+        lines[SHOWN:] = [f"and {count - SHOWN} more"] if count > SHOWN else []
+        return failure(self.value, self.name, lines, count)

@@ -41,8 +41,13 @@ REQUIRED: Final = {
 }
 """Required field → how it is written."""
 
+STRENGTHS: Final = dict.fromkeys(
+    ("strength", "strengths", "weight", "ratio"), "write it behind the adapter: style.safetensors:0.8"
+)
+"""Field of a job or of the defaults that people mean a strength by → how it is written."""
+
 WORDS: Final = {
-    **dict.fromkeys(("strength", "strengths", "weight", "ratio"), "write it behind the adapter: style.safetensors:0.8"),
+    **STRENGTHS,
     **dict.fromkeys(("model", "checkpoint", "ckpt"), "did you mean base?"),
     **dict.fromkeys(("loras", "adapter"), "did you mean adapters?"),
     **dict.fromkeys(("out", "save_to", "name"), "did you mean output?"),
@@ -84,7 +89,8 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
         kind, context = e["type"], e.get("ctx", {})
         if kind == "extra_forbidden":
             model, word = _model(place), str(place[-1])
-            near = f"; {WORDS[word]}" if model is JobEntry and word in WORDS else ""
+            known = WORDS if model is JobEntry else STRENGTHS if model is Defaults else {}
+            near = f"; {known[word]}" if word in known else ""
             yield place, f"no field is called {word!r}{near or (nearest(word, model.model_fields) if n < NEAR else '')}"
         elif kind == "missing":
             yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"

@@ -12,6 +12,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_resource_error, error_dict
 from ..process import here
 from ..report import Report
+from ..spellings import in_jobs_file
 from ..text import Lines, Shown, html_table, json_text, plural
 from .jobs_file import BatchJob
 
@@ -113,4 +114,4 @@ def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries
                            Lines.of(["please report this:", *trace.splitlines()]))  # fmt: skip
         error.__cause__ = cause
     return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
-                     error=error, worker=here())  # fmt: skip
+                     error=error.reword(in_jobs_file), worker=here())  # fmt: skip

@@ -23,6 +23,7 @@ from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
 from ..proof.unmerge import taken_back
+from ..spellings import in_jobs_file
 from ..text import Lines, plural
 from .commands import EFFORT, Request
 from .jobs_file import BatchJob
@@ -172,7 +173,7 @@ class _Surveyor:
                 job.output, outline.read, overwrite=True, folder=outline.folder, contents=outline.contents.names
             )
         except MergeError as e:
-            self.planned[entry.number] = replace(blank, error=e)
+            self.planned[entry.number] = replace(blank, error=e.reword(in_jobs_file))
             return
         shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.together)
         together = (level, job.base, shared, outline.layout)
@@ -198,7 +199,7 @@ class _Surveyor:
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(entry.job, overwrite=True)))
         except MergeError as e:
-            return replace(blank, error=e)
+            return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(entry.job.output), size)
         return replace(blank, size=size, effort=effort, needs_disk=size, replaces=replaces, done=complete)
 

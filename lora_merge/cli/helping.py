@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -133,11 +133,13 @@ def typed() -> str:
     return " ".join(["lora-merge", *sys.argv[1:]])[:200]
 
 
-def refused(error: Exception) -> UsageError:
+def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    if context is None and "requires an arg" in text:  # click does not tell the command
+        command = next((word for word in sys.argv[1:2] if word in commands), "merge")
     see = f"see lora-merge help {command}".strip()
     if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"

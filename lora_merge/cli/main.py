@@ -34,8 +34,6 @@ from .text import echo, leave_lost_folder, put
 from .values import named_adapters, named_base, named_parts, with_strengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..job import Job
     from ..planning.plan import Plan
 
@@ -214,7 +212,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 @cache
-def _program() -> Callable[..., Any]:
+def _program() -> Any:
     """Return the commands and their options as click has them; it takes 16 ms to make them."""
     return typer.main.get_command(app)
 
@@ -234,7 +232,7 @@ def main() -> None:
         if not sys.argv[1:]:  # nothing is asked for
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
-        _fail(wrong := refused(e), str(wrong))
+        _fail(wrong := refused(e, _program().commands), str(wrong))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:

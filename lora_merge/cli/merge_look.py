@@ -86,7 +86,7 @@ def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False)
     job = plan.job
     rows = [
         (
-            ref.path.name, ", ".join(m.algorithms) or "nothing",
+            ref.path.name, ", ".join(m.algorithms) or "changes nothing",
             text(f"{m.modules} of {m.total}", "green" if m.modules == m.total else "yellow"),
             applied(m.strengths) or f"{ref.strength:g}×",
         )

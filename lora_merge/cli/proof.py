@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import UsageError
 from ..options import OPTIONS
 from ..progress import unwatched
 from ..text import json_text
@@ -205,6 +206,8 @@ def doctor(
     from ..paths import expand
 
     where = expand(folder)
+    if not where.is_dir():
+        raise UsageError("a folder is missing whose disk could be measured", str(where), "name a folder that is there")
     leave_lost_folder()
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings

@@ -51,7 +51,7 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
     for note in plan.base.notes:
         say(f"  note: {note}")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        what = ", ".join(m.algorithms) or "nothing"
+        what = ", ".join(m.algorithms) or "changes nothing"
         how = applied(m.strengths) or f"{ref.strength:g}×"
         say(f"adapter  {ref.path.name}: {what}, {m.modules} of {plural(m.total, 'module')} matched: {how}")
         matched = by_pattern(m.placed)

@@ -147,7 +147,7 @@ def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[Note, ...
         raise InputError(
             "the folder holds several checkpoints",
             f"{folder}: {listed(w.label for w in found)}",
-            f"name the file itself; for all of them write {folder}/*.{first.suffix} (in a jobs file: glob)",
+            f"name the file itself; or, if all are adapters, write {folder}/*.{first.suffix} (in a jobs file: glob)",
         )
     if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from typing import Final
 from ..errors import UsageError
 from ..job import BLOCKS, Adapter
 from ..limits import Refused, Steps
-from ..options import BLOCK_LIST, REGEX
+from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
 from ..text import Note, listed, plural
 from .blocks import Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
@@ -93,6 +94,7 @@ class Strengths:
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
         self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
         self._set_to_0: dict[str, None] = {}  # keys whose strength was asked for and is 0
+        self._used: set[str] = set()  # parts that a strength which was asked for has depended on
 
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
@@ -101,10 +103,14 @@ class Strengths:
         block = self._blocks.of(key) if self._blocks else ""
         for part, value in self._parts:
             if part in self._weights:
-                weights = self._weights[part]
-                found *= value * weights[block] if block in weights else 1.0
+                if block not in self._weights[part]:
+                    continue
+                found *= value * self._weights[part][block]
             elif self._covers(part, key, component):
                 found *= value
+            else:
+                continue
+            self._used.add(part)
         if not found:
             self._set_to_0[key] = None
         return found
@@ -127,6 +133,12 @@ class Strengths:
             if silent := [key for key in keys if base.of(key) in unnamed and not base.loose(key)]:
                 yield Note(f"lbw={value[:40]}: the list names no {listed(sorted({base.of(k) for k in silent}), 4)}: "
                        f"{plural(len(silent), 'weight')} of the adapter get 0")  # fmt: skip
+
+    def repeated(self) -> Iterator[Note]:
+        """Yield notes on parts that are named more than once."""
+        for part, count in Counter(part for part, _ in self._parts).items():
+            if count > 1:
+                yield Note(f"{_as_typed(part)} is named {count} times: its factors are multiplied")
 
     def check(self, components: Mapping[str, str]) -> None:
         """Raise UsageError for a part that covers no tensor of the base. `components`: key → component."""
@@ -185,6 +197,18 @@ class Strengths:
         except Refused as e:
             where = f"--strength-for re:{expression[:80]}, at {key[:80]!r}"
             raise UsageError(f"a regular expression that is {e}", where, "use a plain part, or a simpler one") from e
+
+
+def idle_parts(every: Sequence[Strengths]) -> Iterator[tuple[int, Note]]:
+    """Yield the number of an adapter and a note for each part by which no strength of any adapter has changed."""
+    named = {part: n for n, one in reversed([*enumerate(every)]) for part, _ in one._parts}
+    for part, n in named.items():
+        if not any(part in one._used for one in every):
+            yield n, Note(f"{_as_typed(part)} has no effect: no adapter changes weights there")
+
+
+def _as_typed(part: str) -> str:
+    return part.replace(BLOCK_LIST, f"{BLOCK_WEIGHTS}=", 1)[:80]
 
 
 def _is_block(part: str) -> bool:

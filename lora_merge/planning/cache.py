@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, group, looks_like_adapter
 from ..disk.files import FileState
-from ..errors import InputError
+from ..errors import AdapterAsBase
 from ..files.checkpoint import Index, open_checkpoint
 from ..models.names import Names, names
 
@@ -69,6 +69,6 @@ def _unchanged(index: Index) -> bool:
 
 def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
-        raise InputError("the base is itself an adapter", str(base.path),
-                         "name the base first, adapters after it; adapters alone: lora-merge combine")  # fmt: skip
+        raise AdapterAsBase("the base is itself an adapter", str(base.path),
+                            "name the base first, adapters after it; adapters alone: lora-merge combine")  # fmt: skip
     base.quantised.check(base.path, "keep", [""])  # "": all tensors

@@ -41,7 +41,7 @@ from ..matching.resizing import check_addable, replace_in_turn, values_as_change
 from ..matching.tied_heads import check_separations
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
-from ..models.strengths import Strengths, on_base
+from ..models.strengths import Strengths, idle_parts, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..shapes import Shape
@@ -165,11 +165,12 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     files = [os.path.realpath(ref.path) for ref in job.adapters]
-    made = []
+    made, without_effect = [], [*idle_parts(strengths)]
     for n, met in enumerate(with_overlap_notes(job, matched)):
         usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
-        listed_weights = strengths[n].notes({**met.uses, **met.replaced})
-        made.append(replace(met, notes=(*met.notes, *usual, *listed_weights)))
+        weights = strengths[n].notes({**met.uses, **met.replaced})
+        parts = (*strengths[n].repeated(), *(note for owner, note in without_effect if owner == n))
+        made.append(replace(met, notes=(*met.notes, *usual, *weights, *parts)))
     return tuple(made)
 
 

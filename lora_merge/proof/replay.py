@@ -168,6 +168,11 @@ def _job_of(
             raise VerificationFailed("the output was made from another version of an input",
                                      f"{other} is not the {quoted(old.name)} of its recipe",
                                      "name the inputs of its recipe, or merge again")  # fmt: skip
+    for (one, strength, _), own, said in zip(recipe.adapters, job.adapters, plain, strict=True):
+        if own.strength != strength and not isinstance(said, str | Path):
+            raise VerificationFailed(f"the output was made with strength {strength:g} of {quoted(one.name)}, not "
+                                     f"{own.strength:g}", str(made.path),
+                                     f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, made.path, stack)
     refs = tuple(

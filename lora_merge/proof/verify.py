@@ -42,6 +42,7 @@ from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
 from .stored import Coded, coded_output
 
+AGAIN: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
 
@@ -241,10 +242,11 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
     shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
+    other = "if it was made at other strengths, give those; else " if odd else ""
     raise _failed(
         f"{len(f.wrong)} of {plural(f.tensors, 'merged tensor')} are not what base and adapters give{hint}",
-        f"{part}: {name}, {where}",
-    )
+        f"{part}: {name}, {where}", f"{other}{AGAIN}",
+    )  # fmt: skip
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:
@@ -264,10 +266,8 @@ def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]
                 raise _failed("codes or scales were changed after they were written", f"{path}: {target.name}")
 
 
-def _failed(what: str, where: str) -> VerificationFailed:
-    return VerificationFailed(
-        what, where, "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
-    )
+def _failed(what: str, where: str, fix: str = AGAIN) -> VerificationFailed:
+    return VerificationFailed(what, where, fix)
 
 
 def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full: bool) -> dict[str, Any]:

@@ -12,13 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lora_merge
 from lora_merge.batch.jobs_file import BatchJob, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output
 from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, FORMATS
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
+from lora_merge.spellings import in_jobs_file
 
+from ..support import kohya, rand, save, sd1
 from .test_json_schema import fits
 
 
@@ -35,6 +38,39 @@ def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str
         read(folder, text)
     assert caught.value.fix
     return f"{caught.value.what}\n{caught.value.where}"
+
+
+@pytest.mark.parametrize(("told", "right"), [
+    ("or leave them out with --unmatched skip", "or leave them out with unmatched: skip"),
+    ("leave it out with --strength-for re:NAME=0", "leave it out with strength_for: {re:NAME: 0}"),
+    ("leave it out with --exclude re:REGEX, or drop it", "leave it out with exclude: [re:REGEX], or drop it"),
+    ("state it with --setting lora_alpha=VALUE", "state it with setting: {lora_alpha: VALUE}"),
+    ("give --rank, such as 32, or --algorithm full", "give rank, such as 32, or algorithm: full"),
+    ("choose another -o, or give --overwrite", "choose another output, or give --overwrite"),
+    ("write --dtype bf16 or fp32, or change --keep-precision", "write dtype: bf16 or fp32, or change keep_precision"),
+    ("hf download a --local-dir b; else check", "hf download a --local-dir b; else check"),
+    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank: 8"),
+])  # fmt: skip
+def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) -> None:
+    """Commands stay as they are typed."""
+    assert in_jobs_file(told) == right
+
+
+def test_a_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    stray = {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)}
+    save(kohya(sd1()) | stray, tmp_path / "lora.safetensors")
+    job = {"base": str(tmp_path / "base.safetensors"), "adapters": [str(tmp_path / "lora.safetensors")], "output": "o"}
+    (report,) = lora_merge.run_batch([job])
+    assert report.error is not None and "unmatched: skip" in report.error.fix and "--" not in report.error.fix
+
+
+@pytest.mark.parametrize("word", ["strength", "strengths", "weight"])
+def test_a_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word: str) -> None:
+    text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    assert caught.value.fix == "write it behind the adapter: style.safetensors:0.8"
 
 
 def test_the_file_of_the_contract(tmp_path: Path) -> None:

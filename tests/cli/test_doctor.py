@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +14,12 @@ import torch
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import doctor
+from lora_merge.cli import main as program
 from lora_merge.cli.doctor import MIXTURES, deviation, examine, lines
 from lora_merge.engine.placement import Placement
 from lora_merge.proof.reference import REFERENCE, Reference
+
+from ..support import cli
 
 
 def test_a_sound_machine_is_well(tmp_path: Path) -> None:
@@ -77,13 +79,22 @@ def test_every_formula_takes_every_mixture_of_dtypes(stored: tuple[str, str]) ->
         assert deviation(name, Placement(torch.device("cpu"), torch.float32), stored) < doctor.TOLERANCE["F32"], name
 
 
-def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "lora_merge", "doctor", "--json"]
-    done = subprocess.run([*run, str(tmp_path / "none")], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    found = json.loads(done.stdout)
+def test_the_command_prints_json_and_says_it_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda _: examine(tmp_path / "none", disk_bytes=1 << 20))
+    monkeypatch.setattr(sys, "argv", ["lora-merge", "doctor", "--json", str(tmp_path)])
+    with pytest.raises(SystemExit, match="1"):
+        program.main()
+    found = json.loads(capsys.readouterr().out)
     assert found["problems"]
     assert "is not a folder" in lines(found)[-1]
+
+
+def test_a_folder_that_is_missing_is_an_error_as_of_other_commands(tmp_path: Path) -> None:
+    done = cli("doctor", "--json", tmp_path / "none")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["where"] == str(tmp_path / "none")
 
 
 def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

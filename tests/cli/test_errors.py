@@ -97,9 +97,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
     ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
     ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value behind it"),
+    ("base.safetensors lora.safetensors --html", 2, "requires an argument", "see lora-merge help merge"),
+    ("combine lora.safetensors ink.safetensors --rank", 2, "requires an argument", "see lora-merge help combine"),
+    ("extract base.safetensors lora.safetensors", 3, "extract takes two checkpoints, and this is an adapter", "merge it first"),
+    ("extract lora.safetensors base.safetensors -o x", 3, "extract takes two checkpoints", "merge it first"),
     ("batch base.safetensors", 2, "a model, and not a jobs file", "lora-merge BASE ADAPTER"),
     ("parts lora.safetensors", 2, "an adapter, and parts are those of a base", "lora-merge inspect lora.safetensors"),
-    ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "the model as --base"),
+    ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "average and the like take the model as --base base.safetensors"),
     ("base.safetensors lora.safetensors --strength-for foo=1", 2, "the base has no such part or block", "this base has te, unet, vae, and the blocks BASE"),
     ("base.safetensors lora.safetensors --strength-for unte=1", 2, "the base has no such part or block", "did you mean unet?"),
     ("base.safetensors lora.safetensors --strength-for b/c=1", 2, "no part is called 'b/c'", "lora-merge parts BASE lists"),
@@ -110,7 +114,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path; of its folders only "),
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, and not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
-    ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE llm.safetensors (combine"),
+    ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE llm.safetensors makes"),
     ("batch unversioned.yaml", 2, "a mistake in the jobs file", "write version: 1 in the first line"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it behind the adapter: style.safetensors:0.8"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
@@ -122,7 +126,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors words.ckpt", 3, "not a valid .ckpt file", "download"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
-    ("base.safetensors loras", 3, "several checkpoints", "loras/*.safetensors"),
+    ("base.safetensors loras", 3, "several checkpoints", "or, if all are adapters, write "),
     ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
     ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
@@ -155,6 +159,21 @@ def test_arguments_that_cannot_be_taken_are_json_too(run: Run) -> None:
     code, text = run("base.safetensors", "--json")
     assert code == 2
     assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named"
+
+
+def test_a_part_without_effect_and_one_that_is_named_twice_are_told(run: Run) -> None:
+    parts = ("--strength-for", "vae=0", "--strength-for", "te=0.5", "--strength-for", "te=0.5")
+    code, out = run("base.safetensors", "lora.safetensors", *parts, "--dry-run")
+    assert code == 0
+    assert "note: vae has no effect: no adapter changes weights there" in out
+    assert "note: te is named 2 times: its factors are multiplied" in out
+    assert (
+        "has no effect" not in run("base.safetensors", "lora.safetensors", "--strength-for", "te=0.5", "--dry-run")[1]
+    )
+
+
+def test_an_adapter_at_strength_0_changes_nothing(run: Run) -> None:
+    assert "changes nothing, 32 of 32 modules matched" in run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
 
 
 @pytest.mark.parametrize("text", ["lora.safetensors:0.8,te=0", "lora.safetensors:0.8:te=0", "lora.safetensors:te=0"])

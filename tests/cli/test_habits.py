@@ -167,7 +167,7 @@ def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None
 
 @pytest.mark.parametrize(("text", "right"), [
     ("lora:0.8;te=0;unet=0.5", "lora.safetensors:0.8,te=0,unet=0.5"), ("lora:0.8 te=0", "lora.safetensors:0.8,te=0"),
-    ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora te=0", "lora.safetensors:1,te=0"),
+    ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora:0.8,=1", "lora.safetensors:0.8,te=1"), ("lora te=0", "lora.safetensors:1,te=0"),
     ("lora:te=0,0.8", "lora.safetensors:0.8,te=0"), ("lora:0.8,te=80%", "lora.safetensors:0.8,te=0.8"),
     ("lora:0.8,lbw=1:0:0:1", "lora.safetensors:0.8,lbw=1,0,0,1"), ("lora,loras/ink", "lora loras/ink"), ("lora:0.8; loras/ink:0.5", "lora:0.8 loras/ink:0.5"),
     ("lora,", "lora"),

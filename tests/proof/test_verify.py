@@ -195,6 +195,17 @@ def test_a_wrong_strength_is_found_and_named(made: Path) -> None:
         prove(made / "out.safetensors")
 
 
+def test_a_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) -> None:
+    out = made / "out.safetensors"
+    with pytest.raises(VerificationFailed, match=r"made with strength 0\.7 of 'style\.safetensors', not 0\.5") as told:
+        prove(out, **inputs(made, (0.5, 0.3)))
+    assert told.value.fix.startswith("give 0.7")
+    bare = save(load(out), made / "bare.safetensors")
+    with pytest.raises(VerificationFailed, match=r"the file holds 1\.40 of style\.safetensors") as told:
+        prove(bare, **inputs(made, (0.5, 0.3)))
+    assert told.value.fix.startswith("if it was made at other strengths, give those; else merge again")
+
+
 def test_a_swapped_half_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     key = f"{UNET}input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight"

@@ -18,7 +18,7 @@ from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import device_bytes, places, threads
 from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
-from ...errors import FitError, InputError, UsageError
+from ...errors import AdapterAsBase, FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import Names
@@ -66,8 +66,8 @@ class Opened:
 
 def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     """Return both checkpoints, from headers; errors as for `merge`, and where they are not of one model."""
-    base, names = cache.base(task.base, task.job.inputs.map)
-    tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
+    base, names = _model(task, task.base, cache)
+    tuned, theirs = _model(task, task.tuned, cache)
     to = task.to or _usual(names, task.job.output)
     output = task.job.output
     if task.to is None and not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
@@ -98,7 +98,16 @@ def prepared(
     task = make_extraction(base, tuned, output, options)
     if output is None or task.to is not None:
         return task
-    return task.written_as(_usual(cache.base(task.base, task.job.inputs.map)[1], task.job.output), output)
+    return task.written_as(_usual(_model(task, task.base, cache)[1], task.job.output), output)
+
+
+def _model(task: Extraction, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
+    """Return one of the two checkpoints; InputError for an adapter, whose change needs no extraction."""
+    try:
+        return cache.base(path, task.job.inputs.map)
+    except AdapterAsBase as e:
+        raise InputError("extract takes two checkpoints, and this is an adapter", e.where,
+                         "merge it first; lora-merge resize and convert write an adapter anew") from e  # fmt: skip
 
 
 def _usual(names: Names, output: Path) -> Dialect:
