@@ -157,7 +157,7 @@ class Maker:
         if self.job.command == "resize" and rule.name == EXACT:
             rule = replace(rule, name="energy", value=1.0)
         storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
-        alpha = None if isinstance(self.job.alpha, str) else float(self.job.alpha)
+        alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
         return storage.layer(target, wanted, Cut(rule, rank, alpha, self._scale(target)))
 
     def _scale(self, target: Target) -> float:

@@ -45,6 +45,9 @@ BLOCK: Final = 2**18
 TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
 
+OF_MODULES: Final = ("weight", "bias")
+"""Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
+
 FLOOR: Final = 1e-6
 """A residual below this is rounding in either computation."""
 
@@ -98,7 +101,8 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
 
         def work(layer: tuple[Target, Target]) -> tuple[float, float] | None:
             part = layer[1]
-            held = _held(modules.get((part.name, part.parameter)), own, flat(part.shape))
+            own_name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
+            held = _held(modules.get(own_name), own, flat(part.shape))
             return _squares(job, *layer, again.get(), held)
 
         compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)

@@ -283,8 +283,7 @@ def _entries(
         if layer is None:
             continue
         tensors = dict(kept[target.label])
-        odd = layer.alpha is not None and layer.alpha != layer.rank
-        if layer.rank and (spelling.alpha or odd):
+        if layer.rank and spelling.alpha:
             tensors["alpha"] = entry("alpha", torch.tensor(layer.alpha, dtype=torch.float32))
         for slot in sorted(tensors):
             found.append(replace(tensors[slot], name=spelling.key(target.name, target.parameter, slot)))

@@ -55,6 +55,29 @@ def test_a_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_pat
         lora_merge.combine([tmp_path / "none.safetensors"], tmp_path / "out.safetensors", format="sdnext")
 
 
+def test_what_the_loader_of_its_names_does_not_take_is_told(tmp_path: Path) -> None:
+    """diffusers ignores .diff_b and .alpha in silence; PEFT loads folders."""
+    base = {"layer.weight": torch.randn(8, 6), "layer.bias": torch.randn(8)}
+    factors = {"layer.lora_A.weight": torch.randn(2, 6), "layer.lora_B.weight": torch.randn(8, 2)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(factors | {"layer.lora_B.bias": torch.randn(8)}, tmp_path / "a.safetensors")
+    save_file({f"base_model.model.{key}": value for key, value in factors.items()}, tmp_path / "p.safetensors")
+    out, given = tmp_path / "out.safetensors", {"base": tmp_path / "base.safetensors", "overwrite": True}
+    for adapter, note in (("a", "diffusers leaves out"), ("p", "PEFT loads a folder")):
+        report = lora_merge.combine(tmp_path / f"{adapter}.safetensors", out, alpha=7, **given)  # type: ignore[arg-type]
+        assert any(note in str(one) for one in report.notes)
+        assert not any(key.endswith(".alpha") for key in load_file(out))
+        before = load_file(tmp_path / "base.safetensors")
+        one, other = (lora_merge.merge_state_dict(before, [p]) for p in (tmp_path / f"{adapter}.safetensors", out))
+        assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in before)
+
+
+def test_alpha_of_a_file_between_is_not_told(folder: Path, tmp_path: Path) -> None:
+    given = {"base": folder / "base.safetensors", "format": "diffusers"}
+    report = lora_merge.combine(folder / "a.safetensors", tmp_path / "one.safetensors", **given)  # type: ignore[arg-type]
+    assert not any("no alpha is stored" in str(note) for note in report.notes)
+
+
 def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: Path, tmp_path: Path) -> None:
     """diffusers has no α: one that is not the rank was folded into factors that were rounded already."""
     found = []

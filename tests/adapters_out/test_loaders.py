@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,27 @@ def test_diffusers_loads_and_fuses_what_was_converted(kind: str, tmp_path: Path)
     assert sum(not torch.equal(wanted[name], base[name]) for name in base) > 5
     for name, value in wanted.items():
         assert torch.allclose(value, fused[name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["proj_out", "single_transformer_blocks.0.proj_out"])
+def test_peft_adapts_no_other_layer_whose_name_ends_alike(name: str, tmp_path: Path) -> None:
+    """Flux has a proj_out of its own, and one in each single block. PEFT warns of keys that a folder lacks."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model: Any = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
+    base = {key: value.clone().contiguous() for key, value in model.state_dict().items()}
+    save_file(base, tmp_path / "base.safetensors")
+    out, cols = base[f"{name}.weight"].shape
+    lora = {f"transformer.{name}.lora_A.weight": rand(2, cols), f"transformer.{name}.lora_B.weight": rand(out, 2)}
+    save_file(lora, tmp_path / "lora.safetensors")
+    lora_merge.convert(tmp_path / "lora.safetensors", tmp_path / "peft", to="peft", base=tmp_path / "base.safetensors")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
+    assert not [str(one.message) for one in told if "missing adapter keys" in str(one.message)]
+    assert {key for key, _ in loaded.named_parameters() if "lora_A" in key} == {
+        f"base_model.model.{name}.lora_A.default.weight"
+    }
 
 
 NATIVE = {

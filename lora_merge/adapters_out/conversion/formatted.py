@@ -5,23 +5,45 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...adapter_options import KEEP
 from ...errors import MergeError
 from ...files.checkpoint import open_checkpoint
+from ...files.layouts import PEFT
+from ...matching.remarks import NO_ALPHA
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
+from ...text import Note
 from ..convert import make_conversion
 from ..convert import run as run_conversion
-from ..dialects import dialect
+from ..dialects import DIALECTS, dialect
 from ..job import AdapterJob, form
 from ..report import AdapterReport
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own
+
+DIFFUSERS_DOWN: Final = DIALECTS["diffusers"].endings["down"]
+COMFY: Final = (DIALECTS["comfy"].denoiser, "text_encoders.")
+OF_PEFT: Final = Note("PEFT's names in a file: PEFT loads a folder, which --format peft writes")
+WHOLE_CHANGES: Final = Note(
+    "it has whole changes (.diff, .diff_b), which diffusers leaves out in silence; --format diffusers stores those of "
+    "biases as diffusers reads them"
+)
+
+
+def _unread(keys: Iterable[str]) -> Iterator[Note]:
+    """Yield notes on what the loader whose names a file has does not take."""
+    keys = [*keys]
+    factors = [key for key in keys if key.endswith(DIFFUSERS_DOWN)]
+    if any(key.startswith(PEFT) for key in keys):
+        yield OF_PEFT
+    elif factors and not factors[0].startswith(COMFY) and any(key.endswith((".diff", ".diff_b")) for key in keys):
+        yield WHOLE_CHANGES
 
 
 def plan(job: AdapterJob) -> AdapterReport:
@@ -32,7 +54,8 @@ def plan(job: AdapterJob) -> AdapterReport:
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     if job.format == KEEP:
-        return run_in_own(job, progress)
+        done = run_in_own(job, progress)
+        return replace(done, notes=(*done.notes, *_unread(open_checkpoint(job.output).tensors)))
     there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
     with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
         whole = Path(folder) / "whole.safetensors"
@@ -56,6 +79,6 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     return replace(
         first, output=second.output, format=second.format, dtype=second.dtype, residual=residual,
         energy=1 - residual**2, written=second.written, seconds=first.seconds + second.seconds,
-        notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
+        notes=tuple(dict.fromkeys((*first.notes, *(n for n in second.notes if NO_ALPHA not in n)))),
         stages={stage: seconds + second.stages.get(stage, 0.0) for stage, seconds in first.stages.items()},
     )  # fmt: skip

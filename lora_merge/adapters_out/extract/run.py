@@ -150,7 +150,8 @@ def run(
         whole = _completed(found, [*made, *heads], sides[1], heap)
         entries = entries_of(found.to, whole)
         layers = {prefix_name(found.to, m): m.layer for m in made}
-        own = config(whole, {"task_type": task_type(found.base.config)}) if found.to.folder else None
+        before, there = {"task_type": task_type(found.base.config)}, (p.place for p in found.pairs.pairs)
+        own = config(whole, before, there) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         return outcome.finish(

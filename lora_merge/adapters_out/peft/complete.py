@@ -26,6 +26,11 @@ TABLE: Final = re.compile(
 """Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
 
 
+EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves
+(peft/utils/transformers_weight_conversion.py); whole values it leaves out in silence."""
+
+
 def completed(
     made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor],
     keep: Callable[[Made], Kept],
@@ -50,6 +55,9 @@ def completed(
             raise FitError(f"{to.name} gives every layer a bias or none; this one has none in the base", module, KOHYA)
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
     whole = {m.place.module for m in made if _stores_value(m)}
+    if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
+        raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
+                       "give --rank, or write another format, such as kohya")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
     stored = {(m.place.module, m.place.parameter) for m in made if _stores_value(m)}

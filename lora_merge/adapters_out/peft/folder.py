@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import FitError, UsageError
@@ -15,6 +15,7 @@ from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
     from ..conversion.kept import Kept
+    from ..places import Place
 
 
 NO_LAYER: Final = "dummy-target-modules"
@@ -47,13 +48,16 @@ def expect_one(components: Iterable[str], what: str) -> None:
                          " -o OTHER")  # fmt: skip
 
 
-def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows."""
+def config(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place]) -> dict[str, Any]:
+    """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows.
+
+    `there`: all parameters of the model that are known.
+    """
     kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
     if len(kinds) > 1:
         raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
     if kinds & {*PRODUCTS}:
-        return _of_products(made, before)
+        return _of_products(made, before, there)
     ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
@@ -62,7 +66,7 @@ def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
         "peft_type": "LORA", "task_type": before.get("task_type"), "inference_mode": True,
         "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
         "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-        "target_modules": sorted(ranks) or NO_LAYER, "modules_to_save": sorted(whole - ranks.keys()) or None,
+        "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": sorted(whole - ranks.keys()) or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
         "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
@@ -70,7 +74,7 @@ def config(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_products(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, Any]:
+def _of_products(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place]) -> dict[str, Any]:
     """Return the configuration of a folder of LoHa or of LoKr."""
     own = [m for m in made if m.layer.rank]
     ranks = {m.place.module: m.layer.rank for m in own}
@@ -80,11 +84,19 @@ def _of_products(made: Sequence[Kept], before: Mapping[str, Any]) -> dict[str, A
     return {
         "peft_type": own[0].layer.algorithm.upper(), "task_type": before.get("task_type"), "inference_mode": True,
         "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
-        "r": usual, "alpha": alpha, **settings(own), "target_modules": sorted(ranks),
+        "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
         "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
         "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
         "modules_to_save": sorted(whole - ranks.keys()) or None,
     }  # fmt: skip
+
+
+def _targets(chosen: Collection[str], there: Iterable[Place]) -> str | list[str]:
+    """Return the layers with factors: PEFT compares the names of a list with the ends of all names, and a text as a
+    pattern with whole names. Flux has a proj_out of its own, and one in each block."""
+    others = {p.module for p in there}.difference(chosen)
+    ends = {name[dot.end() :] for name in others for dot in re.finditer(r"\.", name)}
+    return sorted(chosen) if ends.isdisjoint(chosen) else "|".join(map(re.escape, sorted(chosen)))
 
 
 def _pattern(name: str) -> str:
