@@ -31,6 +31,7 @@ PREDICTIONS: Final = (
     Prediction("cublas_s", "start of cuBLAS", 0.02, 1.0, "s"),
     Prediction("pinned_up", "pinned memory, up (PCIe 5: 53 to 55)", 20, 56, "GB/s"),
     Prediction("pinned_down", "pinned memory, down", 20, 56, "GB/s"),
+    Prediction("odd_share", "pinned memory from a multiple of 8, of that from a page, up", 90, 105, "%", 100),
     Prediction("pageable_up", "pageable memory, up", 3, 17, "GB/s"),
     Prediction("registered_share", "registered memory, of pinned memory's rate, up", 95, 110, "%", 100),
     Prediction("register_ms", "cudaHostRegister of 64 MiB of huge pages", 0, 10, "ms"),
