@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,24 @@ def test_figures_and_page_go_to_another_folder(tmp_path: Path, monkeypatch: pyte
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "| context and first kernel | 0.2 to 1.5 s | 0.5 s | confirmed |" in page
     assert Path(checklist.HERE, "README.md").read_text(encoding="utf-8") == PAGE
+
+
+def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several threads at once; the streams are pretended."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=1))
+    watch = races.Watch()
+
+    def work(_: int) -> float:
+        with watch:
+            return float(torch.ones(8).add_(1).sum())
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(work, range(30))] == [16.0] * 30 and not watch.reports
+    for stream in (1, 2):
+        launch = stream, set(), {5}, set(), torch.ops.aten.add_.Tensor._schema, {5: []}
+        assert watch.event_handler._handle_kernel_launch(*launch) == []
+    (report,) = watch.reports
+    assert "possible data race on tensor with data pointer 5" in report
 
 
 def test_a_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
