@@ -20,11 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import COMPUTE_DTYPES, ITEM_BYTES
-from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import WindowBuffers, WindowTask
 from lora_merge.engine.fold_window import WindowMerger
 from lora_merge.engine.windows import Fold, slots, window_bytes, windows
 from lora_merge.job import make_job
+from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import Plan
 
 GB: Final = 1e9
@@ -170,7 +171,8 @@ def shares(sizes: dict[str, int], seconds: float, spent: dict[str, float], rate:
 
 def folding(device: str, base: Path, adapter: Path, *, rounds: int, rate: dict[str, float]) -> dict[str, Any]:
     """The folds of one merge, after a warm-up: median seconds of a pass, then one that is recorded."""
-    plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device))
+    job = make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device)
+    plan = plan_job(job, CheckpointCache())  # without a look at the disk, as nothing is written
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         work = Folding(plan, reader)
         try:

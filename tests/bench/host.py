@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from lora_merge.disk.reader import Reader
 from lora_merge.engine import devices, placement
-from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.device import adapters, windows
 from lora_merge.engine.device.registered import RegisteredBuffers
 from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.job import make_job
+from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.make_plan import plan_job
 
 from . import inputs
 from .device import GB, Folding
@@ -120,7 +121,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
 
 def figures(base: Path, adapter: Path, rounds: int = 6) -> dict[str, float]:
     """Return the figures of one merge: the best of some passes for the time, one more for the counts."""
-    plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device="cuda"))
+    plan = plan_job(make_job(base, [(adapter, 0.7)], base.with_name("none"), device="cuda"), CheckpointCache())
     found: dict[str, float] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         for counts in [None] * rounds + [Counter[str]()]:

@@ -110,7 +110,10 @@ def on_disk(base: Path, lora: Path, seconds: float) -> Figures:
 
 def flux(data: Path) -> Iterator[Part]:
     """The folds of Flux, also with an adapter of rank 128; whole merges where there is room for an output."""
-    free = shutil.disk_usage(data).free
+    for name in ("want", "got"):  # of other steps
+        (data / f"{name}.safetensors").unlink(missing_ok=True)
+    held = sum(p.stat().st_size for p in data.glob("flux*.safetensors"))
+    free = shutil.disk_usage(data).free + held
     if free < ROOM["flux"]:
         yield lambda _: {"flux_skipped": f"{ROOM['flux'] / 1e9:.0f} GB are needed in the folder for data"}
         return
