@@ -97,6 +97,15 @@ def test_codes_of_e2m1_are_the_nearest_with_ties_to_even() -> None:
     assert nearest.e2m1_codes(levels).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_neighbours_of_every_number_are_those_of_torch(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    every = every[every.isfinite() & (every != 0)]
+    for up, end in ((True, torch.inf), (False, -torch.inf)):
+        found = arithmetic.neighbour(every, torch.full((len(every),), up))
+        assert torch.equal(found, torch.nextafter(every, torch.full_like(every, end)))
+
+
 @pytest.mark.parametrize("count", [1, 15, 200])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
 def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtype: torch.dtype) -> None:

@@ -201,6 +201,18 @@ def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
     return made
 
 
+def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
+    """Return the next number of the dtype above, where `up`, or below. The neighbours of one zero include the other.
+
+    torch before 2.6 has no `nextafter` for fp16 on CUDA.
+    """
+    bits = numbers.view(torch.int32 if numbers.dtype.itemsize == 4 else torch.int16)
+    sign, magnitude = 8 * numbers.dtype.itemsize - 1, torch.iinfo(bits.dtype).max
+    keys = bits ^ (bits >> sign & magnitude)  # in the order of the numbers
+    keys = torch.where(up, keys + 1, keys - 1)
+    return (keys ^ (keys >> sign & magnitude)).view(numbers.dtype)
+
+
 @a_table
 def _powers() -> Tensor:
     """Return the number that each byte of e8m0 stands for: 2 ** (b - 127), and NaN for 255."""

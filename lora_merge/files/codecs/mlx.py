@@ -113,9 +113,8 @@ class Affine(Encoding):
         dtype = arithmetic.FLOAT_DTYPES[self.numbers]
         near = numbers.to(dtype)
         if up is not None:
-            toward = torch.where(up, inf, -inf).to(dtype)
             inside = torch.where(up, near.to(numbers.dtype) >= numbers, near.to(numbers.dtype) <= numbers)
-            near = near.where(inside, torch.nextafter(near, toward))
+            near = near.where(inside, arithmetic.neighbour(near, up))
         return near.float()
 
 
