@@ -286,6 +286,30 @@ def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
     assert not cuda.races and cuda.counts["up"] <= 4, "one for the adapter, one for the window"
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("rows", [2048, 1280])
+def test_the_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weights(
+    rows: int, rounding: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks and a fifth one do not fit a window: one block, or two, lie in the next beside another weight."""
+    for module in ("blocks", "device.memory", "patch_tensors"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.BLOCK_ELEMENTS", 2**18)
+    base = {"a.weight": rand(rows, 512).bfloat16(), "b.weight": rand(512, 512, seed=1).bfloat16()}
+    adapter: Tensors = {"b.lora_up.weight": 3 * rand(512, 4), "b.lora_down.weight": rand(4, 512)}
+    adapter |= {"a.lora_up.weight": rand(rows, 4), "a.lora_down.weight": rand(4, 512)}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    found = [
+        lora_merge.merge(*files, tmp_path / device, device=device, rounding=rounding, max_memory="16MiB", verify=False)
+        for device in ("cpu", "cuda")
+    ]
+    for name in base:
+        want, got = (report.numbers["tensors"][name] for report in found)
+        assert got["of"] == want["of"] == base[name].numel()
+        for key in ("weight", "change", "retained"):
+            assert got[key] == pytest.approx(want[key], rel=0.1), key
+    assert cuda.counts["up"] > 2 and not cuda.races
+
+
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

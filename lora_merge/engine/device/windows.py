@@ -7,7 +7,7 @@ block by block: where a number is too large for its dtype, and where the device 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -169,7 +169,7 @@ class DeviceWindows:
                 new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
             cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
             if drawn:
-                _note_stored(made.row_samples, new)
+                _note_stored(made, new)
         read = self._add_up(task.plan, found, lane)
         view = task.own.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
@@ -259,11 +259,11 @@ class DeviceWindows:
         self.registered.close()
 
 
-def _note_stored(row_samples: Sequence[RowSample], stored: Iterable[Tensor]) -> None:
+def _note_stored(made: FoldedBlocks, stored: Sequence[Tensor]) -> None:
     """Record in the samples what is stored, where numbers are rounded stochastically."""
-    left = iter(stored)
-    for sample in row_samples:
-        sample.note_stored(torch.stack([next(left).view(-1, b.cols) for b in sample.blocks]))
+    numbers = {id(f.block): own for f, own in zip(made.folds, stored, strict=True)}
+    for sample in made.row_samples:
+        sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
 
 
 def _follows(a: Fold, b: Fold) -> bool:
@@ -276,9 +276,8 @@ def _follows(a: Fold, b: Fold) -> bool:
 
 
 def _joined(run: Sequence[Fold]) -> Joined:
+    """Return consecutive blocks as one, which has a sample of its own and stands for no other."""
     first, last = run[0], run[-1]
-    if first is last:
-        return Joined(first, (first,))
     whole = block(first.block.target, first.block.first, last.block.last)
     return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
 
