@@ -310,6 +310,23 @@ def test_the_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weight
     assert cuda.counts["up"] > 2 and not cuda.races
 
 
+def test_blocks_that_are_folded_one_by_one_are_counted_once(
+    tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second window a number is too large, so that its blocks go alone; those of the first go together."""
+    for module in ("blocks", "device.memory", "patch_tensors"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.BLOCK_ELEMENTS", 2**18)
+    base = save({"a.weight": rand(2560, 512).half()}, tmp_path / "b")
+    up = rand(2560, 4)
+    up[2000] = 1e6
+    adapter = save({"a.lora_up.weight": up, "a.lora_down.weight": rand(4, 512)}, tmp_path / "a")
+    options: Any = {"on_overflow": "saturate", "max_memory": "16MiB", "verify": False}
+    found = [lora_merge.merge(base, adapter, tmp_path / name, device=name, **options) for name in ("cpu", "cuda")]
+    assert found[0].saturated == found[1].saturated != {}
+    assert [report.numbers["tensors"]["a.weight"]["of"] for report in found] == [2560 * 512] * 2
+    assert cuda.counts["up"] > 1 and not cuda.races
+
+
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
@@ -87,8 +88,7 @@ class DeviceWindows:
                 yield f
         for apart in (False, True):
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
-                parts = [f for j in some for f in j.parts]
-                items = partial(lambda parts: [item(f) for f in parts], parts)
+                items = partial(lambda some: [item(f) for j in some for f in _by_block(j)], some)
                 yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), items, made, nbytes))
 
     def _takes(self, f: Fold) -> bool:
@@ -280,6 +280,13 @@ def _joined(run: Sequence[Fold]) -> Joined:
     first, last = run[0], run[-1]
     whole = block(first.block.target, first.block.first, last.block.last)
     return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
+
+
+def _by_block(joined: Joined) -> Iterator[Fold]:
+    """Yield the blocks that were joined; their samples stand for these alone."""
+    for f in joined.parts:
+        run = f.block.run._replace(low=joined.fold.block.first, high=joined.fold.block.last)
+        yield replace(f, block=replace(f.block, run=run))
 
 
 def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
