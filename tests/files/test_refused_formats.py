@@ -91,6 +91,19 @@ def test_factors_of_inputs_that_a_format_does_not_have_are_refused(name: str, tm
         lora_merge.merge(source, adapter(tmp_path / "lora.safetensors"), tmp_path / "out.safetensors", dtype="bf16")
 
 
+@pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI mxfp8", "ComfyUI nvfp4"])
+def test_a_rotation_of_a_format_that_has_none_is_refused(name: str, tmp_path: Path) -> None:
+    """Other programs write such files; what is folded in the stored basis loads, runs and is wrong (rule 1.5)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised_forms, "SHAPE", (64, 64))
+        layer = FORMS[name].make(rand(64, 64, scale=0.02))
+    mark = json.dumps({**(FORMS[name].note or {}), "params": {"convrot": True, "convrot_groupsize": 64}}).encode()
+    layer |= {"comfy_quant": torch.tensor(list(mark), dtype=torch.uint8)}
+    source = base(tmp_path / "base", {f"{LAYER}.{last}": value.clone() for last, value in layer.items()}, None)
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(source, adapter(tmp_path / "lora.safetensors"), tmp_path / "out.safetensors", dtype="bf16")
+
+
 def test_scales_of_a_cache_are_kept_and_no_part_of_a_plain_model(tmp_path: Path) -> None:
     form, module = FORMS["ModelOpt fp8"], LAYER.removesuffix("q_proj")
     with pytest.MonkeyPatch.context() as patch:

@@ -25,6 +25,11 @@ class Layer(NamedTuple):
     form: str
     options: Mapping[str, Any]
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the weight is stored rotated ("convrot")."""
+        return bool(self.options.get("convrot"))
+
 
 def layers(found: Checkpoint) -> Iterator[tuple[str, Layer]]:
     """Yield name and JSON of every layer that a file of the new style marks as quantised."""

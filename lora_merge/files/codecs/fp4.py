@@ -272,7 +272,7 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
     for stem, layer in layers(found):
         codes, scale = found.get(stem, "weight"), found.get(stem, "weight_scale")
         whole = found.get(stem, "weight_scale_2")
-        if layer.form != "nvfp4" or codes is None or scale is None or whole is None:
+        if layer.form != "nvfp4" or layer.rotated or codes is None or scale is None or whole is None:
             continue
         of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"),
                         pre=found.get(stem, "pre_quant_scale"))  # fmt: skip

@@ -60,12 +60,10 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
 
 def _settings(layer: Layer) -> dict[str, Any] | None:
     """Return what the JSON of a layer says of its scales; None for what this codec does not read."""
-    if layer.form == "mxfp8":
-        return {"swizzled": True}
-    if layer.form == "int8_tensorwise" and layer.options.get("convrot"):
-        size = rotation_of(layer)
+    if layer.rotated:
+        size = rotation_of(layer) if layer.form == "int8_tensorwise" else 0
         return {"rotation": size} if size else None
-    return {}
+    return {"swizzled": True} if layer.form == "mxfp8" else {}
 
 
 def rotation_of(layer: Layer) -> int:
