@@ -77,7 +77,7 @@ class Index:
     @cached_property
     def beside(self) -> frozenset[str]:
         """Return the names of the tensors beside quantised weights that a codec reads, and of the scales of caches."""
-        return beside(self.packed).union(of_cache(self.tensors)) if self.packed else frozenset()
+        return beside(self.packed).union(of_cache(self.tensors, self.config)) if self.packed else frozenset()
 
     @cached_property
     def parameters(self) -> Mapping[str, StoredTensor]:

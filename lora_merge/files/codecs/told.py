@@ -32,9 +32,9 @@ CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "outp
 """Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
 
 
-def of_cache(tensors: Tensors) -> Iterator[str]:
-    """Yield the names of the scales of caches. A model without quantisation has none."""
-    for name, info in tensors.items():
+def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the scales of caches, which a folder has whose config.json tells of its quantisation."""
+    for name, info in tensors.items() if section(config) else ():
         if name.rpartition(".")[2] in CACHE and prod(info.shape) == 1:
             yield name
 
