@@ -35,16 +35,22 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
             return model(TOKENS).logits.float()
 
 
-def quantised(weight: Tensor) -> Tensors:
-    """Blocks of 32 x 32, which no axis of gate and up is a multiple of."""
-    high, wide = (-(-n // 32) for n in weight.shape)
-    padded = torch.nn.functional.pad(weight, (0, wide * 32 - weight.shape[1], 0, high * 32 - weight.shape[0]))
-    scale = padded.view(high, 32, wide, 32).abs().amax((1, 3)) / 448
-    spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[: weight.shape[0], : weight.shape[1]]
-    return {"weight": (weight / spread).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+def quantised(weight: Tensor, size: int | None) -> Tensors:
+    """Blocks of 32 x 32, which no axis of gate and up is a multiple of, or one scale; and the numbers in `plain`."""
+    if size is None:
+        scale = (weight.abs().max() / 448).bfloat16()
+        spread = scale.float()
+    else:
+        high, wide = (-(-n // size) for n in weight.shape)
+        padded = torch.nn.functional.pad(weight, (0, wide * size - weight.shape[1], 0, high * size - weight.shape[0]))
+        scale = padded.view(high, size, wide, size).abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: weight.shape[0], : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scale, "plain": codes.float() * spread}
 
 
-def test_block_fp8_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [32, None])
+def test_fp8_loads_and_computes_base_and_adapter(size: int | None, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -55,16 +61,16 @@ def test_block_fp8_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
             plain[name] = packed[name] = value.clone()
             continue
         stem = name.removesuffix(".weight")
-        parts = quantised(value)
+        parts = quantised(value, size)
+        plain[name] = parts.pop("plain")
         packed |= {f"{stem}.{last}": part for last, part in parts.items()}
-        spread = parts["weight_scale_inv"].repeat_interleave(32, 0).repeat_interleave(32, 1)
-        plain[name] = parts["weight"].float() * spread[: value.shape[0], : value.shape[1]]
         if "q_proj" in name or "up_proj" in name:
             down, up = rand(4, value.shape[1], seed=len(lora)), rand(value.shape[0], 4, seed=len(lora) + 1)
             lora |= {f"base_model.model.{stem}.lora_A.weight": down, f"base_model.model.{stem}.lora_B.weight": up}
     base, merged, want = tmp_path / "base", tmp_path / "merged", tmp_path / "want"
     config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"]}
-    told = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    blocks = [size, size] if size else None
+    told = {"quant_method": "fp8", "weight_block_size": blocks, "activation_scheme": "dynamic"}
     for folder, tensors, more in ((base, packed, {"quantization_config": told}), (want, plain, {})):
         folder.mkdir()
         save(tensors, folder / "model.safetensors", {"format": "pt"})
