@@ -48,19 +48,26 @@ def stored() -> dict[str, Tensors]:
     return found
 
 
+def quantised(name: str, weight: torch.Tensor) -> tuple[Any, Tensors]:
+    """The library's reader of a layer, and the layer of a weight."""
+    from sdnq.quantizer import sdnq_quantize_layer_weight
+
+    shape, settings = ROWS[name]
+    of = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
+    reader, layer = sdnq_quantize_layer_weight(weight, layer_class_name=of, torch_dtype=torch.float32, **settings)
+    return reader, {last: value for last, value in layer.items() if value is not None}
+
+
 def main() -> None:
     """Write the file of layers."""
-    from sdnq.quantizer import sdnq_quantize_layer_weight as quantised
-
     made: Tensors = {}
-    for n, (name, (shape, settings)) in enumerate(ROWS.items()):
+    for n, (name, (shape, _)) in enumerate(ROWS.items()):
         weight = rand(*shape, seed=n, scale=0.02)
         weight[1, :3] = 0
-        of = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
-        reader, layer = quantised(weight.clone(), layer_class_name=of, torch_dtype=torch.float32, **settings)
+        reader, layer = quantised(name, weight.clone())
         layer["want"] = reader(**layer, dtype=torch.float32, skip_compile=True)
         print(f"{name}: {(layer['want'] - weight).norm() / weight.norm():.4f} from the weight")
-        made |= {f"{name}/{last}": value.contiguous() for last, value in layer.items() if value is not None}
+        made |= {f"{name}/{last}": value.contiguous() for last, value in layer.items()}
     FILE.write_bytes(lzma.compress(save(made, {"made with": "sdnq 0.2.8"}), preset=9 | lzma.PRESET_EXTREME))
 
 

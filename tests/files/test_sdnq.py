@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import lora_merge
 from lora_merge.errors import InputError
 
 from ..support import Tensors, load, rand, save
-from .sdnq_layers import ROWS, stored
+from .sdnq_layers import ROWS, quantised, stored
 
 LAYER = "transformer_blocks.0.attn.to_q"
 OTHER = "transformer_blocks.1.attn.to_k"
 STORED = stored()
+KEPT = ("low-rank uint4", "low-rank int8", "low-rank float8", "rotated uint4")
+"""Rows that are written again."""
 
 
 def base(folder: Path, layers: Mapping[str, Tensors], settings: Mapping[str, Any]) -> Path:
@@ -49,9 +52,39 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(made[f"{LAYER}.weight"].double(), want + change, rtol=0, atol=2e-7)
     torch.testing.assert_close(made[f"{OTHER}.weight"].double(), want, rtol=0, atol=1e-7)
     assert lora_merge.verify(tmp_path / "out", full=True)["full"]
-    with pytest.raises(InputError, match="fitted to the old numbers") as caught:
+    if name in KEPT:
+        return
+    with pytest.raises(InputError, match="8, 4 and 2 bits alone") as caught:
         lora_merge.merge(source, lora, tmp_path / "kept")
     assert "--dtype bf16" in caught.value.fix
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_low_rank_part_leaves_is_encoded_again(name: str, rounding: str, tmp_path: Path) -> None:
+    """In the rotated basis, where it is; within half a step of the scales in the output, or one."""
+    layer, (shape, settings) = STORED[name], ROWS[name]
+    source, (lora, change) = base(tmp_path / "base", {LAYER: layer}, settings), adapter(tmp_path / "lora", shape)
+    lora_merge.merge(source, lora, tmp_path / "kept", rounding=rounding, seed=1)
+    assert lora_merge.verify(tmp_path / "kept", full=True)["full"]
+    made = {key.removeprefix(f"{LAYER}."): t for key, t in load(tmp_path / "kept" / "model.safetensors").items()}
+    assert all(torch.equal(made[last], layer[last]) for last in ("svd_up", "svd_down") if last in layer)
+    assert {last: (t.dtype, t.shape) for last, t in layer.items() if last != "want"} == {
+        last: (t.dtype, t.shape) for last, t in made.items() if last != "norm.weight"
+    }
+    lora_merge.merge(tmp_path / "kept", [(lora, 0.0)], tmp_path / "plain", dtype="fp32")
+    got = load(tmp_path / "plain" / "model.safetensors")[f"{LAYER}.weight"].double()
+    off = (got - layer["want"].double() - change).reshape(shape[0], -1, 64 if settings.get("use_hadamard") else 1)
+    size = int(shape[1] / (made["scale"].numel() / shape[0]))
+    step = made["scale"].double().reshape(shape[0], -1).abs().repeat_interleave(size, 1)
+    step = step * (16 if "float8" in name else 0.5) * (2 if rounding == "stochastic" else 1)
+    assert (off.flatten(1).norm(dim=1) <= step.norm(dim=1)).all()
+    if "use_hadamard" not in settings:
+        assert (off.flatten(1).abs() <= 1.001 * step).all()
+    if find_spec("sdnq") is not None:
+        reader, _ = quantised(name, torch.zeros(shape))
+        read = reader(**{k: t for k, t in made.items() if k != "norm.weight"}, dtype=torch.float32, skip_compile=True)
+        torch.testing.assert_close(read.double(), got, rtol=0, atol=2e-7)
 
 
 BY_LAYER: dict[str, dict[str, Any]] = {

@@ -18,10 +18,11 @@ from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
 from ...limits import Refused, Steps
 from .base import Checkpoint, Claim, Encoding, Packing, Part, claimed
+from .low_rank import Factors, with_factors
 from .mlx import BIAS, DTYPES, affine
 from .packed_ints import packed
 from .scaled import SCALE, Stored, scaled
-from .sdnq_sums import Tensors, sums
+from .sdnq_sums import Tensors, rotation_within, sums
 
 EXTRAS: Final = ("use_codebook", "use_codebook_scale", "use_quantized_matmul", "use_quantized_matmul_conv")
 """Entries of the configuration for what is not read."""
@@ -95,14 +96,17 @@ def _weight(found: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | 
     size, rotated = config.get("hadamard_group_size", ROTATED), bool(config.get("use_hadamard"))
     if rotated and not (isinstance(size, int) and size > 0):
         return None
-    if up is None and down is None and not rotated and len(scale.shape) in (2, 3) and scale.shape[-1] == 1:
-        if zero is None and codes.dtype in ("I8", "F8_E4M3", "F8_E5M2"):
-            made = _signed(codes, scale)
-        else:
-            made = _stream(codes, scale, zero, kind)
+    factors = Factors(up, down)
+    if len(scale.shape) in (2, 3) and scale.shape[-1] == 1:
+        signed = zero is None and codes.dtype in ("I8", "F8_E4M3", "F8_E5M2")
+        made = _signed(codes, scale) if signed else _stream(codes, scale, zero, kind)
         if made is not None:
-            return made
-    return sums(Tensors(codes, scale, zero, up, down, kind, size if rotated else 0))
+            rotation = rotation_within(size if rotated else 0, made.weight.shape[1])
+            extra = up is not None or down is not None or bool(rotation)
+            if rotation is None or not extra:
+                return made if rotation is not None else None
+            return with_factors(made, factors._replace(rotation=rotation))
+    return sums(Tensors(codes, scale, zero, factors, kind, size if rotated else 0))
 
 
 def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, kind: str) -> Claim | None:

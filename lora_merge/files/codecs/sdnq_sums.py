@@ -1,4 +1,4 @@
-"""Weights of SDNQ that are more than codes times scales: with a low-rank part, rotated, of convolutions, of odd bits.
+"""Weights of SDNQ of convolutions and of odd bits, with a low-rank part or without, rotated or not.
 
 They are read, never written. A weight is q · s + z, plus up · down, times H for each group of columns. Convolutions
 have a scale for each place of the kernel: q is [rows, groups, columns, places], s and z are [rows, groups, 1, places].
@@ -17,16 +17,12 @@ from ...dtypes import ITEM_BYTES
 from ...shapes import Shape
 from .base import CODES, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .fp8_scaled import SIZES
+from .low_rank import DOWN, FLOATS, UP, Factors
 from .scaled import SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-UP: Final = "up"
-DOWN: Final = "down"
-"""Roles of the factors of the low-rank part."""
-
-FLOATS: Final = ("F32", "F16", "BF16")
 PACKED: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
 """Bits of a code → numbers that are packed together, and their bytes."""
 
@@ -44,7 +40,7 @@ class Sums(Encoding):
     scales: str = "F32"
     factors: str = "F32"
     name: ClassVar[str] = "sdnq"
-    decode_only: ClassVar[str] = "its scales and its low-rank part were fitted to the old numbers"
+    decode_only: ClassVar[str] = "that is done for matrices of 8, 4 and 2 bits alone"
 
     @property
     def cols(self) -> int:
@@ -92,8 +88,7 @@ class Tensors(NamedTuple):
     codes: StoredTensor
     scale: StoredTensor
     zero: StoredTensor | None
-    up: StoredTensor | None
-    down: StoredTensor | None
+    factors: Factors
     kind: str
     rotation: int
 
@@ -118,18 +113,18 @@ def sums(of: Tensors) -> Claim | None:
     packed = (codes.nbytes // size, size) if size > 1 else (codes.nbytes,)
     if codes.dtype != _stored(of.kind) or codes.shape != (shape if bits == 8 else packed):
         return None
-    rotation, rank = _rotation(of.rotation, channels), of.up.shape[-1] if of.up is not None and of.up.shape else 0
-    if rotation is None or (rotation and kernel) or not _fit(of, rows, cols, rank):
+    rotation, rank = rotation_within(of.rotation, channels), of.factors.rank
+    if rotation is None or (rotation and kernel) or not of.factors.fit(rows, cols):
         return None
     encoding = _encoding(
         lcm(cols, numbers), unit=(numbers, size), dtype=codes.dtype if bits == 8 else "", bits=bits,
         lowest=-(2 ** (bits - 1)) if signed and bits < 8 else 0, shape=(groups, channels // groups, places), rank=rank,
-        rotation=rotation, scales=scale.dtype, factors=of.up.dtype if of.up else "F32", label=f"SDNQ {of.kind}",
+        rotation=rotation, scales=scale.dtype, label=f"SDNQ {of.kind}",
+        factors=of.factors.up.dtype if of.factors.up else "F32",
     )  # fmt: skip
     each = ITEM_BYTES[scale.dtype] * groups * places
     parts = {SCALE: Part(scale, cols, each)} | ({ZERO: Part(zero, cols, each)} if zero is not None else {})
-    if of.up is not None and of.down is not None:
-        parts |= {UP: Part(of.up, cols, rank * ITEM_BYTES[of.up.dtype]), DOWN: Part(of.down)}
+    parts |= of.factors.parts(cols)
     return claimed(codes, codes.name, (rows, channels, *kernel), Packing(encoding, codes, parts))
 
 
@@ -159,7 +154,7 @@ def _stored(kind: str) -> str:
     return {"int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}.get(kind, "U8")
 
 
-def _rotation(most: int, channels: int) -> int | None:
+def rotation_within(most: int, channels: int) -> int | None:
     """Return how many columns are rotated together, 0 for none: the largest power of two that divides the columns. None
     where the library would take a matrix of another kind."""
     if not most:
@@ -168,15 +163,6 @@ def _rotation(most: int, channels: int) -> int | None:
     while size * 2 <= most and channels % (size * 2) == 0:
         size *= 2
     return 0 if size < SIZES[0] else size if size in SIZES else None
-
-
-def _fit(of: Tensors, rows: int, cols: int, rank: int) -> bool:
-    """Return whether the factors of the low-rank part are there or not, and fit."""
-    up, down = of.up, of.down
-    if up is None or down is None:
-        return up is down
-    same = up.dtype == down.dtype and up.dtype in FLOATS
-    return same and rank > 0 and (up.shape, down.shape) == ((rows, rank), (rank, cols))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -11,11 +11,16 @@ from ..reference.floats import Array
 from .codes import BadPart, alone, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
 from .grids import points
-from .sdnq import sums
+from .sdnq import Decoder, low_rank, sums
 from .streams import streams
 from .tables import aqlm, columns, grouped
 
-DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
+
+def _low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+    return low_rank(raw, encoding, first, count, DECODERS[encoding.inner.name])
+
+
+DECODERS: Final[Mapping[str, Decoder]] = MappingProxyType({
     "aqlm": aqlm,
     "asym_w4a8_int8": grouped,
     "awq_w4a16": columns,
@@ -29,6 +34,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "ggml_grids": points,
     "halves": halves,
     "mlx": streams,
+    "low_rank": _low_rank,
     "sdnq": sums,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ..grids import Floats, Grid, Table
 from ..reference.floats import Array, decode
 from .codes import BadPart, turned
+
+Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
 
 PLACES: Final = {
     3: [*([8 * n + p for p in range(3)] for n in range(3)), *([8 * n + p for p in range(3, 6)] for n in range(3)),
@@ -37,6 +40,22 @@ def _packed(raw: Any, bits: int) -> Array:
     return np.asarray(found[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)
 
 
+def low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int, inner: Decoder) -> tuple[Array, Grid]:
+    """Return the codes of another encoding, which `inner` decodes, with a product of two factors as a shift."""
+    levels, grid = inner(raw, encoding.inner, first, count)
+    shift = grid.shift
+    if encoding.rank:
+        shift = shift + _product(raw, encoding).reshape(-1)
+    spread = grid.scale if np.ndim(grid.scale) or not encoding.rank else np.full(count, float(grid.scale))
+    return levels, replace(grid, scale=spread, shift=shift, turn=turned(encoding.rotation))
+
+
+def _product(raw: Mapping[str, Any], encoding: Any) -> Array:
+    up, down = (_finite(raw, role, encoding.factors).reshape(shape)
+                for role, shape in (("up", (-1, encoding.rank)), ("down", (encoding.rank, -1))))  # fmt: skip
+    return np.asarray(up @ down)
+
+
 def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return codes, with their scales, and the zero points and the low-rank part as a shift."""
     groups, wide, places = encoding.shape
@@ -53,8 +72,7 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
     if encoding.rank:
-        up, down = (_finite(raw, role, encoding.factors) for role in ("up", "down"))
-        shift = shift + (up.reshape(rows, -1) @ down.reshape(encoding.rank, -1)).reshape(-1)
+        shift = shift + _product(raw, encoding).reshape(-1)
     scale = spread("scale")
     grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else Table(np.arange(-128, 256))
     tiny = np.where(scale == 0, np.finfo(np.float64).tiny, scale)

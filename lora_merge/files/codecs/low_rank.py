@@ -1,0 +1,113 @@
+"""Weights that are codes plus a product of two factors, perhaps rotated: W = (decoded + up · down) · H.
+
+The factors stay as they are, and what they leave of new numbers is encoded.
+https://github.com/Disty0/sdnq src/sdnq/dequantizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from ...dtypes import ITEM_BYTES
+from .base import Claim, Encoding, InvalidPart, Packing, Part, Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UP: Final = "up"
+DOWN: Final = "down"
+FLOATS: Final = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Encoding):
+    """The numbers of another encoding, plus a product, in a rotated basis or not."""
+
+    inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
+    cols: int = 0
+    rank: int = 0  # 0 without a product
+    rotation: int = 0  # columns that are rotated together; 0 without a rotation
+    factors: str = "F32"  # dtype of the factors
+    name: ClassVar[str] = "low_rank"
+    stochastic: ClassVar[bool] = True
+    fixed: ClassVar[frozenset[str]] = frozenset((UP, DOWN))
+
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return self.inner.block_of_scale
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return (decoded + up · down) · H in fp32."""
+        from . import arithmetic
+
+        found = self.inner.decode(parts, first, count).reshape(-1, self.cols)
+        found = found + self._product(parts) if self.rank else found
+        return arithmetic.rotated(found, self.rotation) if self.rotation else found
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return codes and scales of what the product leaves."""
+        from . import arithmetic
+
+        values = arithmetic.rotated(values, self.rotation) if self.rotation else values
+        if self.rank:
+            values = (values.view(-1, self.cols) - self._product(parts)).view(-1)
+        return self.inner.encode(values, parts, first)
+
+    def _product(self, parts: Parts) -> Tensor:
+        """Return up · down in fp32; InvalidPart if a factor is not finite."""
+        up, down = parts[UP].float().view(-1, self.rank), parts[DOWN].float().view(self.rank, -1)
+        if not bool(up.isfinite().all() and down.isfinite().all()):
+            raise InvalidPart("a factor is not a finite number")
+        found: Tensor = up @ down
+        return found
+
+
+class Factors(NamedTuple):
+    """The factors of a weight, if it has them, and the columns that are rotated together, 0 for none."""
+
+    up: StoredTensor | None
+    down: StoredTensor | None
+    rotation: int = 0
+
+    def fit(self, rows: int, cols: int) -> bool:
+        """Return whether both factors are there, and fit a matrix; or whether none is there."""
+        up, down = self.up, self.down
+        if up is None or down is None:
+            return up is down
+        same = up.dtype == down.dtype and up.dtype in FLOATS and self.rank > 0
+        return same and (up.shape, down.shape) == ((rows, self.rank), (self.rank, cols))
+
+    @property
+    def rank(self) -> int:
+        """Columns of the first factor."""
+        return self.up.shape[-1] if self.up is not None and self.up.shape else 0
+
+    def parts(self, cols: int) -> Mapping[str, Part]:
+        """Return the parts that hold the factors."""
+        if self.up is None or self.down is None:
+            return {}
+        return {UP: Part(self.up, cols, self.rank * ITEM_BYTES[self.up.dtype]), DOWN: Part(self.down)}
+
+
+def with_factors(claim: Claim, of: Factors) -> Claim | None:
+    """Return the claim of a matrix with a low-rank part, or rotated; None where the factors do not fit."""
+    (rows, cols), packing = claim.weight.shape, claim.packing
+    if not of.fit(rows, cols) or (of.rotation and cols % of.rotation):
+        return None
+    encoding = _encoding(packing.encoding, cols, of.rank, of.rotation, of.up.dtype if of.up else "F32")
+    parts = {**packing.parts, **of.parts(cols)}
+    return claim._replace(packing=Packing(encoding, packing.codes, parts, packing.beside))
+
+
+@cache
+def _encoding(inner: Encoding, cols: int, rank: int, rotation: int, factors: str) -> LowRank:
+    return LowRank(
+        inner.unit, lcm(inner.group, cols), inner.label, inner=inner, cols=cols, rank=rank, rotation=rotation,
+        factors=factors,
+    )  # fmt: skip
