@@ -110,6 +110,7 @@ class Grid:
     scale: Any = 1.0
     shift: Any = 0.0
     turn: Callable[[Array], Array] | None = None  # W ↔ the rotated weight that is stored, rows of a matrix
+    terms: Any = 0.0  # magnitudes of what is added up in the shift, where it is a sum
 
     def step(self, values: Array) -> Array:
         """Return the distance of neighbouring numbers around each value."""
@@ -138,12 +139,12 @@ class Grid:
         A value may be the small difference of its level times the scale and a large shift; in a rotated row it is a sum
         over that row.
         """
-        terms = np.abs(values) + np.abs(self.shift)
+        terms = np.abs(values) + np.abs(self.shift) + self.terms
         return np.asarray(DECODED * (terms if self.turn is None else np.max(terms, initial=0.0)))
 
     def at(self, choose: Any) -> Grid:
         """Return the grid of some of the values, as an index or a shape chooses them."""
-        parts = ((name, getattr(self, name)) for name in ("scale", "shift"))
+        parts = ((name, getattr(self, name)) for name in ("scale", "shift", "terms"))
         found = {k: (v.reshape(choose) if isinstance(choose, tuple) else v[choose]) for k, v in parts if np.ndim(v)}
         return replace(self, **found)
 
@@ -160,8 +161,12 @@ def joined(grids: list[Grid]) -> Grid:
     first = grids[0]
     if len(grids) == 1 or not np.ndim(first.scale):
         return first
-    return replace(first, scale=np.concatenate([g.scale for g in grids]),
-                   shift=np.concatenate([g.shift for g in grids]) if np.ndim(first.shift) else first.shift)  # fmt: skip
+
+    def all_of(name: str) -> Any:
+        found = [getattr(g, name) for g in grids]
+        return np.concatenate(found) if np.ndim(found[0]) else found[0]
+
+    return replace(first, scale=all_of("scale"), shift=all_of("shift"), terms=all_of("terms"))
 
 
 def plain_grid(dtype: str) -> Grid:

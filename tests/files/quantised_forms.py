@@ -522,6 +522,23 @@ def sdnq(kind: str) -> Form:
     return Form(make, read, lambda t, _: spread(t["scale"].squeeze(2)).abs() / 2, config, scale="scale")
 
 
+def low_rank() -> Form:
+    """SDNQ's uint4 of what a product of two factors leaves."""
+    of = sdnq("uint4")
+
+    def factors() -> Tensors:
+        up, down = (torch.linspace(-1, 1, n * 2).sin().reshape(n, 2) for n in SHAPE)
+        return {"svd_up": (0.01 * up).bfloat16(), "svd_down": down.t().contiguous().bfloat16()}
+
+    def product(t: Tensors) -> Tensor:
+        return t["svd_up"].float() @ t["svd_down"].float()
+
+    return Form(
+        lambda w: of.make(w - product(factors())) | factors(), lambda t: of.read(t) + product(t), of.half_step,
+        {**of.config, "use_svd": True, "svd_rank": 2}, scale="scale", bad=of.bad,
+    )  # fmt: skip
+
+
 def grouped(bits: int) -> Form:
     """ComfyUI's asym_w4a8_int8, of 4 bits with a table of levels, and of 6 without one."""
     layout, options = "AsymW4A8Int8Layout", {"group_size": 16, "convrot_groupsize": 64}
@@ -687,6 +704,7 @@ FORMS: dict[str, Form] = {
     "SDNQ int4": sdnq("int4"),
     "SDNQ uint4": sdnq("uint4"),
     "SDNQ int8": sdnq("int8"),
+    "SDNQ uint4 with a low-rank part": low_rank(),
     "GPTQ": Form(_gptq, _read_gptq, _int, {"quant_method": "gptq", "bits": 4}, scale="scales", decode_only=True),
     "GPTQ 3 bit of auto-round": Form(
         _gptq3, _read_gptq3, _int,

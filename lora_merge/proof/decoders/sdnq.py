@@ -43,17 +43,19 @@ def _packed(raw: Any, bits: int) -> Array:
 def low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int, inner: Decoder) -> tuple[Array, Grid]:
     """Return the codes of another encoding, which `inner` decodes, with a product of two factors as a shift."""
     levels, grid = inner(raw, encoding.inner, first, count)
-    shift = grid.shift
-    if encoding.rank:
-        shift = shift + _product(raw, encoding).reshape(-1)
-    spread = grid.scale if np.ndim(grid.scale) or not encoding.rank else np.full(count, float(grid.scale))
-    return levels, replace(grid, scale=spread, shift=shift, turn=turned(encoding.rotation))
+    product, size = _product(raw, encoding)
+    spread = grid.scale if np.ndim(grid.scale) else np.full(count, float(grid.scale))
+    return levels, replace(grid, scale=spread, shift=grid.shift + product, terms=np.abs(grid.shift) + size,
+                           turn=turned(encoding.rotation))  # fmt: skip
 
 
-def _product(raw: Mapping[str, Any], encoding: Any) -> Array:
+def _product(raw: Mapping[str, Any], encoding: Any) -> tuple[Any, Any]:
+    """Return the product of the factors, flat, and the sum of its terms' magnitudes; zeros without factors."""
+    if not encoding.rank:
+        return 0.0, 0.0
     up, down = (_finite(raw, role, encoding.factors).reshape(shape)
                 for role, shape in (("up", (-1, encoding.rank)), ("down", (encoding.rank, -1))))  # fmt: skip
-    return np.asarray(up @ down)
+    return (up @ down).reshape(-1), (np.abs(up) @ np.abs(down)).reshape(-1)
 
 
 def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
@@ -71,9 +73,8 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
         return np.broadcast_to(given, (rows, groups, wide, places)).reshape(-1)
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
-    if encoding.rank:
-        shift = shift + _product(raw, encoding).reshape(-1)
+    product, size = _product(raw, encoding)
     scale = spread("scale")
     grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else Table(np.arange(-128, 256))
     tiny = np.where(scale == 0, np.finfo(np.float64).tiny, scale)
-    return levels, Grid(grid, tiny, shift, turned(encoding.rotation))
+    return levels, Grid(grid, tiny, shift + product, turned(encoding.rotation), np.abs(shift) + size)
