@@ -42,9 +42,16 @@ def number(value: float | None, unit: str = "") -> str:
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    if unit != "%":
-        return f"{value:g}" if value.is_integer() and abs(value) < 1000 else f"{value:#.3g}".removesuffix(".")
-    return f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
+    if unit == COSINE and not value.is_integer():
+        return f"{value:.3f}".replace("-0.000", "0.000")
+    if unit == "%":
+        return f"{_digits(100 * value)}%" if value < 0.9995 else f"{value:.0%}"
+    return f"{value:g}" if value.is_integer() and abs(value) < 1000 else _digits(value)
+
+
+def _digits(value: float) -> str:
+    """Return a number with three digits."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def colored(share: float, ramp: Ramp = RAMP) -> Style:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GAP: Final = 2  # columns between a name and its value
 BETWEEN: Final = 4  # columns before and between the cells of a table
-COPIED: Final = frozenset({"file", "adapter", "hash", "A", "B"})
+COPIED: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""
 WIDEST: Final = 200
 

@@ -159,6 +159,16 @@ def test_numbers_beside_bars_have_three_digits(value: float, told: str) -> None:
     assert number(value) == told
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "told"),
+    [(0.00167, "%", "0.167%"), (0.0533, "%", "5.33%"), (0.5, "%", "50.0%"), (1.0, "%", "100%"), (4.6, "%", "460%"),
+     (-0.00036, "cosine", "0.000"), (-0.5, "cosine", "-0.500"), (-1.0, "cosine", "-1")],
+)  # fmt: skip
+def test_shares_have_three_digits_and_cosines_three_decimals(value: float, unit: str, told: str) -> None:
+    """Blocks whose changes are 0.167% and 0.174% of the weights are not alike."""
+    assert number(value, unit) == told
+
+
 def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() -> None:
     picture = {"title": "t", "unit": "", "rows": [["a", 0.5], ["b", -1.0], ["c", None], ["\x1b[2J", 0.25]]}
     told = [line.plain for line in bars(picture, 60)]
