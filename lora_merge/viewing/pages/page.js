@@ -22,6 +22,7 @@ function number(value, unit) {
   if (typeof value !== "number") return String(value);
   if (unit === "%") return (100 * value).toLocaleString("en", { maximumSignificantDigits: 4 }) + "%";
   if (unit === "B") return bytes(value);
+  if (unit === "cosine") return (Math.round(1000 * value) / 1000 || 0).toFixed(3); // never −0
   if (unit === "s") return value.toLocaleString("en", { maximumFractionDigits: 2 }) + " s";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6 ? value.toExponential(3) : value.toLocaleString("en", { maximumSignificantDigits: 5 });
