@@ -58,7 +58,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     model = groups(lookup)
     rows: dict[str, Difference] = {}
     tensors: dict[str, Any] = {}
-    total, equal, others, only_b = Difference(), 0, dict[str, str](), list[str]()
+    total, equal, others, only_b = Difference(), list[str](), dict[str, str](), list[str]()
     dtypes: Counter[str] = Counter()
     seen: set[str] = set()
     told = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
@@ -74,18 +74,19 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
             total.add(found.sums)
             group = [name for _, name in model.of(found.keys[0])][-1]  # its block, or else its part
             rows.setdefault(group, Difference()).add(found.sums)
-            equal += found.sums.equal
-            if not found.sums.equal:
+            if found.sums.equal:
+                equal.append(found.name)
+            else:
                 tensors[found.name] = found.sums.to_dict()
     if pictures:
         for name, one in difference_pictures(a, b, lookup, evenly([*tensors])):
             tensors[name] |= one
     return {
-        "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
+        "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.parameters if key not in seen], "only_b": only_b,
         "dtypes": {both: n for both, n in dtypes.most_common() if both},
         "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
-        "tensors": tensors,
+        "tensors": tensors, "equal_tensors": equal,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
     }  # fmt: skip
 

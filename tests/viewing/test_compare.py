@@ -22,6 +22,7 @@ def test_a_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: P
     found, before, after = compare(scene.base, out), load(scene.base), load(out)
     assert (found["compared"], found["different"]) == (len(before), report.changed)
     assert found["tensors"].keys() == {k for k in before if not torch.equal(before[k], after[k])}
+    assert {*found["equal_tensors"]} == before.keys() - found["tensors"].keys()
     for key, row in found["tensors"].items():
         apart = after[key].double() - before[key].double()
         assert row["difference"] == pytest.approx(float(apart.norm()), rel=1e-9)

@@ -141,6 +141,7 @@ def of_comparison(found: Found) -> dict[str, Any]:
         ["name", "in"],
         [[n, w.upper()] for w in ("a", "b") for n in sorted(found.get(f"only_{w}", ()), key=in_order)],
     )
+    page.table("Equal in both", ["tensor"], ([name] for name in sorted(found.get("equal_tensors", ()), key=in_order)))
     page.table("Entries of metadata that differ", ["entry"], ([name] for name in found.get("metadata", ())))
     return page.data
 
