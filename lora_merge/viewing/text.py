@@ -299,7 +299,7 @@ def _changed(found: Mapping[str, Any]) -> Iterator[Fact]:
     )
     yield line("‖ΔW‖", f"{said}{more}")
     if found["stable_rank"]:
-        yield line("stable rank", "min {min:.3g}, median {median:.3g}, max {max:.3g}".format(**found["stable_rank"]))
+        yield line("stable rank", between(found["stable_rank"]))
     for share, rank in found.get("rank_for_energy", {}).items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
 

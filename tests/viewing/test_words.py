@@ -42,6 +42,7 @@ def test_one_thing_is_spoken_of_as_one(tmp_path: Path) -> None:
     told += [*text.splitlines(), str(lora_merge.plan(base, one)), repr(lora_merge.verify(tmp_path / "out.safetensors"))]
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
     assert "1 of 1 module " in "\n".join(told)
+    assert any(re.fullmatch(r"stable rank   [0-9.]+", line) for line in told)
 
 
 @pytest.mark.parametrize(
