@@ -294,8 +294,8 @@ class Storage:
         """Return the leading triples as factors."""
         left, right = found.pair(rank)
         scale = alpha / rank if rank else 1.0
-        up, down = stored(left / scale, right, self.dtype)
-        real, wide = up.double() * scale, down.double()
+        up, down = stored(left if scale == 1 else left / scale, right, self.dtype)
+        real, wide = up.double() if scale == 1 else up.double() * scale, down.double()
         if wanted.whole is not None:
             off = apart_from(wanted.whole, real, wide, found.squares)
         else:

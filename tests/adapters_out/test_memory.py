@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+
+from lora_merge.adapters_out.rank_rules import Rule
+from lora_merge.adapters_out.truncation.need import bytes_for
 
 from ..support import rand
 
@@ -60,6 +64,20 @@ RUNS: dict[str, tuple[str, list[object], dict[str, object]]] = {
 """Name → command, inputs and options. Whole changes took up to four times as much as `MOST`."""
 
 
+WHOLE_RANK: dict[str, tuple[str, list[object], dict[str, object]]] = {
+    "noise": ("extract", ["base", "tuned"], {"rank": "noise", "format": "kohya"}),
+}
+"""Runs whose numbers decide for all ranks: their factors are larger than the matrix."""
+
+
+def measured(folder: Path, runs: Mapping[str, object]) -> dict[str, tuple[int, bool]]:
+    """How many MiB each run takes, and whether its bytes do not depend on the limit."""
+    told = subprocess.run([sys.executable, "-c", CODE, str(folder), json.dumps(runs)], capture_output=True, text=True,
+                          check=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"})  # what is freed goes back at once  # fmt: skip
+    found: dict[str, tuple[int, bool]] = json.loads(told.stdout)
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     found = tmp_path
@@ -76,9 +94,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_a_large_layer_is_worked_at_by_rows(folder: Path) -> None:
-    tasks = json.dumps(RUNS)
-    told = subprocess.run([sys.executable, "-c", CODE, str(folder), tasks], capture_output=True, text=True, check=True,
-                          env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"})  # what is freed goes back at once  # fmt: skip
-    found = json.loads(told.stdout)
+    found = measured(folder, RUNS)
     assert {name: same for name, (_, same) in found.items()} == dict.fromkeys(RUNS, True)
     assert {name: grown for name, (grown, _) in found.items() if grown > MOST} == {}, found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
+def test_a_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Path) -> None:
+    ((grown, same),) = measured(folder, WHOLE_RANK).values()
+    assert same
+    read = OUT * COLS * 2  # of both checkpoints, a window each
+    assert grown <= (bytes_for(("", (OUT, COLS), Rule("above"))) + 2 * read) >> 20

@@ -65,7 +65,7 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     sound = (info == 0) & torch.isfinite(solved).all(-1).all(-1)
     if not bool(sound.any()):
         return left.to(dtype), down
-    again = torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT
+    again = left @ torch.cholesky_solve(rounded @ right.mT, solved).mT  # the small factor first, of [rank, rank]
     return (again if bool(sound.all()) else torch.where(sound[..., None, None], again, left)).to(dtype), down
 
 

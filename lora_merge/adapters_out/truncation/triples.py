@@ -38,13 +38,13 @@ class Triples:
 
 
 def positive(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors [..., out, rank] and [..., rank, cols] of the same product; of each row of the right one the
-    largest entry is positive."""
+    """Return factors [..., out, rank] and [..., rank, cols] of the same product, whose signs are changed in place; of
+    each row of the right one the largest entry is positive."""
     if not right.shape[-2]:
         return left, right
     largest = right.gather(-1, right.abs().argmax(-1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(right.dtype)
-    return left * signs.mT, right * signs
+    return left.mul_(signs.mT), right.mul_(signs)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
