@@ -379,6 +379,39 @@ def test_particular_names(name: str, module: str, parameter: str, key: str) -> N
     assert [p.key for p in view.row_slices] == [key]
 
 
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_ace_step_as_published_holds_its_transformer_as_decoder(prefix: str) -> None:
+    """Adapters name the layers of the decoder alone; the names are those of diffusers' convert_ace_step_to_diffusers.py."""
+    shapes = header("diffusers/ace-step")
+    words = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "o_proj", "_conv.": ".1."}
+    stored = {key: prefix + "decoder." + _replaced(key, words) for key in shapes}
+    others = {
+        f"{prefix}{part}.layers.0.self_attn.q_proj.weight": (8, 8) for part in ("detokenizer", "encoder.lyric_encoder")
+    }
+    found = names(index({stored[key]: shape for key, shape in shapes.items()} | others))
+    assert found.architecture == "ACE-Step 1.5"
+    for module, parameter in modules(shapes):
+        key = module if module in stored else f"{module}.{parameter}"
+        inner = _replaced(f"{module}.", words).removesuffix(".")
+        for name in (
+            f"transformer.{module}",
+            f"base_model.model.{inner}",
+            called("lycoris_", inner),
+            f"diffusion_model.decoder.{inner}",
+        ):
+            view = found.find(name, parameter)
+            assert view is not None and [p.key for p in view.row_slices] == [stored[key]], name
+    for key in others:
+        view = found.find(key.removesuffix(".weight"))
+        assert view is not None and view.row_slices[0].key == key
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    for word, other in words.items():
+        text = text.replace(word, other)
+    return text
+
+
 def test_stacked_experts_are_pieces_in_their_order() -> None:
     view = base("transformers/mixtral-8x7b").find("base_model.model.model.layers.1.mlp.experts", "gate_up_proj")
     assert view is not None
