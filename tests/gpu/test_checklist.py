@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ..support import save
+from ..engine import test_cuda, test_gpu
+from ..pretended_cuda import pretended_cuda
+from ..support import load, rand, save
 from . import __main__ as checklist
 from . import hostile, memory, probe, races, ready, rightness
 from .predictions import PREDICTIONS, Prediction, table
@@ -194,6 +196,37 @@ def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -
         assert watch.event_handler._handle_kernel_launch(*launch) == []
     (report,) = watch.reports
     assert "possible data race on tensor with data pointer 5" in report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.filterwarnings("ignore:.* were tied")  # tensors of the pretended device all have the address 0
+def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A test or a program that is wrong itself would cost the time on a real one."""
+    base, adapter = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for n in range(4):
+        base[f"layer.{n}.weight"] = rand(320, 320, seed=n, scale=1.0).half()
+        adapter |= test_cuda.oft(n, 320) if n % 2 else test_cuda.lora(n, 320, 320)
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    monkeypatch.setattr(
+        memory, "load_file", lambda path, device: {k: t.to(f"{device}:0") for k, t in load(path).items()}
+    )
+    monkeypatch.setattr(sys, "argv", ["memory", *map(str, files), str(tmp_path)])
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    with pretended_cuda(monkeypatch, 2) as cuda:
+        test_cuda.test_windows_that_follow_each_other_do_not_meet(files, tmp_path, "keep", "16MiB")
+        for dtype, options in (("bf16", {"max_vram": "64MiB"}), ("fp16", {"device": "cuda:0,cuda:1"})):
+            (own := tmp_path / dtype).mkdir()
+            test_gpu.test_many_layers_of_equal_shape_are_the_rounded_fp64_result(own, dtype, options)
+        hostile.main()
+        memory.main()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found[0]["hostile_lost"] == found[-1]["together_different"] == found[-1]["keep_host_bytes"] == 0
+    assert not cuda.races and not cuda.faults
 
 
 def test_a_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
