@@ -63,6 +63,7 @@ PREDICTIONS: Final = (
     Prediction("keep_s", "merge_state_dict of SDXL on the GPU, device=keep", 0, 2.0, "s"),
     Prediction("keep_host_bytes", "bytes of the results that come to the host meanwhile", 0, 0),
     Prediction("together_different", "two merges at once in threads: files that differ from one alone", 0, 0),
+    Prediction("outputs_residual", "extract and resize: what is left out there, of what the CPU leaves out", 99, 101, "%", 100),
     Prediction("allocators_different", "other allocators of torch: files that differ", 0, 0),
     Prediction("crowded_s", "SDXL while another process leaves 1 GiB of the device", 0, 15, "s"),
     Prediction("crowded_ulp", "its largest difference from a merge alone", 0, 1, "ulp"),

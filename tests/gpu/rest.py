@@ -16,13 +16,14 @@ from .speed import Part, files
 
 
 def rest(data: Path) -> Iterator[Part]:
-    """Tensors in memory, two merges at once, a bound; a hostile adapter in a batch, and an interrupted merge; torch's
-    other allocators, and a device that is nearly full."""
+    """A hostile adapter in a batch; tensors in memory, two merges at once, a bound; an interrupted merge; adapters that
+    are made; torch's other allocators, and a device that is nearly full."""
     base, lora = files(data, "sdxl")
     want, got = data / "want.safetensors", data / "got.safetensors"
     yield lambda seconds: printed("tests.gpu.hostile", seconds=seconds)
     yield lambda seconds: printed("tests.gpu.memory", base, lora, data, seconds=seconds)
     yield partial(interrupted, base, lora, data)
+    yield lambda seconds: printed("tests.gpu.outputs", seconds=seconds)
 
     def first(seconds: float) -> Figures:
         merged(base, lora, "-o", want, "--device", "cuda", "--no-verify", seconds=seconds)

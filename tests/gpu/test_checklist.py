@@ -19,7 +19,7 @@ from ..engine import test_cuda, test_gpu
 from ..pretended_cuda import pretended_cuda
 from ..support import load, rand, save
 from . import __main__ as checklist
-from . import hostile, memory, probe, races, ready, rightness
+from . import hostile, memory, outputs, probe, races, ready, rightness
 from .predictions import PREDICTIONS, Prediction, table
 from .programs import ROOT, Failed, Figures, differences, printed, python
 from .speed import Part
@@ -36,7 +36,7 @@ def test_the_page_holds_every_prediction_and_every_step() -> None:
     assert words == [p.words for p in PREDICTIONS]
     assert all(f"`{s.name}`" in PAGE for s in STEPS)
     assert sum(s.minutes for s in STEPS) == MINUTES < 30
-    assert all(hasattr(module, "main") for module in (hostile, memory, probe, races))
+    assert all(hasattr(module, "main") for module in (hostile, memory, outputs, probe, races))
 
 
 def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
@@ -224,8 +224,10 @@ def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
             test_gpu.test_many_layers_of_equal_shape_are_the_rounded_fp64_result(own, dtype, options)
         hostile.main()
         memory.main()
+        outputs.main("cuda:0", 96)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert found[0]["hostile_lost"] == found[-1]["together_different"] == found[-1]["keep_host_bytes"] == 0
+    assert found[0]["hostile_lost"] == found[-2]["together_different"] == found[-2]["keep_host_bytes"] == 0
+    assert found[-1]["outputs_residual"] == pytest.approx(1, rel=1e-2)
     assert not cuda.races and not cuda.faults
 
 
