@@ -23,6 +23,11 @@ def pytest_runtest_logreport(report: Any) -> None:
         _note(report.nodeid, report.outcome, str(report.longrepr) if report.failed else "")
 
 
+def pytest_warning_recorded(warning_message: Any, nodeid: str) -> None:
+    """A warning, which is no error here: other versions of libraries warn of other things."""
+    _note(nodeid, "warned", f"{warning_message.category.__name__}: {warning_message.message}")
+
+
 def pytest_collectreport(report: Any) -> None:
     """A file of tests that cannot be read, as a library is missing."""
     if report.failed:

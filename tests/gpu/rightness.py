@@ -57,13 +57,15 @@ def right(data: Path) -> Iterator[Part]:
                 "gpu_tests_failed": len(failed),
                 "failed_tests": dict([*failed.items()][:40]),
                 "gpu_tests_passed": passed,
+                "warnings": sorted({text for _, outcome, text in found if outcome == "warned"})[:20],
             }
         return figures, [f"{name}: {text[-200:]}" for name, outcome, text in found if outcome == "not collected"]
 
     def tests(*words: object, workers: int, seconds: float) -> Figures:
-        """Only the plugins that are named: others of the machine may warn, and warnings are errors."""
+        """Only the plugins that are named, as others of the machine may fail. Warnings are told, and are no errors: other
+        versions of libraries warn of other things."""
         beside = ("-p", "xdist.plugin", "-n", workers) if workers and find_spec("xdist") else ()
-        command = ("-m", "pytest", "-m", "gpu", "-q", "-p", "tests.gpu.results", "-p", "no:cacheprovider", *beside,
+        command = ("-m", "pytest", "-c", "pyproject.toml", "-m", "gpu", "-q", "-W", "default", "-p", "tests.gpu.results", "-p", "no:cacheprovider", *beside,
                    "--continue-on-collection-errors", *words)  # fmt: skip
         own = {results.FILE: str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": str(max(1, cores // max(workers, 1)))}  # fmt: skip
         done = python(*command, seconds=seconds, **own)

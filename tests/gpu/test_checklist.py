@@ -106,10 +106,10 @@ def test_a_program_ends_with_all_that_it_has_started() -> None:
 
 
 SCENE = """
-import pytest
+import pytest, warnings
 pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("n", range(4))
-def test_good(n): pass
+def test_good(n): warnings.warn("of little use")
 def test_memory_of_a_device(): assert 1 == 2, "so it is"
 """
 
@@ -133,7 +133,8 @@ def test_tests_are_counted_whatever_else_is_installed(tmp_path: Path, monkeypatc
     assert "gpu_tests_failed" not in e.value.figures, "nothing was tested"
     scene.write_text(SCENE)
     first, several, filling, _ = rightness.right(tmp_path)
-    assert first(60)["gpu_tests_passed"] == 4
+    found = first(60)
+    assert found["gpu_tests_passed"] == 4 and found["warnings"] == ["UserWarning: of little use"]
     with pytest.raises(Failed, match="no_such_library") as e:
         several(60)
     assert (e.value.figures["gpu_tests_passed"], e.value.figures["gpu_tests_failed"]) == (8, 1)
