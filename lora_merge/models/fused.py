@@ -8,7 +8,7 @@ and config.json states the number of heads. For models with an architecture file
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
@@ -56,6 +56,25 @@ WIDTH: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 HIDDEN: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
 """Entries of configurations: number of heads of q; of k and v; size of a head; of a head of v; width of the model;
 width inside an MLP."""
+
+
+TOGETHER: Final = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+)  # fmt: skip
+"""Names of separate layers that servers join. https://github.com/vllm-project/vllm packed_modules_mapping."""
+
+_GROUP: Final = {name: names[0] for names in TOGETHER for name in names}
+
+
+def together(weights: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return name of a weight → the weights that servers join, itself included; only those that are joined."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in weights:
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
+        if leaf in _GROUP and name.endswith(".weight"):
+            found.setdefault((module, _GROUP[leaf]), []).append(name)
+    return {name: tuple(group) for group in found.values() for name in group if len(group) > 1}
 
 
 def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], kind: str = "") -> dict[str, Split]:

@@ -23,6 +23,7 @@ from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
 from ..limits import Refused, Steps
+from ..models.fused import together
 from ..models.names import Names
 from ..options import NO_DEFAULTS, REGEX
 from ..text import Note
@@ -88,7 +89,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         if one is not None and not any(t.name in base.tensors and t.name not in base.beside for t in one.beside):
             made[info.name] = one
     if form is not None and form.section is not None:
-        made = _as_loaders_read(job, base, made, form)
+        made = _as_loaders_read(job, base, _as_servers_read(base, made), form)
     if not made:
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
                          "write --dtype keep, or change --keep-precision")  # fmt: skip
@@ -103,6 +104,15 @@ def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
             part = info.name.partition(".")[0] if base.components else TOP
             found.setdefault(part, {})[stored_name(info).removesuffix(".weight")] = info
     return found
+
+
+def _as_servers_read(base: Index, made: Mapping[str, Made]) -> dict[str, Made]:
+    """Return the weights to quantise without those that servers join with a weight that keeps its numbers.
+
+    https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped.
+    """
+    joined = together(key for key, info in base.tensors.items() if len(info.shape) == 2)
+    return {name: one for name, one in made.items() if made.keys() >= {*joined.get(name, ())}}
 
 
 def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form) -> dict[str, Made]:

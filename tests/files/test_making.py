@@ -208,6 +208,19 @@ def test_it_is_proven_and_made_again_and_small_windows_change_nothing(
         raw[place] ^= 0x40
 
 
+def test_weights_that_servers_join_have_one_format(tmp_path: Path) -> None:
+    """A pattern of the user keeps q; k and v stay with it. A file for ComfyUI has no such rule."""
+    source, tensors = base(tmp_path / "base", config=True)
+    names = [f"{NAMES[0].removesuffix('q_proj')}{part}_proj.weight" for part in "qkvo"]
+    more = {name: tensors[f"{NAMES[0]}.weight"].clone() for name in names[1:]}
+    save({**tensors, **more}, source / "model.safetensors")
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+    kept = [f"re:{NAMES[0]}"]
+    for dtype, of, out in (("mxfp8", source, "out"), ("fp8_scaled", source / "model.safetensors", "out.safetensors")):
+        plan = lora_merge.plan(of, lora, tmp_path / out, dtype=dtype, keep_precision=kept)
+        assert [name in plan.quantising.made for name in names] == [False, of.is_file(), of.is_file(), True]
+
+
 def test_a_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:
     source, _ = base(tmp_path / "base")
     lora, _ = adapter(tmp_path / "lora.safetensors")

@@ -90,7 +90,7 @@ def test_fp8_loads_and_computes_base_and_adapter(size: int | None, tmp_path: Pat
 
 
 def test_a_plain_model_becomes_block_fp8_on_the_way_out(tmp_path: Path) -> None:
-    """k and v have 64 rows, no whole block, and keep their numbers."""
+    """k and v have 64 rows, no whole block, and keep their numbers, and so does q, which servers join with them."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_a_plain_model_becomes_block_fp8_on_the_way_out(tmp_path: Path) -> None:
     index = json.loads((merged / "model.safetensors.index.json").read_text())
     section = json.loads((merged / "config.json").read_text())["quantization_config"]
     assert len({*index["weight_map"].values()}) > 1
-    kept = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "kv"]
+    kept = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "kqv"]
     assert section["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", *kept]
     for name, file in index["weight_map"].items():
         if name.endswith("_scale_inv"):
