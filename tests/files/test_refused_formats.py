@@ -158,38 +158,40 @@ def test_nvfp4_without_a_mark_says_what_would_tell_its_order(tmp_path: Path) -> 
     assert "comfy_quant" in caught.value.fix
 
 
+@pytest.mark.parametrize("size", [0.005, 5.0])
 @pytest.mark.parametrize("rows", [128, 160])
-@pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4"])
-def test_banks_of_experts_are_merged_where_tiles_are_whole(name: str, rows: int, tmp_path: Path) -> None:
-    """ComfyUI stacks what comfy-kitchen makes of each expert, with one scale for all of them in nvfp4."""
-    form, bank = FORMS[name], "blocks.0.experts.w1"
-    weights = [rand(rows, 64, seed=n, scale=0.02) for n in range(3)]
-    for weight in weights:
+@pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4", "ComfyUI nvfp4 with one scale"])
+def test_banks_of_experts_are_merged(name: str, rows: int, size: float, tmp_path: Path) -> None:
+    """ComfyUI stacks what comfy-kitchen makes of each expert; large changes need new scales of whole weights."""
+    form, bank, shared = FORMS[name.partition(" with")[0]], "blocks.0.experts.w1", name.endswith("one scale")
+    weights = [rand(rows, 64, seed=n, scale=0.02 * (1 if shared else n + 1)) for n in range(3)]
+    for weight in weights if shared else ():
         weight[0, 0] = 0.1  # the largest of each
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantised_forms, "SHAPE", (rows, 64))
         experts = [form.make(weight) for weight in weights]
-        found = {
-            f"{bank}.{last}": torch.stack([e[last] for e in experts]) if experts[0][last].dim() else experts[0][last]
-            for last in experts[0]
-        }
+        found = {f"{bank}.{last}": torch.stack([e[last] for e in experts]) for last in experts[0]}
+        if shared:
+            found[f"{bank}.weight_scale_2"] = experts[0]["weight_scale_2"]
         mark = json.dumps({**(form.note or {}), "num_experts": 3}).encode()
         found[f"{bank}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
         source, change = base(tmp_path / "base", found, None), torch.zeros(3, rows, 64)
-        change[1] = rand(rows, 64, seed=9, scale=0.005)
-        lora = save({f"{bank}.diff": change}, tmp_path / "lora.safetensors")
-        if rows % 128:
+        change[1] = rand(rows, 64, seed=9, scale=size)
+        lora, out = save({f"{bank}.diff": change}, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
+        if rows % 128 and shared:
             with pytest.raises(InputError, match="quantised"):
-                lora_merge.merge(source, lora, tmp_path / "out.safetensors")
+                lora_merge.merge(source, lora, out)
             return
-        lora_merge.merge(source, lora, tmp_path / "out.safetensors")
-        assert lora_merge.verify(tmp_path / "out.safetensors", full=True)["full"]
+        lora_merge.merge(source, lora, out)
+        assert lora_merge.verify(out, full=True)["full"]
+        lora_merge.merge(source, lora, tmp_path / "drawn.safetensors", rounding="stochastic")
+        assert lora_merge.verify(tmp_path / "drawn.safetensors", full=True)["full"]
         lora_merge.merge(source, lora, tmp_path / "plain.safetensors", dtype="fp32")
-        made, plain = load(tmp_path / "out.safetensors"), load(tmp_path / "plain.safetensors")[f"{bank}.weight"]
+        made, plain = load(out), load(tmp_path / "plain.safetensors")[f"{bank}.weight"]
         for n, expert in enumerate(experts):
             want = form.read(expert).double() + change[n].double()
             torch.testing.assert_close(plain[n].double(), want, rtol=1e-6, atol=1e-7)
-            own = {last: t[n] if t.dim() > 2 else t for last, t in parts(made, bank).items()}
+            own = {last: t[n] if t.dim() > 2 or t.shape == (3,) else t for last, t in parts(made, bank).items()}
             half = form.half_step(own, want)
             assert ((form.read(own).double() - want).abs() <= 1.001 * half + 1e-12).all()
-            assert n == 1 or torch.equal(form.read(own), form.read(expert))
+            assert n == 1 or (shared and size > 1) or torch.equal(form.read(own), form.read(expert))

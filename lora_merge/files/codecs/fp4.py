@@ -19,6 +19,7 @@ from ...disk.files import StoredTensor
 from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
 from .comfy import ENTRY, layers, rows_of
 from .scaled import E8M0, SCALE, TILE
+from .stacked import one_of, stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,10 +277,21 @@ def comfy(found: Checkpoint) -> Iterator[Claim]:
             continue
         of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"),
                         pre=found.get(stem, "pre_quant_scale"))  # fmt: skip
-        if packing := fp4(of, high_first=True, swizzled=True):
+        if packing := fp4(of, high_first=True, swizzled=True) or _bank(of):
             *lead, rows, half = codes.shape
             if rows := rows if lead else rows_of(found, stem, layer, (rows, half * 2), ROWS):
                 yield claimed(codes, codes.name, (*lead, rows, half * 2), packing)
+
+
+def _bank(of: Fp4Tensors) -> Packing | None:
+    """Return how a bank of experts is stored with a scale of the whole weight for each."""
+    if len(of.codes.shape) != 3 or of.whole is None or of.pre is not None:
+        return None
+    parts = {SCALE: of.scale, WHOLE: of.whole}
+    if not of.codes.nbytes or any(info.shape[:1] != of.codes.shape[:1] for info in parts.values()):
+        return None
+    own = of._replace(codes=one_of(of.codes), scale=one_of(of.scale), whole=one_of(of.whole))
+    return stacked(of.codes, fp4(own, high_first=True, swizzled=True), parts)
 
 
 def _row_after_row(found: Checkpoint) -> bool:

@@ -16,6 +16,7 @@ from .base import Checkpoint, Claim, Packing, Part, claimed
 from .comfy import Layer, layers, rows_of
 from .packed_ints import packed
 from .scaled import E8M0, SCALE, Stored, scaled
+from .stacked import one_of, stacked
 
 FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8", "mxfp8": "F8_E4M3"}
 """Name of a format in the JSON of a layer → dtype of the codes."""
@@ -31,15 +32,7 @@ ROTATED: Final = 256
 
 def claim(found: Checkpoint) -> Iterator[Claim]:
     """Yield every weight that is stored in one of these ways."""
-    marks = [name.removesuffix("scaled_fp8") for name in found.tensors if name.rpartition(".")[2] == "scaled_fp8"]
-    for stem in found.stems("scale_weight") if marks else ():
-        mark = next((m for m in marks if stem.startswith(m)), None)
-        weight, scale = found.get(stem, "weight"), found.tensors[f"{stem}.scale_weight"]
-        if mark is None or weight is None or weight.dtype == "I8":
-            continue
-        beside = found.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
-        if packing := scaled(Stored(weight, scale, FP8_SCALED, beside)):
-            yield claimed(weight, weight.name, weight.shape, packing)
+    yield from _old_style(found)
     for stem, layer in layers(found):
         weight, side = found.get(stem, "weight"), found.get(stem, "weight_scale")
         if weight is not None and side is not None and layer.form == FOUR_BITS:
@@ -50,12 +43,35 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         beside = found.present(stem, "comfy_quant", "input_scale")
         of = Stored(weight, side, LABELS.get(layer.form, FP8_SCALED), beside, None, (1, 32) if mx else None, mx)
         settings = _settings(layer)
-        if settings is not None and (of.kind == E8M0) == mx and (packing := scaled(of, **settings)):
+        if settings is None or (of.kind == E8M0) != mx:
+            continue
+        if packing := scaled(of, **settings) or (_bank(of) if mx else None):
             rows, *cols = weight.shape
             if mx and len(cols) == 1:
                 rows = rows_of(found, stem, layer, (rows, cols[0]), ROWS)
             if rows:
                 yield claimed(weight, weight.name, (rows, *cols), packing)
+
+
+def _old_style(found: Checkpoint) -> Iterator[Claim]:
+    """Yield the weights beside scales of the old style, under the prefix of a mark."""
+    marks = [name.removesuffix("scaled_fp8") for name in found.tensors if name.rpartition(".")[2] == "scaled_fp8"]
+    for stem in found.stems("scale_weight") if marks else ():
+        mark = next((m for m in marks if stem.startswith(m)), None)
+        weight, scale = found.get(stem, "weight"), found.tensors[f"{stem}.scale_weight"]
+        if mark is None or weight is None or weight.dtype == "I8":
+            continue
+        beside = found.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
+        if packing := scaled(Stored(weight, scale, FP8_SCALED, beside)):
+            yield claimed(weight, weight.name, weight.shape, packing)
+
+
+def _bank(of: Stored) -> Packing | None:
+    """Return how a bank of experts in mxfp8 is stored whose rows do not fill their tiles."""
+    if len(of.codes.shape) != 3 or of.scale.shape[:1] != of.codes.shape[:1] or not of.codes.nbytes:
+        return None
+    own = of._replace(codes=one_of(of.codes), scale=one_of(of.scale))
+    return stacked(of.codes, scaled(own, swizzled=True), {SCALE: of.scale})
 
 
 def _settings(layer: Layer) -> dict[str, Any] | None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..grids import Grid
+import numpy as np
+
+from ..grids import Grid, joined
 from ..reference.floats import Array
 from .codes import BadPart, alone, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
 from .ggml import blocks
@@ -18,6 +20,19 @@ from .tables import aqlm, columns, grouped
 
 def _low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     return low_rank(raw, encoding, first, count, DECODERS[encoding.inner.name])
+
+
+def _stacked(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return matrices that are stored one by one."""
+    matrices, inner = count // encoding.group, DECODERS[encoding.inner.name]
+    found = []
+    for n in range(matrices):
+        own = {}
+        for role, data in raw.items():
+            size = len(data) // matrices
+            own[role] = data[n * size : (n + 1) * size]
+        found.append(inner(own, encoding.inner, 0, encoding.group))
+    return np.concatenate([levels for levels, _ in found]), joined([grid for _, grid in found])
 
 
 DECODERS: Final[Mapping[str, Decoder]] = MappingProxyType({
@@ -35,6 +50,7 @@ DECODERS: Final[Mapping[str, Decoder]] = MappingProxyType({
     "halves": halves,
     "mlx": streams,
     "low_rank": _low_rank,
+    "stacked": _stacked,
     "sdnq": sums,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
