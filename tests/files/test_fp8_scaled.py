@@ -210,7 +210,7 @@ def test_a_scale_that_is_no_positive_number_is_refused(number: float, dtype: str
 STRANGE: dict[str, dict[str, Any]] = {
     "two numbers": {"weight_scale": torch.ones(2)},
     "a scale for every row but one": {"weight_scale": torch.ones(47, 1)},
-    "a scale in bf16": {"weight_scale": torch.tensor(1.0).bfloat16()},
+    "a scale of whole numbers": {"weight_scale": torch.tensor(1, dtype=torch.int32)},
     "codes of another dtype": {"weight": torch.zeros(48, 32, dtype=torch.int8)},
     "another format": {"comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)},
     "no JSON": {"comfy_quant": torch.tensor(list(b"{" * 300), dtype=torch.uint8)},
