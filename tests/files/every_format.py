@@ -33,11 +33,14 @@ from ..gguf_files import Array, encoded
 from ..support import Tensors, rand
 from . import quantised_forms
 from .quantised_forms import FORMS, Form, note, rows
+from .sdnq_layers import ROWS as SDNQ
+from .sdnq_layers import stored as stored_by_sdnq
 from .test_other_formats import FORMS as BY_LIBRARIES
 from .test_torchao import STORED
 
 LAYER = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{LAYER}.weight"
+BY_SDNQ = stored_by_sdnq()
 
 
 class Weight(NamedTuple):
@@ -171,6 +174,20 @@ def _experts(shape: Shape) -> Example:
     return Example({"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales}, {"quant_method": "mxfp4"})
 
 
+def _bank(name: str, shape: Shape) -> Example:
+    """A bank of two experts in ComfyUI's tiles, of other magnitudes."""
+    made = [of_form(FORMS[name])(shape).layer for _ in range(2)]
+    layer = {last: torch.stack([one[last] for one in made]) for last in made[0] if last != "comfy_quant"}
+    if "weight_scale_2" in layer:
+        layer["weight_scale_2"] = layer["weight_scale_2"] * torch.tensor([1.0, 3.0])
+    return Example({**layer, "comfy_quant": made[0]["comfy_quant"]})
+
+
+def _stored_by_sdnq(name: str, _: Shape) -> Example:
+    layer = {last: value for last, value in BY_SDNQ[name].items() if last != "want"}
+    return Example(layer, {"quant_method": "sdnq", **SDNQ[name][1]})
+
+
 def _halved(example: Callable[[Shape], Example], dtype: torch.dtype) -> Callable[[Shape], Example]:
     """The same with scales of 16 bits, larger by half a step than they must be."""
 
@@ -199,6 +216,8 @@ EXAMPLES: dict[str, Callable[[Shape], Example]] = {
     "torchao Int8Tensor": _torchao,
     **{f"torchao {name}": partial(_stored_by_torchao, name) for name in STORED},
     "gpt-oss": _experts,
+    **{f"{name}, a bank": partial(_bank, name) for name in ("ComfyUI mxfp8", "ComfyUI nvfp4")},
+    **{f"SDNQ, {name}": partial(_stored_by_sdnq, name) for name in SDNQ},
 }  # fmt: skip
 """Row → its example in a shape; layers that a library stored have their own."""
 
