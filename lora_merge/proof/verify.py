@@ -243,10 +243,10 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     other = "if it was made at other strengths, give those; else " if odd else ""
+    are = plural(f.tensors, "merged tensor is", "merged tensors are")
     raise _failed(
-        f"{len(f.wrong)} of {plural(f.tensors, 'merged tensor')} are not what base and adapters give{hint}",
-        f"{part}: {name}, {where}", f"{other}{AGAIN}",
-    )  # fmt: skip
+        f"{len(f.wrong)} of {are} not what base and adapters give{hint}", f"{part}: {name}, {where}", f"{other}{AGAIN}"
+    )
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:

@@ -91,5 +91,5 @@ def test_a_part_that_lacks_its_change_is_found_by_the_sample(part: int, tmp_path
     assert not torch.equal(tensors[key][rows], base[key][rows])
     tensors[key][rows] = base[key][rows]
     save(tensors, out, metadata(out))
-    with pytest.raises(VerificationFailed, match="1 of 1 merged tensors"):
+    with pytest.raises(VerificationFailed, match="1 of 1 merged tensor is"):
         prove(out)

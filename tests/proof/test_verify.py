@@ -162,7 +162,7 @@ def test_the_neighbour_on_the_other_side_of_the_exact_value_is_found(
     exact, written = base.double() + up.double() @ down.double(), load(out)["x.weight"]
     side = torch.where(exact > written.double(), torch.inf, -torch.inf).to(dtype)
     replace_tensors(out, {"x.weight": torch.nextafter(written, side)})
-    with pytest.raises(VerificationFailed, match=r"1 of 1 merged tensors"):
+    with pytest.raises(VerificationFailed, match=r"1 of 1 merged tensor is"):
         prove(out, full=True)
 
 
