@@ -156,9 +156,18 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
 
         def proven(part: Path) -> Mapping[str, Any]:
             before = _evaluators(job, reader, sources, drawn=True)
-            return prove(Claim(job, part, worst), sources, before, this.counted)
+            return prove(Claim(job, part, worst, _lost(made)), sources, before, this.counted)
 
         return outcome.finish(reader, facts, proven, this)
+
+
+def _lost(made: Sequence[Kept]) -> dict[str, float]:
+    """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
+    found: dict[str, float] = {}
+    for one in made:
+        for key in {piece.key for piece in one.place.view.row_slices}:
+            found[key] = found.get(key, 0.0) + one.layer.lost
+    return found
 
 
 def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> PerThread[Evaluator]:

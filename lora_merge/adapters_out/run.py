@@ -142,10 +142,11 @@ class Run:
 
 
 @undisturbed()
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
-    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
+def run(job: AdapterJob, progress: Progress = unwatched, opened: Sources | None = None) -> AdapterReport:
+    """Run a job: the output appears under its name when it is complete and verified, or not at all. `opened`: its
+    sources, where they are known."""
     this = Run(job, progress)
-    sources = open_sources(job)
+    sources = opened or open_sources(job)
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite)
     inputs = [a.index for a in sources.adapters]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ..adapter_options import KEEP
 from ..adapters.file import AdapterFile, FileValues, Module
 from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS
@@ -44,6 +45,8 @@ class Sources:
     notes: tuple[Note, ...] = ()
     architecture: str = ""
     inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
+    fused: str = KEEP
+    """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
 
 
 def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:
@@ -104,8 +107,12 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
         module, parameter, parts = naming.layers(key, own[key].shape, uses, values)
         targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts))
     notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
+    if naming.nameless:
+        notes = (*notes, Note(f"no name in the words of the first adapter, so under that of the base: "
+                              f"{listed(naming.nameless, 3)}"))  # fmt: skip
     indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
-    return Sources(inputs.adapters, tuple(targets), own, indexes, notes, inputs.names.architecture, inputs)
+    architecture = inputs.names.architecture
+    return Sources(inputs.adapters, tuple(targets), own, indexes, notes, architecture, inputs, naming.fused)
 
 
 def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:

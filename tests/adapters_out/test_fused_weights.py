@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.dialects import DIALECTS
+from lora_merge.adapters_out.places import places
+from lora_merge.models.names import names
 from tests.adapters_out.test_convert import flux, of_flux
-from tests.support import Tensors, rand
+from tests.support import Tensors, index, rand
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +98,52 @@ def test_a_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: 
     assert modules(tmp_path / "out.safetensors") == modules(folder / "native.safetensors")
     wanted, made = changed(base, given), changed(base, [tmp_path / "out.safetensors"])
     assert all(torch.allclose(wanted[name], made[name], atol=1e-5) for name in wanted)
+
+
+def split(folder: Path) -> Path:
+    """The same model in diffusers' layout, with q, k and v apart."""
+    found = names(index({name: tuple(value.shape) for name, value in flux().items()}))
+    views = {f"{p.module}.{p.parameter}": p.view for p in places(found, DIALECTS["diffusers"]) if not p.bare}
+    before = load_file(folder / "base.safetensors")
+    made = {}
+    for name, view in views.items():
+        rows = [before[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.row_slices]
+        made[name] = torch.cat(rows).reshape(view.shape).contiguous()
+    save_file(made, folder / "split.safetensors")
+    return folder / "split.safetensors"
+
+
+@pytest.mark.parametrize(("options", "off"), [
+    ({}, 1e-5), ({"method": "ties", "density": 0.5, "rank": "energy:1"}, 1e-5), ({"algorithm": "full"}, 1e-5),
+    ({"rank": 2}, 0.9), ({"rank": "size:8KiB"}, 0.9), ({"rank": 2, "method": "ties"}, 0.95),
+])  # fmt: skip
+@pytest.mark.parametrize("first", ["native", "a"])
+def test_modules_that_are_fused_in_the_first_adapter_are_fused_in_the_output(
+    folder: Path, first: str, options: dict[str, Any], off: float, tmp_path: Path
+) -> None:
+    """On a base that has them apart: readers of its dialect know no names of parts. A rank is that of the module."""
+    base, out = split(folder), tmp_path / "out.safetensors"
+    second = "a" if first == "native" else "native"
+    given = [(folder / f"{first}.safetensors", 0.75), (folder / f"{second}.safetensors", -0.5)]
+    report = lora_merge.combine(given, out, base=base, dtype="fp32", **options)
+    assert modules(out) == modules(folder / f"{first}.safetensors")
+    assert report.verified is not None
+    if options.get("rank") == 2:
+        assert {int(one["rank"]) for one in report.layers.values()} <= {0, 1, 2}
+        assert {v.shape[0] for k, v in load_file(out).items() if "down" in k or "lora_A" in k} <= {1, 2}
+    numbers = {n: v for n, v in options.items() if n in ("method", "density")}
+    wanted, made, before = changed(base, given, **numbers), changed(base, [out]), load_file(base)
+    for name, value in wanted.items():
+        assert (value - made[name]).norm() <= off * (value - before[name]).norm() + 1e-5 or "rank" in options, name
+    lost = sum(float((value - made[name]).double().square().sum()) for name, value in wanted.items())
+    whole = sum(float((value - before[name]).double().square().sum()) for name, value in wanted.items())
+    assert report.residual == pytest.approx((lost / whole) ** 0.5, rel=0.01, abs=1e-5)
+    assert report.residual <= off
+
+
+def test_a_rank_is_that_of_the_fused_module_in_a_conversion_too(folder: Path, tmp_path: Path) -> None:
+    """Its parts are not all as large, and the proof asks no more of each than of the whole."""
+    base, out = split(folder), tmp_path / "out.safetensors"
+    lora_merge.convert(folder / "a.safetensors", out, to="kohya", base=base, rank=1)
+    (fused,) = {v.shape for k, v in load_file(out).items() if "double_blocks_0_img_attn_qkv.lora_down" in k}
+    assert fused[0] == 1

@@ -12,20 +12,28 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...adapter_options import KEEP
-from ...errors import MergeError
+from ...dtypes import spoken
+from ...engine.placement import FILE_DTYPES
+from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...files.layouts import PEFT
 from ...matching.remarks import NO_ALPHA
+from ...methods import COMBINATIONS
 from ...planning.recipe import KEY
-from ...progress import Progress, unwatched
+from ...progress import Progress, Step, unwatched
 from ...text import Note
-from ..convert import make_conversion
+from ..convert import RANKS, make_conversion
 from ..convert import run as run_conversion
-from ..dialects import DIALECTS, dialect
-from ..job import AdapterJob, form
+from ..dialects import DIALECTS, Dialect, dialect
+from ..job import AUTO, WHOLE, AdapterJob, form
+from ..making import ranks
+from ..places import places
+from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
+from ..run import output_dtype
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own
+from ..sources import Sources, open_sources
 
 DIFFUSERS_DOWN: Final = DIALECTS["diffusers"].endings["down"]
 COMFY: Final = (DIALECTS["comfy"].denoiser, "text_encoders.")
@@ -53,32 +61,85 @@ def plan(job: AdapterJob) -> AdapterReport:
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    if job.format == KEEP:
-        done = run_in_own(job, progress)
+    progress(Step("load", str(job.output)))
+    sources = open_sources(job)
+    name = sources.fused if job.format == KEEP else job.format
+    if name == KEEP:
+        done = run_in_own(job, progress, sources)
         return replace(done, notes=(*done.notes, *_unread(open_checkpoint(job.output).tensors)))
+    to = dialect(name)
+    if to is None:
+        raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
+                       str(job.adapters[0].path), "name the output's dialect, such as --format kohya")  # fmt: skip
     there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
     with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
         whole = Path(folder) / "whole.safetensors"
-        to = dialect(job.format)
-        algorithm = form(job.algorithm, to) if to else job.algorithm
-        alpha = job.alpha if to is None or to.alpha else "rank"  # another one would be folded in by a second rounding
-        own = replace(job, format=KEEP, algorithm=algorithm, alpha=alpha, inputs=replace(job.inputs, output=whole))
-        first = run_in_own(own, progress)
-        given = {
-            name: getattr(job.inputs, name)
-            for name in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")
-        }
-        again = make_conversion(whole, job.output, job.base, {"to": job.format, **given})
+        alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
+        own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha,
+                      inputs=replace(job.inputs, output=whole))  # fmt: skip
+        given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
+        later = _later(job, sources, to)
+        if later and _has_factors(job, sources):
+            later |= {"dtype": spoken(FILE_DTYPES[output_dtype(job, sources.adapters)]), "alpha": alpha}
+            exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
+            own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype="fp32"))
+        first = run_in_own(own, progress, sources)
+        again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
+        told["options"]["dtype"] = job.inputs.dtype
         try:
             second = run_conversion(again, progress, recipe=told)
         except MergeError as e:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
-    residual = sqrt(first.residual**2 + second.residual**2)
+    return _together(first, second, cut=bool(later))
+
+
+def _later(job: AdapterJob, sources: Sources, to: Dialect) -> dict[str, Any]:
+    """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs."""
+    given = {name: value for name, value in job.options if name in RANKS}
+    if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
+        return {}
+    if given.get("rank") == SAME:
+        known = {r for t in sources.targets for r in ranks(t)}
+        if len(known) != 1 or None in known:
+            return {}
+        given["rank"] = known.pop()
+    found = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **given}
+    counted = {job.rules.linear.name, job.rules.kernels.name, *(rule.name for _, rule in job.rules.parts)} == {COUNT}
+    return found if _has_factors(job, sources) or (counted and _fuses(sources, to)) else {}
+
+
+def _has_factors(job: AdapterJob, sources: Sources) -> bool:
+    """Return whether the result of every matrix is a product of factors, which are cut where they are written."""
+    matrices = [t for t in sources.targets if not t.vector]
+    known = (r is not None and r <= min(t.matrix) for t in matrices for r in ranks(t))
+    return COMBINATIONS[job.method].linear and all(known) and not any(t.values or t.stacked for t in matrices)
+
+
+def _fuses(sources: Sources, to: Dialect) -> bool:
+    """Return whether a dialect has one module for several of the weights that change."""
+    if sources.inputs is None:
+        return False
+    changed = {t.key for t in sources.targets}
+    views = (place.view.row_slices for place in places(sources.inputs.names, to))
+    return any(len(keys := {piece.key for piece in view}) > 1 and keys & changed for view in views)
+
+
+def _together(first: AdapterReport, second: AdapterReport, *, cut: bool) -> AdapterReport:
+    """Return the report of both steps. `cut`: whether the second one has decided the ranks.
+
+    What the second loses is at right angles to what the first has lost.
+    """
+    residual = sqrt(first.residual**2 + second.residual**2 * max(0.0, 1 - first.residual**2))
+    energy, layers, numbers = 1 - residual**2, first.layers, first.numbers
+    if cut:
+        every = {**first.numbers["all"], "residual": residual, "energy": energy}
+        layers, numbers = second.layers, {**second.numbers, "all": every}
     return replace(
-        first, output=second.output, format=second.format, dtype=second.dtype, residual=residual,
-        energy=1 - residual**2, written=second.written, seconds=first.seconds + second.seconds,
+        first, output=second.output, format=second.format, dtype=second.dtype, layers=layers, numbers=numbers,
+        residual=residual, energy=energy, written=second.written, seconds=first.seconds + second.seconds,
         notes=tuple(dict.fromkeys((*first.notes, *(n for n in second.notes if NO_ALPHA not in n)))),
+        verified=second.verified if cut else first.verified,
         stages={stage: seconds + second.stages.get(stage, 0.0) for stage, seconds in first.stages.items()},
     )  # fmt: skip

@@ -3,7 +3,7 @@ input's in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isnan, sqrt
 from pathlib import Path
@@ -50,6 +50,8 @@ class Claim(NamedTuple):
     job: AdapterJob
     part: Path
     residual: float  # the largest of a layer
+    lost: Mapping[str, float]
+    """Weight of the base → ‖Δ − Δ̂‖² of all modules of the output that have rows of it."""
 
 
 def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
@@ -60,29 +62,30 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}
     chosen = sources.targets[:: max(1, -(-sum(map(_cost, sources.targets)) // BUDGET))]
-    worst, name, allowed = 0.0, "", 1.01 * claim.residual + SLACK
+    worst, name = 0.0, ""
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
         after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again, drawn=True), HOST))
 
-        def work(target: Target) -> float:
+        def work(target: Target) -> Apart:
             one, other = before.get(), after.get()
             written = theirs.get(target.key)
             if written is not None and _stored_alike(target, written, one, other):
-                off = 0.0
+                off = Apart(0.0, 0.0, (0.0, 0.0))
             else:
-                off = difference(target, one.changes(target), other.changes(written) if written else [], allowed)
+                held, bound = other.changes(written) if written else [], (claim.residual, claim.lost.get(target.key, 0))
+                off = difference(target, one.changes(target), held, bound)
             one.forget()
             other.forget()
             return off
 
         compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
         for target, off in zip(chosen, compared, strict=True):
-            worst, name = max((worst, name), (off, target.key))
-            if isnan(off):  # infinite on both sides
+            worst, name = max((worst, name), (off.share, target.key))
+            if isnan(off.size):  # infinite on both sides
                 raise beyond_fp64(target.key)
-            if not off <= allowed:
-                where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
+            if not off.fits:
+                where = f"{target.key}: off by {off.share:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
             done(_cost(target))
     return {"ok": True, "layers": len(sources.targets), "recomputed": len(chosen), "worst_residual": worst,
@@ -118,24 +121,41 @@ def _cost(target: Target) -> int:
     return 2 * PROBES * sum(ranks) * (out + cols) if factored else FORMED * out * cols
 
 
-def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], allowed: float) -> float:
-    """Return ‖Δ − Δ̂‖ / ‖Δ‖ of one weight, ‖Δ̂‖ where Δ is zero; an estimate where it is within what is allowed."""
+class Apart(NamedTuple):
+    """How far a change is from the one that is wanted."""
+
+    size: float  # ‖Δ − Δ̂‖
+    wanted: float  # ‖Δ‖
+    bound: tuple[float, float]
+    """By how much it may be off: a share of ‖Δ‖, or ‖Δ − Δ̂‖² of the modules that have rows of it, as the parts of a
+    fused module are not all as large."""
+
+    @property
+    def share(self) -> float:
+        """‖Δ − Δ̂‖ / ‖Δ‖; ‖Δ̂‖ where Δ is zero."""
+        return self.size / (self.wanted or 1.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is off by no more than it may be."""
+        share, squares = self.bound
+        return self.size <= 1.01 * max(share * self.wanted, sqrt(squares)) + SLACK * (self.wanted or 1.0)
+
+
+def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], bound: tuple[float, float]) -> Apart:
+    """Return how far the change of one weight is from the wanted one; an estimate where it is within the bound."""
     if any(c.left is None for c in (*wanted, *held)):
         one, other = (sum_of(target.matrix, [(c.strength, c.rows()) for c in changes]) for changes in (wanted, held))
-        return sqrt(squares_between(one, other)) / (sqrt(squares_of_rows(one)) or 1.0)
+        return Apart(sqrt(squares_between(one, other)), sqrt(squares_of_rows(one)), bound)
     (left, right), (up, down) = _factors(target, wanted), _factors(target, held)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5
-    found = _share(left @ (right @ vectors), up @ (down @ vectors))
-    if found <= allowed:
+    seen = left @ (right @ vectors)
+    found = Apart(float((seen - up @ (down @ vectors)).norm()), float(seen.norm()), bound)
+    if found.fits:
         return found
-    size: float = squares_of(left, right)
     off: float = squares_of(torch.cat((left, -up), 1), torch.cat((right, down)))
-    return sqrt(off / (size or 1.0))
-
-
-def _share(wanted: Tensor, held: Tensor) -> float:
-    return float((wanted - held).norm()) / (float(wanted.norm()) or 1.0)
+    return Apart(sqrt(off), sqrt(squares_of(left, right)), bound)
 
 
 def _factors(target: Target, changes: Sequence[Change]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
+from ...adapter_options import KEEP
 from ...disk.files import StoredTensor
 from ...errors import AmbiguousName
 from ...files.checkpoint import Index
@@ -18,6 +20,16 @@ from ..dialects import DIALECTS
 from ..places import places
 from .names import styles_of
 from .targets import Part
+
+
+class Words(NamedTuple):
+    """The dialect that has most names of an adapter, "" where none has any."""
+
+    dialect: str
+    parts: Mapping[str, Sequence[Part]]
+    """Weight of the base → its modules there; no runs stand for all rows."""
+    across: frozenset[str]
+    """Weights that lie in one module with other weights."""
 
 
 class Naming:
@@ -39,6 +51,10 @@ class Naming:
                 self.pairs[pair] = self.pairs.get(pair, 0) + 1
         self.own = {module: name for module, name in self.own.items() if name in self.first}
         self.styles = frozenset(style for name in self.first for style in styles_of(name))
+        views = [u.patch.view for uses in found[0].uses.values() for u in uses] if found else []
+        self.spread = {piece.key for v in views if len({p.key for p in v.row_slices}) > 1 for piece in v.row_slices}
+        self.fused = KEEP  # the dialect in which several weights of the base are one module; "" for an unknown one
+        self.nameless: list[str] = []  # weights that have the base's own name, as they have none in the first's words
 
     def layers(
         self, key: str, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]
@@ -47,14 +63,19 @@ class Naming:
         module, _, parameter = key.rpartition(".")
         if module in self.own:
             return self.own[module], parameter, ()
-        alike, there = self._parts(shape, uses, values), self._words.get(key, ())
+        alike, there = self._parts(shape, uses, values), self._words.parts.get(key, ())
         if alike and (not there or any(part.name in self.first for part in alike)):
             return module, parameter, alike
         if len(there) == 1 and not there[0].runs:
             return there[0].name, there[0].parameter, ()
         apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
         parts = tuple(part for part in there if apart and any(part.meets(use.piece) for use in uses))
-        return self._made(module, parameter, key), parameter, parts
+        name = self._made(module, parameter, key)
+        if not parts and (key in self._words.across or key in self.spread):
+            self.fused = self._words.dialect
+        elif not parts and name == module and not styles_of(name) & self.styles:
+            self.nameless.append(key)
+        return name, parameter, parts
 
     def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
         """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
@@ -77,17 +98,15 @@ class Naming:
         return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
 
     @cached_property
-    def _words(self) -> Mapping[str, Sequence[Part]]:
-        """The modules of each weight in the dialect that has most names of the first adapter; no runs stand for all
-        rows."""
-        found: dict[str, list[Part]] = {}
-        known = 0
+    def _words(self) -> Words:
+        """The modules of each weight in the dialect that has most names of the first adapter."""
+        best, known = Words("", {}, frozenset()), 0
         for row in DIALECTS.values():
             to = row.of(self.names.known)
             there = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
             if (count := len(self.first & {name for name, _ in there})) <= known:
                 continue
-            known, found, across = count, {}, set[str]()
+            known, found, across = count, dict[str, list[Part]](), set[str]()
             for name, place in there:
                 pieces = place.view.row_slices
                 keys = {piece.key for piece in pieces}
@@ -97,7 +116,8 @@ class Naming:
                 runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
                 found.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
             found = {key: parts for key, parts in found.items() if key not in across}
-        return found
+            best = Words(to.name, found, frozenset(across))
+        return best
 
     def _made(self, module: str, parameter: str, key: str) -> str:
         """Return a name that is made as the first adapter's are, if it leads to the weight, else the base's own."""
