@@ -34,7 +34,7 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
+from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, of_index, output_file
 from .spellings import adapter_path
 from .text import Shown, plural
 
@@ -208,7 +208,7 @@ def validated(job: Job) -> Job:
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
-    found = expand(path)
+    found, base = expand(path), of_index(base)
     inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
     if inside:
         return found / _default_name(base, adapters)
@@ -222,7 +222,9 @@ def _holds_others(folder: Path) -> bool:
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
-    name = "+".join(p.name if is_folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
+    base = of_index(base)
+    paths = (base, *(of_index(a.path) for a in adapters))
+    name = "+".join(p.name if is_folder(p) else p.stem for p in paths)
     return name if is_folder(base) else f"{name}{_ending(base)}"
 
 

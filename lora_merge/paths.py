@@ -158,6 +158,16 @@ def _download(address: str) -> str:
     return "in a browser; from the Hub: hf download OWNER/NAME"
 
 
+def is_index(path: Path) -> bool:
+    """Return whether this is the name of an index, which stands for the folder of its shards."""
+    return path.name.endswith(".json") and ".index." in path.name
+
+
+def of_index(path: Path) -> Path:
+    """Return the folder that an index stands for; other paths as they are."""
+    return path.parent if is_index(path) else path
+
+
 def output_file(given: str | Path, ending: str = ".safetensors") -> Path:
     """Return the path of a new file of weights as `expand` does: words get an ending, see `with_ending`, and a Path is
     taken as it is."""

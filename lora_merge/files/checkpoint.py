@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadable
 from ..errors import InputError
 from ..options import shown
-from ..paths import exists, is_folder
+from ..paths import exists, is_folder, is_index, of_index
 from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
@@ -28,7 +28,8 @@ from .layouts import PEFT, Weights, choose, components, entries, require_all, sh
 from .lookalikes import missing
 from .safetensors import parse_file
 
-PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+PEFT_STEM: Final = "adapter_model"
+PEFT_FILES: Final = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that exists is read
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
@@ -113,11 +114,11 @@ def _opened(path: Path) -> Index:
         raise missing(path)
     if path.is_dir():
         return _nonempty(_folder(path))
-    if path.name.endswith(".json") and ".index." in path.name:
+    if is_index(path):
         found = next((w for w in weights_in(path.parent) if w.index == path), None)
         if found is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
-        return _nonempty(replace(_sharded(path.parent, found), path=path.parent).recognised())
+        return _nonempty(_indexed(path.parent, _sharded(path.parent, found)))
     notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
@@ -137,6 +138,7 @@ def configuration(path: Path) -> Path | None:
     Any file with PEFT's tensors needs its configuration, which holds alpha. DeepSpeed's zero_to_fp32 writes such
     tensors to pytorch_model.bin.
     """
+    path = of_index(path)
     whole = is_folder(path)
     folder = path if whole else path.parent
     found = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
@@ -178,7 +180,19 @@ def _folder(path: Path) -> Index:
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
-    index = _component(path)
+    return _of_model(path, config, _component(path))
+
+
+def _indexed(path: Path, shards: Index) -> Index:
+    """Return the shards of an index that the user named, with the configuration of their folder."""
+    of_adapter, of_model = path / CONFIGS[0], path / CONFIGS[-1]
+    if of_adapter.is_file() and any(PEFT in key for key in shards.tensors):
+        return _peft_shards(path, _read_config(of_adapter), shards)
+    return _of_model(path, _read_config(of_model) if of_model.is_file() else {}, shards)
+
+
+def _of_model(path: Path, config: dict[str, Any], index: Index) -> Index:
+    """Return the weights of a folder with its config.json and the side files of a quantised model."""
     for name in SIDES:
         if (path / name).is_file():
             config = dict(with_side_file(config, name, read_json(path / name), index.tensors))
@@ -204,10 +218,19 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
     for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
             return _of_files(path, [path / name, *_trained_whole(path)], config=config)
-    others = listed(weights.label for weights in weights_in(path))
+    found = weights_in(path)
+    if shards := next((weights for weights in found if weights.stem == PEFT_STEM), None):
+        return _peft_shards(path, config, _sharded(path, shards))
+    others = listed(weights.label for weights in found)
     fix = f"if {others} is the adapter, name that file; if it is a whole model, move adapter_config.json away"
     fix = fix if others else "download the folder again"
     raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
+
+
+def _peft_shards(path: Path, config: Mapping[str, Any], shards: Index) -> Index:
+    """Return an adapter in several files. transformers saves large ones so, with an index of the name of a model's."""
+    index = _of_files(path, [*shards.files, *_trained_whole(path)], config=config, notes=shards.notes)
+    return replace(index, index_files=shards.index_files)
 
 
 def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:

@@ -111,7 +111,7 @@ class MemoryMerge:
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
-                own = {t.name: self.own[t.source.name] for t in some if self.own and self.of_base(t)}
+                own = {t.name: self.own[t.source.name] for t in some if t.source.name in self.own and self.of_base(t)}
                 made, outcome = _merged(some, folder, own, saturated)
                 parts += outcome.parts
                 measures.take(outcome.measured)

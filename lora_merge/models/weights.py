@@ -49,8 +49,8 @@ class Weight(NamedTuple):
 
 
 def unstored(name: str, shape: Shape, like: StoredTensor) -> Weight:
-    """Return a weight of zeros with the dtype and file of a stored tensor."""
-    return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.file, 0, 0))
+    """Return a weight of zeros with the dtype and source of a stored tensor."""
+    return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.source, 0, 0))
 
 
 class RowSlice(NamedTuple):

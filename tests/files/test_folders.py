@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import lora_merge
 from lora_merge.errors import FitError
 
-from ..support import flux_control, load, rand, save
+from ..support import flux_control, load, load_all, rand, save
 from ..whole.test_diffusers import CONFIGS
 
 diffusers = pytest.importorskip("diffusers")
@@ -188,3 +188,55 @@ def test_two_experts_of_one_pipeline_keep_an_index_each(tmp_path: Path) -> None:
         key = "blocks.0.attn1.to_q.weight"
         delta = rand(24, 2, seed=number) @ rand(2, 24, seed=number)
         torch.testing.assert_close(got.state_dict()[key], model.state_dict()[key] + delta)
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "folder without index"])
+def test_an_adapter_in_several_files_is_read_with_its_configuration(given: str, tmp_path: Path) -> None:
+    """As transformers saves the adapters of its models, in shards of the size asked for."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    model.add_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter", max_shard_size="1KB")
+    index = tmp_path / "adapter" / "model.safetensors.index.json"  # transformers 5.23 calls it so
+    assert len(list((tmp_path / "adapter").glob("*.safetensors"))) > 2
+    if given == "folder without index":
+        index.unlink()
+    base, adapter = tmp_path / "base", index if given == "index" else index.parent
+    if given == "index":
+        base /= "model.safetensors.index.json"
+    report = lora_merge.merge(base, adapter, tmp_path / "out")
+    assert not report.coverage["adapter"]["notes"]
+    got = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    alone = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    merged = peft.PeftModel.from_pretrained(alone, _in_one_file(index.parent)).merge_and_unload()
+    for key, value in merged.state_dict().items():
+        assert torch.allclose(got.state_dict()[key], value, atol=2e-6), key
+
+
+def _in_one_file(folder: Path) -> Path:
+    """The same adapter as PEFT, which reads no shards, takes it."""
+    (folder.parent / "whole").mkdir()
+    save(load_all(folder), folder.parent / "whole" / "adapter_model.safetensors")
+    (folder.parent / "whole" / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    return folder.parent / "whole"
+
+
+def test_outputs_of_an_index_are_called_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    name = "model.layers.0.mlp.up_proj"
+    lora = save(
+        {f"{name}.lora_A.weight": rand(2, 32), f"{name}.lora_B.weight": rand(64, 2)}, tmp_path / "a.safetensors"
+    )
+    for output in (None, "named"):
+        made = {}
+        for base in ("base", "base/model.safetensors.index.json"):
+            report = lora_merge.merge(base, lora, output, overwrite=True)
+            assert Path(report.output).name == (output or "base+a")
+            made[base] = load_all(Path(report.output))
+            assert (Path(report.output) / "config.json").is_file()
+        one, other = made.values()
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

@@ -64,3 +64,19 @@ def test_tensors_that_only_look_like_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a Halves holds a part of the weight alone") as caught:
         lora_merge.merge_state_dict({**plain, weight: halves}, lora)
     assert weight in caught.value.where and "state_dict()" in caught.value.fix
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "keep"}, {"method": "compose"}], ids=str)
+def test_a_state_dict_gets_the_bias_that_its_layer_lacks(options: dict[str, Any], tmp_path: Path) -> None:
+    weight, factors = torch.randn(6, 8), (torch.randn(2, 8), torch.randn(6, 2))
+    lora = {"a.lora_A.weight": factors[0], "a.lora_B.weight": factors[1], "a.lora_B.bias": torch.arange(6.0)}
+    lora_merge.merge(
+        save({"a.weight": weight}, tmp_path / "b.safetensors"),
+        save(lora, tmp_path / "a.safetensors"),
+        tmp_path / "out.safetensors",
+    )
+    wanted = load(tmp_path / "out.safetensors")
+    made = lora_merge.merge_state_dict({"a.weight": weight}, lora, **options)
+    assert made.keys() == wanted.keys() == {"a.weight", "a.bias"}
+    assert torch.equal(made["a.bias"], lora["a.lora_B.bias"])
+    torch.testing.assert_close(made["a.weight"], wanted["a.weight"])
