@@ -333,6 +333,21 @@ def test_swapped_halves() -> None:
             "double_blocks.0.img_attn.proj.weight",
         ),
         ("native/flux-dev", "double_blocks.0.processor.proj_lora2", "weight", "double_blocks.0.txt_attn.proj.weight"),
+        *(  # mflux/dreambooth/lora_layers/lora_layers.py
+            (
+                name,
+                f"transformer.transformer_blocks.3.{block}.linear{i + 1}",
+                "weight",
+                key.format(block, stream, 2 * i),
+            )
+            for name, key in (
+                ("native/flux-dev", "double_blocks.3.{1}_mlp.{2}.weight"),
+                ("diffusers/flux-dev", "transformer_blocks.3.{0}.net.{2}.weight"),
+            )
+            for block, stream in (("ff", "img"), ("ff_context", "txt"))
+            for i in (0, 1)
+            if name.startswith("native") or i
+        ),
         ("native/zimage-fused", "diffusion_model.layers.0.attention.to.q", "weight", "layers.0.attention.qkv.weight"),
         (
             "native/flux-dev",
