@@ -94,6 +94,11 @@ class MemoryMerge:
         """Yield every tensor of the result."""
         return (target for _, target in outputs(self.matched))
 
+    def _own(self, name: str) -> Tensor:
+        """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
+        found = self.own.get(name)
+        return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if found is None else found
+
     def run(self, give: Give, progress: Progress) -> MergeFacts:
         """Pass every target with its result to `give`.
 
@@ -111,7 +116,7 @@ class MemoryMerge:
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
-                own = {t.name: self.own[t.source.name] for t in some if t.source.name in self.own and self.of_base(t)}
+                own = {t.name: self._own(t.source.name) for t in some if self.own and self.of_base(t)}
                 made, outcome = _merged(some, folder, own, saturated)
                 parts += outcome.parts
                 measures.take(outcome.measured)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
@@ -277,8 +277,14 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
             if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
                 found[key] = Weight(shape, tensors[key])
         for key, (shape, beside) in one.created.items():
-            found[key] = found[separated[key]] if key in separated else unstored(key, shape, base.tensors[beside])
+            found[key] = found[separated[key]] if key in separated else unstored(key, shape, neighbour(base, beside))
     return found
+
+
+def neighbour(base: Index, beside: str) -> StoredTensor:
+    """Return the tensor whose dtype a new tensor beside it gets; in place of codes it has BF16."""
+    info, packed = base.tensors[beside], base.packed.get(beside)
+    return replace(info, dtype="BF16") if packed is not None and packed.encoding.quantised else info
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:

@@ -31,6 +31,25 @@ def test_a_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_
     assert all(same(made[key], tensor) for key, tensor in wanted.items())
 
 
+@pytest.mark.parametrize("options", [{}, {"device": "keep"}, {"dtype": "bf16"}])
+def test_a_layer_without_a_bias_gets_one(options: dict[str, Any]) -> None:
+    value = torch.randn(6)
+    made = lora_merge.merge_state_dict({"a.weight": torch.randn(6, 4)}, {"a.diff_b": value}, **options)
+    dtype = torch.bfloat16 if "dtype" in options else torch.float32
+    assert torch.equal(made["a.bias"], value.to(dtype)) and made["a.bias"].dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI int8", "ComfyUI nvfp4"])
+def test_a_new_bias_beside_codes_is_plain_numbers(name: str, tmp_path: Path) -> None:
+    """Codes have a scale that the bias would not have; as whole numbers it could not be stored at all."""
+    source, tensors = base(FORMS[name], tmp_path / "base")
+    value = torch.randn(160)
+    lora = save({f"{NAMES[0]}.diff_b": value}, tmp_path / "lora.safetensors")
+    lora_merge.merge(source, lora, tmp_path / "out.safetensors")
+    for made in (load(tmp_path / "out.safetensors"), lora_merge.merge_state_dict(tensors, lora)):
+        assert torch.equal(made[f"{NAMES[0]}.bias"], value.bfloat16())
+
+
 class Codes(Tensor):
     """A tensor as torchao's: codes and a scale that only look like one tensor."""
 
