@@ -8,11 +8,13 @@ their span."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
@@ -28,10 +30,17 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of vectors (cols, r)."""
     stored, cols = shapes["vectors"], flat(target)[1]
     expect(
-        holds=len(stored) == 2 and stored[0] == cols and 0 < stored[1] <= cols,
+        holds=len(stored) == 2 and stored[0] == cols and stored[1] > 0,
         otherwise=f"it is {list(stored)}, the weight has {cols} columns",
     )
     return {"vectors": stored}
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """Raise DoesNotFit for more vectors than can be orthogonal: PEFT orthonormalises rounding errors there."""
+    cols, count = shapes["vectors"]
+    fits = not settings.get("orthogonal") or count <= cols
+    expect(holds=fits, otherwise=f"it has {count} vectors of length {cols}, which cannot be orthogonal")
 
 
 def delta(base: Tensor, t: HraTensors) -> Tensor:
@@ -65,4 +74,5 @@ HRA = Algorithm(
     reads_base=True,
     decomposes=True,
     low_rank=LowRank(rank_of("vectors", 1), factors),
+    check_settings=check_settings,
 )

@@ -294,6 +294,7 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
         Example("orthogonal", (4, 10), {"vectors": (10, 3)}, neutral=unseen, settings={"orthogonal": True},
                 blind=OUT, free=(("vectors", 1),)),
         Example("conv", (12, 5, 2, 1), {"vectors": (10, 4)}, neutral=pairs, blind=OUT, free=(("vectors", 1),)),
+        Example("more than columns", (12, 4), {"vectors": (4, 6)}, neutral=pairs, blind=OUT, free=(("vectors", 1),)),
     ],
     "miss": [Example("ragged", (12, 10), {"block": (4, 12)}, blind=INPUTS, free=(("block", 0),))],
     "miss_mini": [Example("tiled", (12, 10), {"block": (5, 4)}, blind=INPUTS, free=(("block", 0), ("block", 1)))],

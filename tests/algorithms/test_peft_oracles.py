@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "fourierft-conv1d": (peft.FourierFTConfig, GPT, {"n_frequency": 50, "random_loc_seed": 5, "fan_in_fan_out": True}),
     "ln": (peft.LNTuningConfig, ["norm"], {}),
     "hra": (peft.HRAConfig, [*LINEAR, "conv"], {"r": 4}),
+    "hra-long": (peft.HRAConfig, ["wide", "point"], {"r": 30}),  # more reflections than inputs
     "hra-gs": (peft.HRAConfig, [*LINEAR, "conv"], {"r": 4, "apply_GS": True}),
     "miss": (peft.MissConfig, LINEAR, {"r": 5}),
     "miss-mini": (peft.MissConfig, LINEAR, {"r": 6, "mini_r": 4, "init_weights": "mini"}),
@@ -168,6 +169,20 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "frod-conv1d": (peft.FrodConfig, GPT, {"fan_in_fan_out": True}),
     "osf": (peft.OSFConfig, LINEAR, {"effective_rank": 10}),
 }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_statistics_of_a_trained_batch_norm_are_the_new_ones(tmp_path: Path) -> None:
+    """PEFT puts the trained copy of the layer in its place, with its buffers."""
+    base, tuned = train(
+        peft.LNTuningConfig(target_modules=["norm"]), model=torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(6)})
+    )
+    tuned.train()
+    tuned.base_model.model["norm"](torch.randn(9, 6) * 3 + 2)
+    save(tuned.eval(), tmp_path)
+    done = lora_merge.merge_state_dict(base.state_dict(), tmp_path)
+    assert base.state_dict().keys() == done.keys()
+    assert_same_merge(tuned, done)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -314,7 +314,7 @@ _TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
 _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
     (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained module beside a trained one"),
     (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
-    (rf"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?{_LEAF}", "value", ""),
+    (r"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?(?P<leaf>.*)", "value", ""),
     (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
     (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
     (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
