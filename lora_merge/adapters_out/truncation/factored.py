@@ -90,7 +90,7 @@ def _turned(matrix: Tensor) -> Triangle | None:
 
 def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return of each pair of matrices the one that a truth value [n] on the host says."""
-    return torch.where(which.to(one.device)[:, None, None], one, other) if bool(which.any()) else other
+    return torch.where(beside(which, one)[:, None, None], one, other) if bool(which.any()) else other
 
 
 def _condition(found: Triangle) -> Tensor:
