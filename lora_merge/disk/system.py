@@ -185,4 +185,5 @@ def peak_memory() -> int:
 
 def has_gpu() -> bool:
     """Return whether a driver for GPUs is loaded, as far as Linux shows it; nothing is started for that."""
-    return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"))
+    signs = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # in sandboxes only some of them
+    return any(Path(path).exists() for path in signs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import lora_merge
 from lora_merge.engine import devices
 from lora_merge.engine.devices import nth_device, place, places, unusable
+from lora_merge.engine.windows import DEVICE_SLOTS, SLOTS, slots
 from lora_merge.errors import device_full
+from lora_merge.job import make_job
 
 from ..support import rand, save
 
@@ -93,3 +96,11 @@ def test_a_driver_that_is_too_old_is_told_and_not_warned_of(tmp_path: Path, monk
 def test_every_library_says_in_its_own_way_that_memory_is_short(text: str) -> None:
     assert device_full(RuntimeError(text))
     assert not device_full(ValueError(text))
+
+
+@pytest.mark.parametrize("sign", ["/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", ""])
+def test_windows_are_cut_for_a_gpu_where_anything_shows_one(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == sign)
+    job = make_job("base", [("adapter", 1.0)], "out")
+    assert (slots(job) == DEVICE_SLOTS) is bool(sign)
+    assert slots(replace(job, device="cpu")) == SLOTS
