@@ -180,5 +180,5 @@ def shown(text: str) -> str:
 def codes_line(codes: Mapping[str, Any]) -> str:
     """Return what of an output is quantised, in a few words."""
     formats = ", ".join(f"{plural(count, 'weight')} {name}" for name, count in codes["formats"].items())
-    others = plural(codes["plain"], "other matrix is", "other matrices are")
+    others = plural(codes["plain"], "other matrix holds", "other matrices hold")
     return f"{formats}; {codes['encoded']} of them encoded, {others} plain numbers"
