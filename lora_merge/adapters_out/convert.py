@@ -49,7 +49,7 @@ from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, pla
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources, chosen_of, open_sources
 from .truncation.need import note
-from .written import CONTENTS, Entry, unique
+from .written import CONTENTS, Entry, unique, unread
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
@@ -148,6 +148,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
             job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
         )
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *left_out(zeros), *_stated_again(job, made),
+                 *(unread(e.name for e in entries) if own is None else ()),
                  *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         worst = max(float(f["residual"]) for f in outcome.told.values())

@@ -287,7 +287,8 @@ def _entries(
         if layer.rank and spelling.alpha:
             tensors["alpha"] = entry("alpha", torch.tensor(layer.alpha, dtype=torch.float32))
         for slot in sorted(tensors):
-            found.append(replace(tensors[slot], name=spelling.key(target.name, target.parameter, slot)))
+            key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
+            found.append(replace(tensors[slot], name=key))
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -16,7 +16,9 @@ from ..disk.spool import Ranges, Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
 from ..files.headers import layout
+from ..files.layouts import PEFT
 from ..progress import Progress, Step
+from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
 
@@ -30,6 +32,16 @@ PAIRS: Final = (
     (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
 )
 """Endings of a pair of factors that readers of several programs know; the first is written where no input has one."""
+
+
+CHANGES: Final = (".diff", ".diff_b")
+"""Endings of the change of a weight, and of a bias."""
+
+NORMS: Final = (".w_norm", ".b_norm")
+"""Endings of the changes of norms in files of LyCORIS and kohya's scripts."""
+
+COMFY: Final = ("diffusion_model.", "text_encoders.")
+"""Beginnings of names that ComfyUI alone reads."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +61,11 @@ class Spelling:
         stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
         return cls(*pair, alpha=stored)
 
-    def key(self, name: str, parameter: str, slot: str) -> str:
-        """Return the key of one tensor of a layer."""
+    def key(self, name: str, parameter: str, slot: str, *, norm: bool = False) -> str:
+        """Return the key of one tensor of a layer. `norm`: whether the inputs have the endings of norms for it."""
         if slot == "diff":
-            return f"{name}{ {'weight': '.diff', 'bias': '.diff_b'}.get(parameter, f'.{parameter}.diff') }"
+            endings = dict(zip(("weight", "bias"), NORMS if norm else CHANGES, strict=True))
+            return name + endings.get(parameter, f".{parameter}.diff")
         return name + {"down": self.down, "up": self.up, "alpha": ".alpha"}[slot]
 
 
@@ -150,6 +163,29 @@ def write(
         proof = prove(part) if job.inputs.verify else None
         reader.check_unchanged()
     return size, proof
+
+
+OF_PEFT: Final = Note("PEFT's names in a file: PEFT loads a folder, which --format peft writes")
+WHOLE_CHANGES: Final = Note(
+    "it has whole changes (.diff, .diff_b), which diffusers leaves out in silence; --format diffusers stores those of "
+    "biases as diffusers reads them"
+)
+BESIDE: Final = Note(
+    "changes of biases (.diff_b) beside factors: ComfyUI reads them, LyCORIS leaves them out in silence"
+)
+
+
+def unread(keys: Iterable[str]) -> Iterator[Note]:
+    """Yield notes on what loaders whose names a file has do not take."""
+    keys = {*keys}
+    of_diffusers = [key for key in keys if key.endswith(PAIRS[1][0])]
+    if any(key.startswith(PEFT) for key in keys):
+        yield OF_PEFT
+    elif of_diffusers and not of_diffusers[0].startswith(COMFY) and any(key.endswith(CHANGES) for key in keys):
+        yield WHOLE_CHANGES
+    stems = {key.removesuffix(PAIRS[0][0]) for key in keys if key.endswith(PAIRS[0][0])}
+    if any(key.endswith(CHANGES[1]) and key.removesuffix(CHANGES[1]) in stems for key in keys):
+        yield BESIDE
 
 
 def unique(entries: Sequence[Entry]) -> Iterator[str]:

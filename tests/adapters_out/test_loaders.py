@@ -197,3 +197,38 @@ def test_lycoris_loads_and_merges_what_was_converted(tmp_path: Path) -> None:
     merged = {name.replace("org_module.0.", ""): value for name, value in model.state_dict().items()}
     for name, value in wanted.items():
         assert torch.allclose(value, merged[name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "full"}, {"rank": "energy:1"}])
+def test_lycoris_loads_the_norms_of_a_sum(options: dict[str, Any], tmp_path: Path) -> None:
+    """Its loader takes the change of a norm under the endings of norms alone."""
+    from lycoris import create_lycoris_from_weights
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8))
+
+    base = {name: value.clone() for name, value in model().state_dict().items()}
+    save_file(base, tmp_path / "base.safetensors")
+    own = {"lycoris_1.w_norm": rand(8), "lycoris_1.b_norm": rand(8, seed=1), "lycoris_0.alpha": torch.tensor(1.0),
+           "lycoris_0.lora_up.weight": rand(8, 2), "lycoris_0.lora_down.weight": rand(2, 6)}  # fmt: skip
+    save_file(own, tmp_path / "a.safetensors")
+    out, given = tmp_path / "out.safetensors", [(tmp_path / "a.safetensors", 0.5), (tmp_path / "a.safetensors", -2.0)]
+    lora_merge.combine(given, out, base=tmp_path / "base.safetensors", dtype="fp32", **options)
+    wanted, loaded = lora_merge.merge_state_dict(base, given), model()
+    network, _ = create_lycoris_from_weights(1.0, str(out), loaded)
+    network.merge_to(1.0)
+    merged = loaded.state_dict()
+    assert all(torch.allclose(wanted[name], merged[name], atol=1e-6) for name in ("0.weight", "1.weight", "1.bias"))
+
+
+def test_biases_that_lycoris_leaves_out_are_told(tmp_path: Path) -> None:
+    base = {"model.a.weight": rand(8, 6), "model.a.bias": rand(8)}
+    tuned = {"model.a.weight": rand(8, 6) + rand(8, 1, seed=1) @ rand(1, 6, seed=2), "model.a.bias": rand(8, seed=3)}
+    for name, tensors in (("base", base), ("tuned", tuned)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "tuned", "out", "without")]
+    told = lora_merge.extract(*paths[:3], rank=1)
+    assert any("LyCORIS leaves them out" in str(note) for note in told.notes)
+    silent = lora_merge.extract(*paths[:2], paths[3], rank=1, others="skip")
+    assert not any("LyCORIS" in str(note) for note in silent.notes)

@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...adapter_options import KEEP
 from ...dtypes import spoken
 from ...engine.placement import FILE_DTYPES
 from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
-from ...files.layouts import PEFT
 from ...matching.remarks import NO_ALPHA
 from ...methods import COMBINATIONS
 from ...planning.recipe import KEY
 from ...progress import Progress, Step, unwatched
-from ...text import Note
 from ..convert import RANKS, make_conversion
 from ..convert import run as run_conversion
-from ..dialects import DIALECTS, Dialect, dialect
+from ..dialects import Dialect, dialect
 from ..job import AUTO, WHOLE, AdapterJob, form
 from ..making import ranks
 from ..places import places
@@ -34,24 +31,7 @@ from ..run import output_dtype
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own
 from ..sources import Sources, open_sources
-
-DIFFUSERS_DOWN: Final = DIALECTS["diffusers"].endings["down"]
-COMFY: Final = (DIALECTS["comfy"].denoiser, "text_encoders.")
-OF_PEFT: Final = Note("PEFT's names in a file: PEFT loads a folder, which --format peft writes")
-WHOLE_CHANGES: Final = Note(
-    "it has whole changes (.diff, .diff_b), which diffusers leaves out in silence; --format diffusers stores those of "
-    "biases as diffusers reads them"
-)
-
-
-def _unread(keys: Iterable[str]) -> Iterator[Note]:
-    """Yield notes on what the loader whose names a file has does not take."""
-    keys = [*keys]
-    factors = [key for key in keys if key.endswith(DIFFUSERS_DOWN)]
-    if any(key.startswith(PEFT) for key in keys):
-        yield OF_PEFT
-    elif factors and not factors[0].startswith(COMFY) and any(key.endswith((".diff", ".diff_b")) for key in keys):
-        yield WHOLE_CHANGES
+from ..written import unread
 
 
 def plan(job: AdapterJob) -> AdapterReport:
@@ -66,7 +46,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     name = sources.fused if job.format == KEEP else job.format
     if name == KEEP:
         done = run_in_own(job, progress, sources)
-        return replace(done, notes=(*done.notes, *_unread(open_checkpoint(job.output).tensors)))
+        return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",

@@ -19,10 +19,7 @@ from ..dialects import CANONICAL, DIALECTS, Dialect
 from ..job import WHOLE
 from ..places import Place
 from ..sources import Sources
-from ..written import Spelling
-
-NORMS: Final = (".w_norm", ".b_norm")
-"""Endings of the changes of norms."""
+from ..written import NORMS, Spelling
 
 PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
 """(slot, parameter) → the name of the ending of a whole change."""

@@ -41,7 +41,7 @@ from ..report import AdapterReport
 from ..run import Facts, Outcome, Run, heap_of, planned
 from ..side_by_side import side_by_side
 from ..truncation.need import note
-from ..written import CONTENTS
+from ..written import CONTENTS, unread
 from .batches import Batch, batches, nbytes
 from .difference import Side, difference, differences
 from .making import Extractor, measured
@@ -153,6 +153,7 @@ def run(
         before, there = {"task_type": task_type(found.base.config)}, (p.place for p in found.pairs.pairs)
         own = config(whole, before, there) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
+        notes += unread(e.name for e in entries) if own is None else ()
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         return outcome.finish(
             reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted), this

@@ -71,6 +71,11 @@ class Target:
         return len(self.shape) < 2 or self.parameter == "bias"
 
     @property
+    def norm(self) -> bool:
+        """Whether an adapter has it under an ending of norms, such as .w_norm."""
+        return any(info.name.endswith("_norm") for use in self.uses for info in use.patch.module.slots.values())
+
+    @property
     def label(self) -> str:
         """The name of the layer for reports."""
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
