@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS
 from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.lora_transposed import LORA_TRANSPOSED
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
@@ -28,7 +29,7 @@ from ..models.names import UNKNOWN, names
 from ..shapes import Shape
 from ..text import Note, plural
 from .suffixes import SHARED, split, split_row_part
-from .values import differing, e4m3, zero_outside
+from .values import UPPER_HALF, differing, e4m3, zero_outside
 
 BUNDLE: Final = "bundle_emb."
 IGNORED: Final = {
@@ -40,8 +41,7 @@ IGNORED: Final = {
 
 _IGNORED: Final = tuple(IGNORED)
 
-WRAPPED: Final = ".linear"
-"""Name of the wrapped layer in adapters of LLMs-from-scratch; pkg/llms_from_scratch/appendix_e.py."""
+WRAPPED: Final = ".linear"  # of Module.wrapped
 
 READABLE: Final = FLOATS | WHOLE
 """Dtypes of adapter tensors: floats, and whole numbers for indices and switches. No trainer writes other dtypes."""
@@ -101,6 +101,11 @@ class Module:
     def tensors(self) -> tuple[StoredTensor, ...]:
         """The tensors of all slots, its own and the shared ones."""
         return (*self.slots.values(), *self.shared.values())
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
+        return self.algorithms == (LORA_TRANSPOSED.name,) and self.name.endswith(WRAPPED)
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -163,10 +168,6 @@ class _Group:
 def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the second list that are in the first, too; one answer serves the modules of one kind."""
     return tuple(name for name in second if name in first)
-
-
-UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
-"""Dtype → the dtype whose upper half it is."""
 
 
 class FileValues:
@@ -252,7 +253,7 @@ def group(index: Index) -> AdapterFile:
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     strange += _without_module(groups, modules, {info.name for info in strange})
-    wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
+    wrapped = {m.name for m in modules if m.wrapped}
     inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
     strange = [info for info in strange if info.name not in inside]

@@ -18,6 +18,9 @@ ELEMENTS: Final = 2**20
 READ_AS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
 """Dtypes that models are trained in, as numpy reads them."""
 
+UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
+"""Dtype → the dtype whose upper half it is."""
+
 
 def differing(copy: StoredTensor, own: StoredTensor) -> int:
     """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""

@@ -33,6 +33,7 @@ class Places:
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
+        self._wrapped = {module.name for module in self._modules if module.wrapped}
         self._twins: dict[Rows, StoredTensor | None] = {}  # trained tokens → see `twin`
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
@@ -49,7 +50,7 @@ class Places:
     def named(self, name: str, parameter: str) -> WeightView | None:
         """Return the parameter of a module by any name that the configuration allows."""
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
-        if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
+        if name in self._wrapped:  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
         found = (self.look(*split_parameter(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._weight_of_end(name, parameter)

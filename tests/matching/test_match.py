@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lora_merge
 from lora_merge.adapters.file import FileValues, group
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.files.checkpoint import open_checkpoint
@@ -75,3 +76,17 @@ def test_what_an_adapter_does_is_frozen(tmp_path: Path) -> None:
     for field in fields(match):
         with pytest.raises(FrozenInstanceError):
             setattr(match, field.name, None)
+
+
+def test_layers_called_linear_are_not_taken_for_wrapped_ones() -> None:
+    """Only LLMs-from-scratch calls a layer that it wrapped so; the heads and norms of diffusers' models are modules."""
+    base = {"norm.linear.weight": rand(8, 6), "norm.linear.bias": rand(8), "norm.bias": rand(8, seed=3)}
+    lora = {"norm.linear.lora_A.weight": rand(2, 6), "norm.linear.lora_B.weight": rand(8, 2)}
+    value = {"norm.linear.bias": rand(8, seed=7)}
+    made = lora_merge.merge_state_dict(base, lora | value)
+    assert torch.equal(made["norm.linear.bias"], value["norm.linear.bias"])
+    assert not torch.equal(made["norm.linear.weight"], base["norm.linear.weight"])
+    difference = {"norm.linear.diff_b": rand(8)} | {f"other.{key}": value for key, value in lora.items()}
+    other = {"norm.bias": base["norm.bias"], "other.norm.linear.weight": base["norm.linear.weight"]}
+    with pytest.raises(lora_merge.MergeError, match=r"norm\.linear\.bias"):
+        lora_merge.merge_state_dict(other, difference)
