@@ -255,8 +255,7 @@ class MatchBuilder:
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.duplicates.repeats(patch):
             self._remark(TWICE, patch.module)
-            found = {self.names.component(key or piece.key) for piece in patch.view.row_slices}
-            self._leave_unused(patch.module, COPY, found)
+            self._leave_unused(patch.module, COPY, {self.names.component(key or p.key) for p in patch.view.row_slices})
             return
         added = set()
         for piece, start in patch.view.addresses():
@@ -318,12 +317,13 @@ class MatchBuilder:
             self.unused[info.name] = COPY
 
     def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
-        piece = view.row_slices[0]
-        strength, old = self.strengths.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
+        piece, component = view.row_slices[0], self.names.component(view.row_slices[0].key)
+        strength, old = self.strengths.factor(piece.key, component), self.base[piece.key].shape
         all_of_it = len(view.row_slices) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
-            self.placed.append(info.name)
+            self.applied[component, strength] += 1
+            self._count(info.name, {component})
             self.replaced[piece.key] = info
         elif (patch := self._patch(module, self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))

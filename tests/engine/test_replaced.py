@@ -158,3 +158,10 @@ def test_a_merge_without_such_tensors_reads_nothing_for_them(tmp_path: Path, mon
     q = "model.layers.0.self_attn.q_proj"
     adapter = save({f"{q}.lora_A.weight": rand(2, 64), f"{q}.lora_B.weight": rand(64, 2)}, tmp_path / "a.safetensors")
     assert lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors").numbers["tensors"]
+
+
+def test_a_replaced_tensor_counts_in_its_part_and_strength(tmp_path: Path) -> None:
+    """As any other module does: in the report, and in what is said before the work."""
+    source, adapter = base(tmp_path), saved_whole(tmp_path / "a", rand(40, 64, seed=5))
+    (found,) = lora_merge.merge(source, adapter, tmp_path / "out.safetensors").coverage.values()
+    assert (found["matched"], found["components"], found["strengths"]) == (2, {"model": 2}, {"model": {"1": 2}})
