@@ -90,7 +90,7 @@ class Orientation:
         upright = self._fits(module, view)
         turned = upright if is_square(view) else self._fits(module, transposed(view))
         if not (upright and turned):
-            return turned
+            return turned and self._by_shape.get(module.name) is not False  # the layer's bias may show another one
         if (by_shape := self._by_shape.get(module.name)) is not None:
             return by_shape
         if self._given is not None:

@@ -267,3 +267,17 @@ def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
 def test_the_types_of_a_model_s_parts_count_too() -> None:
     parts = {"decoder": {"model_type": "gpt2"}, "encoder": {"model_type": "bert", "other": {"x": 1}}}
     assert base_types({"model_type": "encoder-decoder", **parts}) == {"encoder-decoder", "gpt2", "bert"}
+
+
+@pytest.mark.parametrize("out_in", [True, False])
+def test_a_bias_says_what_the_outputs_of_its_layer_are(*, out_in: bool) -> None:
+    """An adapter of another layer of this name is refused, though its factors would fit the weight the other way round."""
+    base = {"up.weight": torch.randn(12, 24), "up.bias": torch.randn(12 if out_in else 24)}
+    prefix = "base_model.model.up.lora_"
+    lora = {f"{prefix}A.weight": torch.randn(2, 12), f"{prefix}B.weight": torch.randn(24, 2)}
+    if out_in:
+        with pytest.raises(lora_merge.MergeError, match="do not fit"):
+            lora_merge.merge_state_dict(base, lora)
+    else:
+        change = (lora[f"{prefix}B.weight"] @ lora[f"{prefix}A.weight"]).T
+        torch.testing.assert_close(lora_merge.merge_state_dict(base, lora)["up.weight"], base["up.weight"] + change)
