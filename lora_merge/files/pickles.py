@@ -44,6 +44,7 @@ WRAPPERS: Final = (
     "ema",
     "net",
     "weights",
+    *("lora_state_dict", "adapter_state_dict", "lora", "adapter"),
 )
 """Keys under which training programs store a state dict, the preferred one first."""
 

@@ -719,3 +719,10 @@ def test_what_is_on_its_way_into_the_page_cache_is_not_waited_for(tmp_path: Path
         assert held * PAGE < size // 2
     finally:
         os.close(f)
+
+
+@pytest.mark.parametrize("key", ["lora", "adapter", "lora_state_dict", "adapter_state_dict"])
+def test_an_adapter_in_the_checkpoint_of_a_training_is_found(key: str, tmp_path: Path) -> None:
+    torch.save({key: {"a.lora_A.weight": torch.ones(2, 3)}, "epoch": 3, "optim": {"state": {}}}, tmp_path / "x.pt")
+    index = open_checkpoint(tmp_path / "x.pt")
+    assert [*index.tensors] == ["a.lora_A.weight"] and repr(key) in index.notes[0]
