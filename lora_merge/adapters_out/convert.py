@@ -22,7 +22,9 @@ from ..dtypes import spoken
 from ..engine.placement import HOST
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, UsageError
+from ..files.layouts import PEFT
 from ..matching.choose import ALPHA
+from ..models.names import Names
 from ..options import pairs, shown
 from ..paths import is_folder, names_folder, output_file
 from ..planning.cache import CheckpointCache
@@ -236,11 +238,28 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
                  contents=CONTENTS)  # fmt: skip
     everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
     there = filled(sources.targets, everywhere)
+    if task.to.folder and not kept and (level := _level(there, sources.inputs.names)) is not None:
+        task = replace(task, to=replace(task.to, level=level))
+        everywhere = [*places(sources.inputs.names, task.to)]
+        there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     return task, sources, there, everywhere
+
+
+def _level(there: Sequence[Filled], names: Names) -> str | None:
+    """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
+    bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
+    levels = set()
+    for place, shares, _ in there:
+        (piece, *others) = place.view.row_slices
+        body = bodies.get(piece.key, "").rpartition(".")[0]
+        for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
+            if name.startswith(PEFT) and name.endswith(f".{body}"):
+                levels.add(name[len(PEFT) : len(name) - len(body)])
+    return levels.pop() if len(levels) == 1 else None
 
 
 def _before(sources: Sources) -> Mapping[str, Any]:

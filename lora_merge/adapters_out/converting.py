@@ -25,7 +25,7 @@ from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from .changes import Evaluator, change_of, in_place, is_plain, squares_between, sum_of, whole_change
 from .conversion.kept import copies_of
-from .conversion.made import Made, value_made, vector_ending, whole_made
+from .conversion.made import Made, is_turned, value_made, vector_ending, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import Dialect
@@ -308,8 +308,9 @@ class Converter:
         assert filled.value is not None, "the caller looked"
         info, strength = filled.value
         value = self.evaluator.cache.fetch(info)
+        stored = place.view.shape[::-1] if is_turned(place) else place.view.shape
         if self.to.whole and strength == 1:
-            made = {f".{place.parameter}": value.reshape(place.view.shape)}
+            made = {f".{place.parameter}": value.reshape(stored)}
             return Made(place, made, Layer(made, WHOLE, 0, 0, None, 0.0, 0.0))
         ending = self.to.endings.get("diff" if place.parameter == "weight" else "diff_b")
         if ending is None:
@@ -317,7 +318,8 @@ class Converter:
                            "convert to kohya, comfy or peft")  # fmt: skip
         shape, at = place.view.matrix, self.evaluator.at
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
-        own, before = (in_place(t.reshape(shape), 0, shape[0], at) for t in (value, base))
+        pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
+        own, before = (in_place(t, 0, shape[0], at) for t in pair)
         return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
 
 

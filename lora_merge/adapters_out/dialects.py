@@ -14,7 +14,7 @@ from ..adapters.suffixes import LORA, SUFFIXES
 from ..algorithms.loha import LOHA
 from ..algorithms.lokr import LOKR
 from ..models.architectures import Architecture
-from ..models.components import ENCODER_IDS, UNSURE
+from ..models.components import ENCODER_IDS, LOOSE, UNSURE
 from ..models.spellings import Component
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
@@ -82,6 +82,9 @@ class Dialect:
     """Architectures whose modules have diffusers' words in spite of `words`."""
     aliases: tuple[str, ...] = field(default=())
 
+    level: str | None = None
+    """The level above the layers in a folder of PEFT, such as `transformer.` of GPT-2 with a head; None: the base's."""
+
     @property
     def whole_models(self) -> bool:
         """Whether it has names for the layers of any model, and not of some layers or one file alone."""
@@ -121,6 +124,14 @@ class Dialect:
         ids = {kind: name for name, kind in reversed([*ENCODER_IDS.items()])}
         return self.encoder.format(n="" if alone else number, _n=f"_{number}" if number > 1 else "",
                                    id=ids.get(own, own or "llm"))  # fmt: skip
+
+    def level_of(self, part: Component) -> str:
+        """Return the level above the layers of a network: PEFT names them from the top of the model in memory, whose
+        keys a base of transformers has."""
+        if not self.folder or part.kind or part.label != "model" or part.prefix not in LOOSE:
+            return ""
+        wrapped = {*part.prefix.split(".")} <= {"module", "_orig_mod", ""}
+        return self.level if self.level is not None else "" if wrapped else part.prefix
 
     def key(self, prefix: str, module: str, ending: str) -> str:
         """Return the key of one tensor of a module."""

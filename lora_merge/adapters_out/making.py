@@ -14,6 +14,7 @@ import torch
 
 from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
+from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
 from ..engine.placement import HOST, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
@@ -158,7 +159,10 @@ class Maker:
             rule = replace(rule, name="energy", value=1.0)
         storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
         alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        return storage.layer(target, wanted, Cut(rule, rank, alpha, self._scale(target)))
+        cut = Cut(rule, rank, alpha, self._scale(target))
+        if target.turned:
+            return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(wanted), cut)
+        return storage.layer(target, wanted, cut)
 
     def _scale(self, target: Target) -> float:
         """Return α / rank of a layer, where α is not a number that the user gave."""
@@ -179,6 +183,13 @@ class Maker:
             if wanted is not None:
                 yield from ((part.label, _of_part(wanted, part, target)) for part in target.stored)
             told(prod(target.shape) * self.dtype.itemsize)
+
+
+def _turned(wanted: Wanted) -> Wanted:
+    """Return the transposed Δ."""
+    whole = None if wanted.whole is None else Rows.of(wanted.dense().mT.contiguous())
+    left, right = (None if t is None else t.mT for t in (wanted.right, wanted.left))
+    return Wanted(left, right, whole, wanted.before)
 
 
 def _of_part(wanted: Wanted, part: Target, target: Target) -> Wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..disk.files import StoredTensor
 from ..errors import FitError
@@ -13,6 +13,9 @@ from ..models.names import Names
 from ..models.weights import RowSlice, WeightView
 from .dialects import Dialect
 from .joining.targets import Target
+
+HEAD: Final = "lm_head."
+"""The head of a language model, which a base without a level above its layers may have too."""
 
 
 class Place(NamedTuple):
@@ -84,12 +87,17 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
         views = part.views(dialect.layout(part))
         if dialect.table:
             views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}
-        for name, view in views.items():
+        level = dialect.level_of(part)
+        for body, view in views.items():
+            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
+                HEAD
+            )  # a head lies beside it
+            name = level + body if inside else body
             module, dot, parameter = name.rpartition(".")
             if not dot or parameter not in ("weight", "bias"):
                 module, parameter = name, "weight"
             if module:
-                beside = views.get(f"{module}.weight", view)
+                beside = views.get(f"{module}.weight".removeprefix(level if inside else ""), view)
                 norm, bare = len(beside.shape) == 1, module == name
                 yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 

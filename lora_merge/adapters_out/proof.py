@@ -102,7 +102,10 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
         def work(layer: tuple[Target, Target]) -> tuple[float, float] | None:
             part = layer[1]
             own_name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
-            held = _held(modules.get(own_name), own, flat(part.shape))
+            held = _held(modules.get(own_name), own, flat(part.shape[::-1] if part.turned else part.shape))
+            if part.turned and held is not None:
+                whole = held(slice(0, part.shape[1])).T
+                return _squares(job, *layer, again.get(), lambda rows: whole[rows])
             return _squares(job, *layer, again.get(), held)
 
         compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)

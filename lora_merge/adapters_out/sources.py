@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,7 +13,7 @@ from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..errors import FitError, ShapeMismatch, UsageError
+from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter
 from ..matching.choose import choose
@@ -105,7 +106,8 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
         uses = tuple(use for one in found for use in one.uses.get(key, ()))
         values = tuple((n, one.replaced[key], 1.0) for n, one in enumerate(found) if key in one.replaced)
         module, parameter, parts = naming.layers(key, own[key].shape, uses, values)
-        targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts))
+        turned = not parts and len(own[key].shape) == 2 and _is_turned(inputs, module, parameter, uses)
+        targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts, turned=turned))
     notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
     if naming.nameless:
         notes = (*notes, Note(f"no name in the words of the first adapter, so under that of the base: "
@@ -113,6 +115,14 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
     architecture = inputs.names.architecture
     return Sources(inputs.adapters, tuple(targets), own, indexes, notes, architecture, inputs, naming.fused)
+
+
+def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:
+    """Return whether a module's layer is the transposed weight of the base."""
+    with suppress(AmbiguousName):
+        if view := inputs.names.find(module, parameter):
+            return view.row_slices[0].transposed
+    return bool(uses) and all(use.piece.transposed for use in uses)
 
 
 def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:

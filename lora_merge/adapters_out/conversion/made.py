@@ -47,5 +47,16 @@ def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> M
 def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> Made:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     made = rounded(value, dtype)
-    tensors = {f".{place.parameter}": made.numbers.reshape(place.view.shape)}
+    tensors = {f".{place.parameter}": as_value(place, made.numbers)}
     return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), made.lost))
+
+
+def as_value(place: Place, numbers: Tensor) -> Tensor:
+    """Return a parameter as the model has it, which may be [in, out], such as Conv1D of GPT-2."""
+    value = numbers.reshape(place.view.shape)
+    return (value.mT if is_turned(place) else value).contiguous()
+
+
+def is_turned(place: Place) -> bool:
+    """Return whether the base stores a matrix [in, out]."""
+    return place.view.row_slices[0].transposed and len(place.view.shape) == 2

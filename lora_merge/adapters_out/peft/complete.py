@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError
 from ..conversion.kept import Kept
-from ..conversion.made import Made
+from ..conversion.made import Made, as_value
 from ..dialects import Dialect
 from ..job import WHOLE
 from ..layers import Layer
@@ -63,7 +63,7 @@ def completed(
     stored = {(m.place.module, m.place.parameter) for m in made if _stores_value(m)}
     for key, place in own.items():
         if key[0] in whole and key not in stored:
-            added.append(keep(_plain(place, f".{key[1]}", value(place).reshape(place.view.shape).contiguous())))
+            added.append(keep(_plain(place, f".{key[1]}", as_value(place, value(place)))))
     return [*made, *added]
 
 
