@@ -34,6 +34,12 @@ from .joining.targets import Target
 
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 
+NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
+APART: Final = Note(
+    "the head was trained apart from the embeddings that share its weight: a merge of the output changes both, unless "
+    "it is a folder of PEFT"
+)
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -108,7 +114,9 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
         module, parameter, parts = naming.layers(key, own[key].shape, uses, values)
         turned = not parts and len(own[key].shape) == 2 and _is_turned(inputs, module, parameter, uses)
         targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts, turned=turned))
-    notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
+    notes = tuple(n for m in found for n in (*m.adapter.notes, *m.notes) if not (m.separated and NOW_APART in n))
+    if any(one.separated for one in found):
+        notes = (*notes, APART)
     if naming.nameless:
         notes = (*notes, Note(f"no name in the words of the first adapter, so under that of the base: "
                               f"{listed(naming.nameless, 3)}"))  # fmt: skip

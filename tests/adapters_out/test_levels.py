@@ -118,3 +118,18 @@ def test_a_sum_of_adapters_of_transposed_weights_is_read_again(options: dict[str
     lora_merge.resize(given[0][0], tmp_path / "s.safetensors", rank=1, dtype="fp32")
     one, other = (load_file(tmp_path / f"{name}.safetensors") for name in "rs")
     assert one.keys() == other.keys() and all(one[key].shape == other[key].shape for key in one)
+
+
+def test_a_head_that_was_trained_apart_is_told_where_the_output_cannot_say_it(tmp_path: Path) -> None:
+    auto, kind, sizes, _ = KINDS["llama"]
+    model = getattr(transformers, auto)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True)
+    model.from_config(config).save_pretrained(tmp_path / "base")
+    for name, targets in (("apart", ["embed_tokens"]), ("plain", ["q_proj"])):
+        own = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        peft.get_peft_model(model.from_pretrained(tmp_path / "base"), own).save_pretrained(tmp_path / name)
+        out = tmp_path / f"{name}.safetensors"
+        report = lora_merge.convert(tmp_path / name, out, to="kohya", base=tmp_path / "base")
+        assert any("trained apart from the embeddings" in str(note) for note in report.notes) is (name == "apart")
+        assert not any("now stored apart" in str(note) for note in report.notes)
