@@ -242,7 +242,7 @@ class Names:
             return [p for p in self.parts if p.label == "vae"]
         if hint in DENOISERS:
             named = [p for p in self.parts if p.label == hint]
-            return named or [p for p in self.parts if p.role == "denoiser" and hint != "transformer_2"]
+            return named or [p for p in self.parts if (p.role == "denoiser" or p.connects) and hint != "transformer_2"]
         return self._encoders(hint)
 
     def _encoders(self, hint: str) -> list[Component]:

@@ -49,6 +49,11 @@ class Component:
         return self._table.dotted(name)[0]
 
     @property
+    def connects(self) -> bool:
+        """Whether this network of a pipeline is a part of the denoiser in a single file."""
+        return self.architecture is not None and self.architecture.component == "connectors"
+
+    @property
     def other_in_shards(self) -> bool:
         """Whether the names mean other rows if the network is stored in several files."""
         return self.architecture is not None and self.layout + IN_SHARDS in self.architecture.tables

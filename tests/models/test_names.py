@@ -427,6 +427,22 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
     return text
 
 
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "lora_unet_", "model.diffusion_model."])
+def test_connectors_of_ltx2_are_a_part_of_the_single_file_and_a_network_of_the_pipeline(prefix: str) -> None:
+    """The words of diffusers' scripts/convert_ltx2_to_diffusers.py."""
+    words = {"_connector.": "_embeddings_connector.", "transformer_blocks": "transformer_1d_blocks", "norm_q": "q_norm"}
+    layers = ("attn1.to_q", "attn1.to_out.0", "attn1.norm_q", "ff.net.0.proj")
+    stored = [f"{w}_connector.transformer_blocks.{i}.{n}" for w in ("video", "audio") for i in (0, 1) for n in layers]
+    connectors = {f"{name}.weight": (8,) if "norm" in name else (8, 6) for name in stored}
+    found = names(pipeline(transformer=header("diffusers/ltx2-video"), connectors=connectors))
+    for name in stored:
+        view = found.find(called(prefix, _replaced(name, words)))
+        assert view is not None and [p.key for p in view.row_slices] == [f"connectors.{name}.weight"]
+    view = found.find(called(prefix, "transformer_blocks.0.attn1.to_q"))
+    assert view is not None and view.row_slices[0].key == "transformer.transformer_blocks.0.attn1.to_q.weight"
+    assert found.find(called(prefix, "video_embeddings_connector.transformer_1d_blocks.2.attn1.to_q")) is None
+
+
 def test_stacked_experts_are_pieces_in_their_order() -> None:
     view = base("transformers/mixtral-8x7b").find("base_model.model.model.layers.1.mlp.experts", "gate_up_proj")
     assert view is not None
