@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..adapters.conv1d import STATE
-from ..adapters.file import SCALES, Module
+from ..adapters.file import SCALES, Module, Values
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, dora
@@ -49,6 +49,7 @@ from .remarks import (
     ZERO_ALPHA,
     rebuilt,
 )
+from .resizing import is_copy
 
 ALPHA: Final = "lora_alpha"
 """The setting by which the user states α where a file holds none."""
@@ -292,6 +293,17 @@ class _Chooser:
             # PEFT takes the norm over the vocabulary, mlx-lm over the entries of each token
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
+
+
+def is_fixed(info: StoredTensor, view: WeightView, own: StoredTensor, values: Values, strength: float) -> bool:
+    """Return whether a value takes the place of a whole tensor of the base as it is, or not at all: at strength 1, and
+    whole numbers that have no halfway, such as a counter, or that are the base's."""
+    (piece, *others), fits = view.row_slices, (len(info.shape), *info.shape[1:]) == (len(own.shape), *own.shape[1:])
+    if others or piece.transposed or piece.size != prod(own.shape) or not fits:
+        return False
+    if strength == 1 or info.dtype not in WHOLE:
+        return strength == 1
+    return not (strength and info.shape) or is_copy(info, own, values)
 
 
 def _in_fp32(value: float) -> bool:

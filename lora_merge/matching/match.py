@@ -29,7 +29,7 @@ from ..options import Unmatched
 from ..ranges import Rows
 from ..shapes import Shape
 from ..text import Note, listed
-from .choose import ALPHA, choose
+from .choose import ALPHA, choose, is_fixed
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
 from .diagnosis import IDLE, STRANGE, check_variant, raise_problems
@@ -318,13 +318,14 @@ class MatchBuilder:
 
     def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
         piece, component = view.row_slices[0], self.names.component(view.row_slices[0].key)
-        strength, old = self.strengths.factor(piece.key, component), self.base[piece.key].shape
-        all_of_it = len(view.row_slices) == 1 and piece.size == prod(old)
-        resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
-        if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
+        strength, own = self.strengths.factor(piece.key, component), self.base[piece.key]
+        if is_fixed(info, view, own, self.values, strength):
             self.applied[component, strength] += 1
             self._count(info.name, {component})
-            self.replaced[piece.key] = info
+            if strength:
+                self.replaced[piece.key] = info
+            else:
+                self.unused[info.name] = OFF
         elif (patch := self._patch(module, self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))
 

@@ -97,6 +97,27 @@ def test_a_difference_of_zero_to_a_buffer_is_skipped_and_named(key: str, dtype: 
     lora_merge.merge_state_dict(BASE, [adapter], unmatched="skip")
 
 
+@pytest.mark.parametrize("strength", [0, 0.5, -1, 2])
+def test_whole_numbers_without_a_halfway_hinder_no_strength(strength: float) -> None:
+    """A saved batch norm holds a counter, a saved embedding the positions that the base has too."""
+    same = {
+        **lora(torch.float32),
+        "te.position_ids": BASE["te.position_ids"],
+        "bn.num_batches_tracked": torch.tensor(9),
+    }
+    merged = lora_merge.merge_state_dict(BASE, [(same, strength)])
+    assert torch.equal(merged["te.position_ids"], BASE["te.position_ids"])
+    assert merged["bn.num_batches_tracked"] == (9 if strength else 7)
+    wanted = lora_merge.merge_state_dict(BASE, [(lora(torch.float32), strength)])
+    assert torch.equal(merged["m.weight"], wanted["m.weight"])
+    other = {**same, "te.position_ids": BASE["te.position_ids"] + 1}
+    if strength:
+        with pytest.raises(lora_merge.MergeError, match="whole numbers"):
+            lora_merge.merge_state_dict(BASE, [(other, strength)])
+    else:
+        lora_merge.merge_state_dict(BASE, [(other, strength)])
+
+
 @pytest.mark.parametrize("unmatched", ["error", "skip"])
 @pytest.mark.parametrize("place", range(5))
 def test_any_other_difference_to_a_buffer_is_refused(unmatched: str, place: int, tmp_path: Path) -> None:
