@@ -324,8 +324,7 @@ class MatchBuilder:
             self._count(info.name, {component})
             if strength:
                 self.replaced[piece.key] = info
-            else:
-                self.unused[info.name] = OFF
+            self.unused |= {} if strength else {info.name: OFF}
         elif (patch := self._patch(module, self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))
 
