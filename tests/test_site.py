@@ -84,7 +84,8 @@ def test_the_page_of_notes_has_every_remark_of_the_code_once_and_no_other(hooks:
 
 
 PASSED_ON_NOTES = (
-    "f'{part}: {note}'", "f'{listed(modules, 2)}: {text}'", "f'{listed(m, 2)}: {text}'", "'; '.join(filter(None, (of_rank, of_alpha)))",
+    "f'{part}: {note}'", "f'{listed(modules, 2)}: {text}'", "f'{listed(m, 2)}: {text}'",
+    "'; '.join(filter(None, (of_rank, of_alpha, self.method.doubts(self.fields))))",
     "f'{info.name}: {self.unused[info.name]}'", "why",
 )  # fmt: skip
 """Remarks that hold another remark, or the reason that a refusal gives (`--unmatched skip`)."""

@@ -77,6 +77,17 @@ def test_what_is_rebuilt_is_said(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_forward_pass_that_draws_noise_is_told(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    config = peft.PveraConfig(target_modules=["wide"], r=4, sample_at_inference=draws)
+    base, tuned = train(config)
+    save(tuned, tmp_path / "adapter")
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    plan = lora_merge.plan(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+    assert any("draws noise" in note for note in plan.adapters[0].notes) is draws
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("layer", "rank", "why"), [("wide", 6, "not the singular vectors"), ("square", 24, "the same distance")]
 )

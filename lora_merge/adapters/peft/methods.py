@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 from ...algorithms import ALGORITHMS, SEED
 from ...errors import InputError
 from ...models.weights import WeightView
+from ...text import Note
 from .config import CONVERT, NEEDS_INPUT, RESAVE, TRAIN_AGAIN, PeftConfig, refuse, refuse_lora
 from .numbers import (
     Count,
@@ -40,6 +41,8 @@ MLX: Final = "MLX"
 
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
 NOT_TRANSPOSED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
+
+DRAWN: Final = Note("its configuration draws noise in every forward pass; the mean is merged, as PEFT does")
 
 Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
 """(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
@@ -78,6 +81,8 @@ class Method:
     """Whether the method writes a meaningful `fan_in_fan_out`."""
     doubts_rank: bool = False
     """Whether to report a configured rank that the tensors do not have."""
+    doubts: Callable[[PeftConfig], Note | None] = lambda _: None
+    """A remark on what a configuration makes of the method."""
     counted: bool = False
     """Whether the change depends on the number of the layer in the model."""
 
@@ -172,7 +177,8 @@ ROWS: Final = (
     ),
     Method("BOFT", ("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
     Method("VERA", **_projected("vera"), counts={"vera": Count("rank_scale", 0, "r")}, conv1d=True),
-    Method("PVERA", **_projected("pvera"), conv1d=True),
+    Method("PVERA", **_projected("pvera"), conv1d=True,
+           doubts=lambda fields: DRAWN if fields.flag("sample_at_inference", default=False) else None),
     Method(
         "RANDLORA", ("randlora",),
         {".randlora_lambda": "rank_scale", ".randlora_gamma": "side_scale", ".randlora_A": "down",

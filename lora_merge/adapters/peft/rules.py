@@ -180,12 +180,12 @@ class PeftRules:
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> Note | None:
         """Return the remarks on a configured rank that the tensors do not have, or on one that diffusers does
-        not read, and on an alpha that the order of the configuration decides; else None."""
+        not read, on an alpha that the order of the configuration decides, and on the method; else None."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else None
         of_rank = rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else None
         of_alpha = alpha_doubt(self.fields, module)
-        return Note("; ".join(filter(None, (of_rank, of_alpha)))) or None
+        return Note("; ".join(filter(None, (of_rank, of_alpha, self.method.doubts(self.fields))))) or None
 
     def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
         """Return the settings of the row, with the module's own, but without `widest`."""
