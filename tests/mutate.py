@@ -57,7 +57,7 @@ NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
     ("lora_merge/proof/verify.py", "merged.findings.count(cut=_compare(target, first, count, fd, merged))", "pass"),
     ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
-    ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, self.names.component(piece.key))", "self.strengths.factor(self.names.component(piece.key), piece.key)"),
+    ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
     ("lora_merge/adapters/peft/numbers.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
     ("lora_merge/adapters/peft/numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
