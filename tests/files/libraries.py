@@ -277,8 +277,13 @@ LIBRARIES: dict[str, Library] = {
 
 def stored() -> dict[str, Tensors]:
     """Row → the tensors of its layer, and what the library reads in `want`."""
+    return layers_of(FILE)
+
+
+def layers_of(file: Path) -> dict[str, Tensors]:
+    """Row → the tensors of its layer, as a file of layers has them."""
     found: dict[str, Tensors] = {}
-    for name, value in load_bytes(lzma.decompress(FILE.read_bytes())).items():
+    for name, value in load_bytes(lzma.decompress(file.read_bytes())).items():
         row, _, last = name.partition("/")
         found.setdefault(row, {})[last] = value
     return found

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_bytes
 from safetensors.torch import save
 
 from ..support import Tensors, rand
+from .libraries import layers_of
 
 FILE = Path(__file__).with_name("sdnq_layers.safetensors.xz")
 
@@ -41,11 +41,7 @@ ROWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 def stored() -> dict[str, Tensors]:
     """Row → the tensors of its layer, and what the library reads in `want`."""
-    found: dict[str, Tensors] = {}
-    for name, value in load_bytes(lzma.decompress(FILE.read_bytes())).items():
-        row, _, last = name.partition("/")
-        found.setdefault(row, {})[last] = value
-    return found
+    return layers_of(FILE)
 
 
 def quantised(name: str, weight: torch.Tensor) -> tuple[Any, Tensors]:
