@@ -10,9 +10,12 @@ from typing import Any, Final
 FILE: Final = "GPU_TEST_RESULTS"
 """The variable of the environment with the file that gets a line for each result: name, outcome, text of an error."""
 
+WORKER: Final = "PYTEST_XDIST_WORKER"
+"""The variable that pytest-xdist sets in its workers, which their children inherit."""
+
 
 def _note(name: str, outcome: str, text: str) -> None:
-    if FILE in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:  # workers tell the first process
+    if FILE in os.environ and not os.environ.get(WORKER):  # workers tell the first process
         with Path(os.environ[FILE]).open("a", encoding="utf-8") as f:
             f.write(json.dumps([name, outcome, text[-600:]]) + "\n")
 

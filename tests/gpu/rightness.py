@@ -67,7 +67,7 @@ def right(data: Path) -> Iterator[Part]:
         beside = ("-p", "xdist.plugin", "-n", workers) if workers and find_spec("xdist") else ()
         command = ("-m", "pytest", "-c", "pyproject.toml", "-m", "gpu", "-q", "-W", "default", "-p", "tests.gpu.results", "-p", "no:cacheprovider", *beside,
                    "--continue-on-collection-errors", *words)  # fmt: skip
-        own = {results.FILE: str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": str(max(1, cores // max(workers, 1)))}  # fmt: skip
+        own = {results.FILE: str(notes), results.WORKER: "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": str(max(1, cores // max(workers, 1)))}  # fmt: skip
         done = python(*command, seconds=seconds, **own)
         figures, unread = told()
         if done.code not in {0, 1} or unread or not figures:
