@@ -17,7 +17,7 @@ from lora_merge.adapters_out.truncation.need import bytes_for
 
 from ..support import rand
 
-OUT, COLS = 4096, 1024
+OUT, COLS = 3072, 768
 MOST = 2 * OUT * COLS * 8 // 2**20
 """MiB of two changes in fp64, in which the output and what waits are too."""
 

@@ -88,7 +88,7 @@ def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for words, text in (((), "no luck"), (("wait",), "no time left")):
         with pytest.raises(Failed, match=text) as e:
-            printed("halfway", *words, seconds=4)
+            printed("halfway", *words, seconds=2)
         assert e.value.figures == {"a": 1}
 
 
