@@ -27,7 +27,7 @@ from ..files.checkpoint import Index
 from ..methods import COMBINATIONS
 from ..models.names import denoiser_of
 from ..planning.recipe import sha256
-from ..progress import Progress, Stage, Step, counted, unwatched
+from ..progress import Progress, Stage, Step, counted
 from ..proof.stored import Stored
 from ..shapes import Shape
 from ..text import Note
@@ -142,11 +142,9 @@ class Run:
 
 
 @undisturbed()
-def run(job: AdapterJob, progress: Progress = unwatched, opened: Sources | None = None) -> AdapterReport:
-    """Run a job: the output appears under its name when it is complete and verified, or not at all. `opened`: its
-    sources, where they are known."""
-    this = Run(job, progress)
-    sources = opened or open_sources(job)
+def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
+    """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
+    all. `this`: begun before the sources were opened, so that its times include that."""
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite)
     inputs = [a.index for a in sources.adapters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.conversion import formatted
+from lora_merge.adapters_out.job import AdapterJob
+from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from tests.adapters_out.test_convert import flux, of_flux
 from tests.support import in_process
@@ -90,3 +94,19 @@ def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: P
         found.append(load_file(out))
     one, other = found
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("to", ["keep", "comfy"])
+def test_the_stage_that_loads_is_the_time_in_which_inputs_are_opened(
+    folder: Path, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = formatted.open_sources
+
+    def slowly(job: AdapterJob) -> Sources:
+        time.sleep(0.05)
+        return opened(job)
+
+    monkeypatch.setattr(formatted, "open_sources", slowly)
+    report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", format=to, device="cpu")
+    assert report.stages["load"] >= 0.05
+    assert sum(report.stages.values()) == pytest.approx(report.seconds)

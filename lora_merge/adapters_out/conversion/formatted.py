@@ -18,7 +18,7 @@ from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
 from ...methods import COMBINATIONS
 from ...planning.recipe import KEY
-from ...progress import Progress, Step, unwatched
+from ...progress import Progress, unwatched
 from ..convert import RANKS, make_conversion
 from ..convert import run as run_conversion
 from ..dialects import Dialect, dialect
@@ -27,7 +27,7 @@ from ..making import ranks
 from ..places import places
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
-from ..run import output_dtype
+from ..run import Run, output_dtype
 from ..run import plan as plan_in_own
 from ..run import run as run_in_own
 from ..sources import Sources, open_sources
@@ -41,11 +41,11 @@ def plan(job: AdapterJob) -> AdapterReport:
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    progress(Step("load", str(job.output)))
+    this = Run(job, progress)
     sources = open_sources(job)
     name = sources.fused if job.format == KEEP else job.format
     if name == KEEP:
-        done = run_in_own(job, progress, sources)
+        done = run_in_own(job, sources, this)
         return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
     to = dialect(name)
     if to is None:
@@ -58,12 +58,13 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha,
                       inputs=replace(job.inputs, output=whole))  # fmt: skip
         given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
-        later = _later(job, sources, to)
-        if later and _has_factors(job, sources):
+        factored = _has_factors(job, sources)
+        later = _later(job, sources, to, factored=factored)
+        if later and factored:
             later |= {"dtype": spoken(FILE_DTYPES[output_dtype(job, sources.adapters)]), "alpha": alpha}
             exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
             own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype="fp32"))
-        first = run_in_own(own, progress, sources)
+        first = run_in_own(own, sources, this)
         again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
@@ -75,8 +76,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     return _together(first, second, cut=bool(later))
 
 
-def _later(job: AdapterJob, sources: Sources, to: Dialect) -> dict[str, Any]:
-    """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs."""
+def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:
+    """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs.
+    `factored`: what `_has_factors` says."""
     given = {name: value for name, value in job.options if name in RANKS}
     if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
         return {}
@@ -87,7 +89,7 @@ def _later(job: AdapterJob, sources: Sources, to: Dialect) -> dict[str, Any]:
         given["rank"] = known.pop()
     found = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **given}
     counted = {job.rules.linear.name, job.rules.kernels.name, *(rule.name for _, rule in job.rules.parts)} == {COUNT}
-    return found if _has_factors(job, sources) or (counted and _fuses(sources, to)) else {}
+    return found if factored or (counted and _fuses(sources, to)) else {}
 
 
 def _has_factors(job: AdapterJob, sources: Sources) -> bool:
