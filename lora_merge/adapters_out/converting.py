@@ -35,8 +35,8 @@ from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
-from .truncation.effect import squares_of_rows
-from .truncation.storing import LARGE, SMALL, alike, squares_of
+from .truncation.effect import LARGE, SMALL, squares_of_rows
+from .truncation.storing import alike, squares_of
 
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
 

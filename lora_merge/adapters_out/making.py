@@ -30,8 +30,8 @@ from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_fi
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources
+from .truncation.effect import LARGE, SMALL
 from .truncation.factored import STORED_IN_16
-from .truncation.storing import LARGE, SMALL
 from .written import Spelling
 
 LOOKED_AT: Final = 2**14

@@ -44,9 +44,8 @@ class Target:
     key: str = ""  # in the base
     parts: tuple[Part, ...] = ()  # as which the change is stored; (): as one
     runs: Runs = ()  # its rows of the base's weight; (): all
-    turned: bool = (
-        False  # whether the base stores it [in, out], such as GPT-2, and the output [out, in] as all adapters
-    )
+    turned: bool = False
+    """Whether the base stores it [in, out], such as GPT-2, and the output [out, in] as all adapters."""
 
     @property
     def stored(self) -> tuple[Target, ...]:

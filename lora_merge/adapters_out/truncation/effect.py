@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 RUN: Final = 512
 """Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
 
-SINGLE: Final = (1e-20, 1e20)
-"""Between these sums of squares fp32 holds all squares that matter."""
+SMALL, LARGE = 1e-20, 1e20
+"""Bounds of a sum of squares between which fp32 holds the squares of all numbers."""
 
 WORK: Final = 2**21
 """Multiplications for the rows of a product of factors that are looked at."""
@@ -79,7 +79,7 @@ def squares(block: Tensor) -> float:
         end = len(flat) // RUN * RUN
         runs = torch.linalg.vector_norm(flat[:end].view(-1, RUN), dim=1, dtype=torch.float32)
         found = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
-        if SINGLE[0] < found < SINGLE[1]:
+        if SMALL < found < LARGE:
             return found
     return float(block.double().square().sum())
 

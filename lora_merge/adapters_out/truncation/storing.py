@@ -21,9 +21,6 @@ FINE: Final = 1e-10
 ROOM: Final = 8.0
 """By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
 
-SMALL, LARGE = 1e-20, 1e20
-"""Bounds of ‖L R‖² between which fp32 holds the squares of all numbers."""
-
 
 class Grams(NamedTuple):
     """The products of all columns of L with each other, and of all rows of R: LᵀL and R Rᵀ [R, R]."""
