@@ -15,9 +15,9 @@ from ..adapter_options import KEEP
 from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
+from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.placement import HOST
 from ..engine.torch_state import undisturbed
@@ -41,17 +41,17 @@ from .converting import Converter
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .layers import expect_finite
-from .metadata.sizes import PlannedLayer, planned_size
+from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .peft.complete import as_table, completed
 from .peft.folder import config, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
-from .run import Facts, Outcome, Run, coverage, heap_of, left_out, model_of, planned
+from .run import Facts, Outcome, Run, coverage, left_out, model_of, planned
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources, chosen_of, open_sources
 from .truncation.need import note
-from .written import CONTENTS, Entry, unique, unread
+from .written import CONTENTS, Entry, drafted, unique, unread
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
@@ -136,19 +136,19 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
         cache = cache_of(job, reader, sources)
         alone = _evaluators(job, reader, sources)
         converter = Converter(job, task.to, task.rules, alone.get())
-        heap = heap_of(job, stack)
-        made, zeros = _made(converter, alone, there, heap, this.counted)
+        inputs = [a.index for a in sources.adapters]
+        rows = tensors_of(planned_layers(task, there))
+        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=task.to.folder))
+        made, zeros = _made(converter, alone, there, draft, this.counted)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-        whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, heap))
+        whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, draft))
         entries = entries_of(task.to, whole)
         beside = bundled(sources.adapters[0], task.to)
         entries += [entry(info.name, cache.fetch(info)) for info in beside]
         own = config(made, _before(sources), everywhere) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in made}
-        outcome = Outcome(
-            job, [a.index for a in sources.adapters], layers, entries, own, model_of(sources), made_by=recipe
-        )
+        outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *left_out(zeros), *_stated_again(job, made),
                  *(unread(e.name for e in entries) if own is None else ()),
                  *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
@@ -161,7 +161,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
             before = _evaluators(job, reader, sources, drawn=True)
             return prove(Claim(job, part, worst, _lost(made)), sources, before, this.counted)
 
-        return outcome.finish(reader, facts, proven, this)
+        return outcome.finish(reader, draft, facts, proven, this)
 
 
 def _lost(made: Sequence[Kept]) -> dict[str, float]:
@@ -270,7 +270,7 @@ def _before(sources: Sources) -> Mapping[str, Any]:
 
 
 def _made(
-    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], heap: Heap, begin: Counting
+    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], draft: Draft, begin: Counting
 ) -> tuple[list[Kept], list[str]]:
     """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
     thread."""
@@ -289,7 +289,7 @@ def _made(
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
-            found.append(kept(made, heap))
+            found.append(kept(made, draft))
         told(_numbers(one))
     return found, zeros
 

@@ -14,7 +14,6 @@ from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
-from ..disk.spool import Ranges
 from ..dtypes import DTYPES
 from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
@@ -24,7 +23,6 @@ from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from .changes import Evaluator, change_of, in_place, is_plain, squares_between, sum_of, whole_change
-from .conversion.kept import copies_of
 from .conversion.made import Made, is_turned, value_made, vector_ending, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
@@ -142,10 +140,7 @@ class Converter:
         tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones),
                    self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]),
                    self.to.endings.get("alpha", ".alpha"): torch.tensor(rank * scale, dtype=torch.float32)}  # fmt: skip
-        copies = {
-            self.to.endings[slot]: self.evaluator.cache.again(patch.module.slots[slot]) for slot in ("up", "down")
-        }
-        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0, copies=copies))
+        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -201,7 +196,7 @@ class Converter:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
-        return Made(place, tensors, replace(layer, copies=self._copies(shares, layer)))
+        return Made(place, tensors, layer)
 
     def _is_copied(self, place: Place, shares: Sequence[Share]) -> bool:
         """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
@@ -209,12 +204,6 @@ class Converter:
         module, algorithm = share.patch.module, share.patch.algorithm
         known = all(self.to.copied(module, algorithm, place.parameter, slot) for slot in module.slots)
         return known and not others and share.strength == 1 and share.is_all(place)
-
-    def _copies(self, shares: Sequence[Share], layer: Layer) -> dict[str, Ranges]:
-        """Return the factors of a layer whose bytes the input stores."""
-        downs = {s.patch.module.slots["down"].name: s.patch.module.slots["down"] for s in shares if is_plain(s.patch)}
-        found = copies_of(layer.tensors["down"], [*downs.values()], self.evaluator.cache) if layer.rank else None
-        return {self.to.endings["down"]: found} if found else {}
 
     def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""

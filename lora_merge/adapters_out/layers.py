@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..disk.spool import Ranges
 from ..engine.by_rows.rows import Rows
 from ..engine.combining import coefficients, combined_rows
 from ..engine.placement import HOST, Placement, finite, odd
@@ -121,7 +120,6 @@ class Layer:
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
     norms: Norms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
-    copies: Mapping[str, Ranges] = field(default_factory=dict)  # those of `tensors` whose bytes an input stores
 
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,9 @@ import torch
 from ..adapters.file import AdapterFile, weight_shape
 from ..adapters.suffixes import split
 from ..disk.destination import check_output
+from ..disk.draft import Draft
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
-from ..disk.spool import Heap
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, spoken
 from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ..engine.tensors import TensorCache
@@ -33,19 +33,19 @@ from ..shapes import Shape
 from ..text import Note
 from ..version import __version__
 from .changes import Evaluator
-from .conversion.kept import entry, waiting
+from .conversion.kept import waiting
 from .job import FACTORS, WHOLE, AdapterJob
 from .joining.targets import Target
 from .layers import Layer, numbers_of
 from .making import Maker, most_rank, ranks, weights_of
 from .metadata.entries import Known
-from .metadata.sizes import PlannedLayer, Tensor, planned_size
+from .metadata.sizes import PlannedLayer, Tensor, planned_size, tensors_of
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport, numbers_by_block
 from .sources import Sources, open_sources
 from .truncation.need import note
-from .written import Content, Entry, Proof, Spelling, recipe, unique, write
+from .written import Content, Entry, Proof, Spelling, drafted, put, recipe, unique, write
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -80,16 +80,19 @@ class Outcome:
         """Layer → what the report tells of it."""
         return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
-    def finish(self, reader: Reader, facts: Facts, prove: Callable[[Path], Proof], run: Run) -> AdapterReport:
-        """Write the output, prove it, and return the report."""
+    def finish(
+        self, reader: Reader, draft: Draft, facts: Facts, prove: Callable[[Path], Proof], run: Run
+    ) -> AdapterReport:
+        """Complete the output, prove it, and return the report."""
+        run.progress(Step("flush", str(self.job.output)))
         numbers = numbers_by_block(self.told, denoiser_of(self._shapes()))
-        residual = numbers["all"]["residual"]
-        known = Known(self.job, self.inputs, self.told, self.entries, self.model)
+        residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
+        known = Known(self.job, self.inputs, self.told, tensors, self.model)
         entries = known.entries(
-            lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest)
+            lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
         entries |= self.kept
-        written, proof = write(self.job, reader, Content(self.entries, entries, self.config), prove, run.progress)
+        written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config), prove)
         times = run.times()
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
@@ -154,11 +157,16 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         own = frozenset(p for i in inputs for p in i.files)
         base = Stored(reader, sources.inputs.base) if sources.inputs else None
         maker = Maker(job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), dtype, base)
-        heap = heap_of(job, stack)
+        own_layers = planned_layers(job, sources, dtype)
+        draft = stack.enter_context(drafted(job, reader, tensors_of(own_layers), inputs, folder=False))
         kept: dict[str, dict[str, Entry]] = {}
-        layers, zeros = maker.layers(
-            this.counted, lambda name, layer: kept.update({name: waiting(layer, layer.tensors, heap)})
-        )
+        stores_alpha = Spelling.of(sources.adapters[0]).alpha
+
+        def keep(name: str, layer: Layer) -> None:
+            alpha = {"alpha": torch.tensor(layer.alpha, dtype=torch.float32)} if layer.rank and stores_alpha else {}
+            kept[name] = waiting({**layer.tensors, **alpha}, draft)
+
+        layers, zeros = maker.layers(this.counted, keep)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
         notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
@@ -168,7 +176,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
         facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=maker.weights)
-        return made.finish(reader, facts, lambda part: prove(claims, reader, part, this.counted), this)
+        return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
 def model_of(sources: Sources) -> str:
@@ -189,12 +197,23 @@ def plan(job: AdapterJob) -> AdapterReport:
     check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True)
     dtype = output_dtype(job, sources.adapters)
     layers: dict[str, dict[str, Any]] = {}
-    own, kind, spelling = list[PlannedLayer](), FILE_DTYPES[dtype], Spelling.of(sources.adapters[0])
     for target in (part for whole in sources.targets for part in whole.stored):
-        rank = planned_rank(job, target)
-        out, cols = target.matrix
         whole = target.vector or job.algorithm == WHOLE
-        layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
+        rank = 0 if whole else planned_rank(job, target) or 0
+        layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": rank}
+    own = planned_layers(job, sources, dtype)
+    size = planned_size(own, job.rules.linear)
+    notes, weights = (*dict.fromkeys(sources.notes), *memory_note(job, sources)), weights_of(job, sources, dtype)
+    facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=weights)
+    return planned(job, facts, layers, size)
+
+
+def planned_layers(job: AdapterJob, sources: Sources, dtype: torch.dtype) -> list[PlannedLayer]:
+    """Return the tensors of every layer: factors at their highest rank, where the numbers decide it."""
+    found, kind, spelling = list[PlannedLayer](), FILE_DTYPES[dtype], Spelling.of(sources.adapters[0])
+    for target in (part for whole in sources.targets for part in whole.stored):
+        (out, cols), whole = target.matrix, target.vector or job.algorithm == WHOLE
+        rank = None if whole else planned_rank(job, target)
         highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
         slots = {"diff": (out, cols)} if whole else {"down": (highest, cols), "up": (out, highest)}
         named: list[Tensor] = [
@@ -202,11 +221,8 @@ def plan(job: AdapterJob) -> AdapterReport:
         ]
         if spelling.alpha and not whole:
             named.append((spelling.key(target.name, target.parameter, "alpha"), "F32", ()))
-        own.append(PlannedLayer(named, 0 if whole else highest))
-    size = planned_size(own, job.rules.linear)
-    notes, weights = (*dict.fromkeys(sources.notes), *memory_note(job, sources)), weights_of(job, sources, dtype)
-    facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), notes, weights=weights)
-    return planned(job, facts, layers, size)
+        found.append(PlannedLayer(named, 0 if whole else highest))
+    return found
 
 
 def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
@@ -266,11 +282,6 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> torch.dtyp
     return TORCH_DTYPES[max(wide, key=lambda d: (ITEM_BYTES[d], d))]
 
 
-def heap_of(job: AdapterJob, stack: ExitStack) -> Heap:
-    """Return the place where tensors wait until all are made: a quarter of the memory, then a temporary file."""
-    return stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
-
-
 def _entries(
     sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
 ) -> list[Entry]:  # fmt: skip
@@ -278,15 +289,11 @@ def _entries(
     spelling = Spelling.of(sources.adapters[0])
     found = []
     for target in (part for whole in sources.targets for part in whole.stored):
-        layer = layers.get(target.label)
-        if layer is None:
+        if target.label not in layers:
             continue
-        tensors = dict(kept[target.label])
-        if layer.rank and spelling.alpha:
-            tensors["alpha"] = entry("alpha", torch.tensor(layer.alpha, dtype=torch.float32))
-        for slot in sorted(tensors):
+        for slot, one in kept[target.label].items():
             key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
-            found.append(replace(tensors[slot], name=key))
+            found.append(replace(one, name=key))
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
     return found

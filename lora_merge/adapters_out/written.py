@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..adapters.file import AdapterFile
+from ..disk.draft import Draft, Drafted
 from ..disk.publish import replacing
 from ..disk.reader import Reader
-from ..disk.spool import Ranges, Waiting
+from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
-from ..files.headers import layout
+from ..files.headers import layout, padded
 from ..files.layouts import PEFT
-from ..progress import Progress, Step
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
+from .metadata.hashes import has_hashes
+from .metadata.sizes import Tensor, header_room
 
 Proof: TypeAlias = Mapping[str, Any]
 """The results of a proof, for the report."""
@@ -83,7 +86,7 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | Waiting | Ranges
+    data: memoryview | Waiting | Drafted
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield its bytes in order."""
@@ -127,41 +130,58 @@ CONTENTS: Final = (CONFIG, WEIGHTS)
 """The files of a PEFT folder."""
 
 
+def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Sequence[Index], *, folder: bool) -> Draft:
+    """Return the place where the tensors of an output are put. `rows`: their names, dtypes and shapes, as far as they
+    are known. `inputs`: those whose metadata the output keeps."""
+    begin = partial(replacing, job.output, reader.paths, overwrite=job.inputs.overwrite, folder=folder,
+                    contents=CONTENTS if folder else ())  # fmt: skip
+    return Draft(job.output, begin, inside=WEIGHTS if folder else "", room=header_room(rows, inputs),
+                 hashed=has_hashes(job.command, inputs))  # fmt: skip
+
+
+def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
+    """Return the tensors in the order of the draft, to which those that are not there yet are added."""
+    found: list[tuple[int, Entry]] = []
+    for one in entries:
+        data = one.data
+        if isinstance(data, Waiting):
+            parts = [draft.put(piece) for piece in data.pieces()]
+            data = Drafted(draft, parts[0].first if parts else draft.nbytes, data.nbytes)
+        elif isinstance(data, memoryview):
+            data = draft.put(data)
+        found.append((data.first, replace(one, data=data)))
+    assert sum(one.data.nbytes for _, one in found) == draft.nbytes, "every tensor that was put is in the file"
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
 class Content(NamedTuple):
     """The content of an output."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # in the order of the draft
     metadata: Mapping[str, str]
     config: Mapping[str, Any] | None = None  # the configuration of a PEFT folder; None: a file is written
 
 
 def write(
-    job: AdapterJob, reader: Reader, content: Content, prove: Callable[[Path], Proof], progress: Progress
+    job: AdapterJob, reader: Reader, draft: Draft, content: Content, prove: Callable[[Path], Proof]
 ) -> tuple[int, Proof | None]:
-    """Write the file or folder under a temporary name, prove it, and give it its name; return its bytes and the proof.
+    """Complete the file or folder under its temporary name, prove it, and give it its name; return its bytes and the
+    proof.
 
     `prove` gets the temporary path, if the job asks for a proof. The reader's files must be as they were when they were
     opened.
     """
     entries, told, own = content
-    inputs = reader.paths
-    progress(Step("flush", str(job.output)))
     text = b"" if own is None else json.dumps(own, indent=2, sort_keys=True).encode()
     header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
-    size = len(header) + sum(e.data.nbytes for e in entries) + len(text)
-    folder = own is not None
-    with replacing(
-        job.output, inputs, overwrite=job.inputs.overwrite, folder=folder, contents=CONTENTS if folder else ()
-    ) as part:
-        require_space(job.output, size)
-        with (part / WEIGHTS if folder else part).open("wb") as f:
-            f.write(header)
-            for e in entries:
-                f.writelines(e.pieces())
-        if folder:
-            (part / CONFIG).write_bytes(text)
-        proof = prove(part) if job.inputs.verify else None
-        reader.check_unchanged()
+    part = draft.part
+    require_space(job.output, len(header) + draft.waiting + len(text))
+    size = len(text) + draft.complete(lambda least: padded(header, least))
+    if own is not None:
+        (part / CONFIG).write_bytes(text)
+    proof = prove(part) if job.inputs.verify else None
+    reader.check_unchanged()
+    draft.publish()
     return size, proof
 
 

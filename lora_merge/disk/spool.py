@@ -1,6 +1,6 @@
 """Bytes that are known before they can be written.
 
-`Ranges`: bytes of inputs, which are read again. `Spool`: small pieces of a file that wait until the file is complete.
+`Spool`: small pieces of a file that wait until the file is complete.
 The scales of a quantised weight lie elsewhere in the file than its codes, or in another file. `Heap`: all tensors of a
 file whose header is known last.
 """
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
-from .files import StoredTensor
-from .reader import Reader
 from .writer import amend, failure
 
 HELD: Final = 32 << 20  # bytes that wait in memory; more wait in a temporary file
@@ -44,25 +42,6 @@ class Waiting:
             piece = self.file.read(min(left, COPIED))
             left -= len(piece)
             yield memoryview(piece)
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Tensors of inputs, one after another: their bytes are read again when they are written."""
-
-    reader: Reader
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all of them."""
-        return sum(info.nbytes for info in self.tensors)
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes in order."""
-        for info in self.tensors:
-            for first in range(0, info.nbytes, COPIED):
-                yield memoryview(self.reader.read(info, first, min(COPIED, info.nbytes - first)))
 
 
 class Heap:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
-from ..disk.spool import Ranges
 from ..dtypes import ITEM_BYTES, TABLE
 from ..errors import InputError
 from ..files.codecs.base import CODES, InvalidPart, Packing
@@ -59,10 +58,6 @@ class TensorCache:
         raw: Any = torch.empty(info.nbytes, dtype=torch.uint8)  # a bytearray would be filled with zeros first
         self._reader.read_into(memoryview(raw.numpy()), info.source, info.offset)
         return view_bytes(memoryview(raw.numpy()), info.dtype, info.shape)
-
-    def again(self, *tensors: StoredTensor) -> Ranges:
-        """Return the bytes of stored tensors, one after another, which are read again when they are asked for."""
-        return Ranges(self._reader, tensors)
 
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""

@@ -41,6 +41,12 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
     return struct.pack("<Q", len(text)) + text
 
 
+def padded(header: bytes, least: int) -> bytes:
+    """Return a header with spaces behind it, of `least` bytes at least."""
+    text = header[8:].ljust(least - 8)
+    return struct.pack("<Q", len(text)) + text
+
+
 def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
     """Return a header of an output with other metadata entries and the same length.
 

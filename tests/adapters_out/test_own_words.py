@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.conversion.kept import Kept
+from lora_merge.adapters_out.conversion.made import Made
 from lora_merge.errors import FitError, VerificationFailed
 from tests.support import Tensors, in_process, rand
 
@@ -124,16 +128,15 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 def test_a_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_merge.adapters_out import convert
 
-    entries = convert.entries_of
+    kept = convert.kept
 
-    def faulty(*given: object) -> object:
-        found = entries(*given)  # type: ignore[arg-type]
-        number, one = next((n, e) for n, e in enumerate(found) if e.name.endswith("linear2.lora_B.weight"))
-        raw = bytearray(b"".join(one.pieces()))
-        raw[2] ^= 0x40  # of the first number
-        return [*found[:number], one.__class__(one.name, one.dtype, one.shape, memoryview(raw)), *found[number + 1 :]]
+    def faulty(made: Made, put: Any) -> Kept:
+        tensors = {ending: value.clone() for ending, value in made.tensors.items()}
+        if made.place.module.endswith("linear2"):
+            tensors[".lora_B.weight"].view(-1)[0] += 64
+        return kept(replace(made, tensors=tensors), put)
 
-    monkeypatch.setattr(convert, "entries_of", faulty)
+    monkeypatch.setattr(convert, "kept", faulty)
     with pytest.raises(VerificationFailed, match="otherwise than the input"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy")
     assert not (tmp_path / "b.safetensors").exists()

@@ -38,10 +38,10 @@ from ..joining.targets import Target
 from ..layers import Layer, Wanted, combine
 from ..proof import BUDGET, REDO
 from ..report import AdapterReport
-from ..run import Facts, Outcome, Run, coverage, heap_of, model_of, output_dtype
+from ..run import Facts, Outcome, Run, coverage, model_of, output_dtype
 from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
-from ..written import Entry
+from ..written import Entry, drafted
 
 NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
 
@@ -109,17 +109,17 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         weights = tuple(a.strength for a in job.adapters)
         means = Averages(snapshots, weights, betas, cache.fetch, dtype)
         layers = dict(_layers(sources, job, means, cache, this.counted))
-        heap, entries = heap_of(job, stack), list[Entry]()
+        rows, entries = [(i.name, FILE_DTYPES[dtype], i.shape) for i in snapshots[0].tensors.values()], list[Entry]()
+        draft = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False))
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         for name, info in snapshots[0].tensors.items():
             if name in unchosen:
                 continue
-            one = entry(name, means.of(info))
-            entries.append(replace(one, data=held(one, heap)))
+            entries.append(held(entry(name, means.of(info)), draft))
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), (*dict.fromkeys(sources.notes),))
-        return made.finish(reader, facts, lambda part: prove(means, reader, part, this.counted), this)
+        return made.finish(reader, draft, facts, lambda part: prove(means, reader, part, this.counted), this)
 
 
 def _unchosen(sources: Sources) -> set[str]:

@@ -24,9 +24,8 @@ from ..layers import beyond_fp64
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
 from ..truncation.effect import squares_of_rows
-from ..truncation.storing import squares_of
+from ..truncation.storing import alike, squares_of
 from .assumed import cache_of, same_base
-from .kept import copies_of
 
 BUDGET: Final = 2**30
 """Multiplications of the comparison; weights are taken evenly over the file."""
@@ -104,7 +103,8 @@ def _stored_alike(target: Target, written: Target, one: Evaluator, other: Evalua
     if not is_plain(patch) or not is_plain(made) or facts[0] != facts[1] or patch.view != made.view:
         return False
     pairs = [(patch.module.slots[slot], made.module.slots[slot]) for slot in ("up", "down")]
-    return all(copies_of(other.cache.fetch(new), [old], one.cache) is not None for old, new in pairs)
+    return all(old.dtype == new.dtype and alike(other.cache.fetch(new).reshape(-1), one.cache.fetch(old).reshape(-1))
+               for old, new in pairs)  # fmt: skip
 
 
 def _nbytes(target: Target) -> int:

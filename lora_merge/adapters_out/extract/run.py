@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import fsum, prod
 from pathlib import Path
@@ -38,10 +38,10 @@ from ..peft.folder import config, expect_one, task_type
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..run import Facts, Outcome, Run, heap_of, planned
+from ..run import Facts, Outcome, Run, planned
 from ..side_by_side import side_by_side
 from ..truncation.need import note
-from ..written import CONTENTS, unread
+from ..written import CONTENTS, drafted, unread
 from .batches import Batch, batches, nbytes
 from .difference import Side, difference, differences
 from .making import Extractor, measured
@@ -145,7 +145,7 @@ def run(
     with ExitStack() as stack:
         reader = this.reading(stack, (found.base, found.tuned))
         sides = Side(found.base, reader), Side(found.tuned, reader)
-        heap = heap_of(job, stack)
+        heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
         made, heads, notes = _made(found, sides, heap, this.counted)
         whole = _completed(found, [*made, *heads], sides[1], heap)
         entries = entries_of(found.to, whole)
@@ -155,9 +155,12 @@ def run(
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         notes += unread(e.name for e in entries) if own is None else ()
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
+        rows = [(e.name, e.dtype, e.shape) for e in entries]
+        draft = stack.enter_context(drafted(job, reader, rows, [found.tuned], folder=found.to.folder))
         return outcome.finish(
-            reader, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted), this
-        )
+            reader, draft, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted),
+            this,
+        )  # fmt: skip
 
 
 def _facts(found: Opened, layers: int, notes: tuple[Note, ...]) -> Facts:

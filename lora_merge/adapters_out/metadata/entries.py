@@ -11,20 +11,17 @@ from ...files.checkpoint import Index
 from ...planning.metadata import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
-from .hashes import Stored, legacy_hash, model_hash
+from .hashes import HASHES, ONE, Stored, legacy_hash
 from .loaders import adapter_metadata
 from .trainers import LYCORIS, SPEC, TRAINED, Trained
 
-HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
 ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", "lora_adapter_metadata")
 """Entries that are never those of an input."""
-
-ONE: Final = ("resize", "convert")
-"""Commands whose output is the same adapter in another form: it keeps all entries."""
 
 DOWNS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_linear_layer.down.weight")
 OF_WEBUI: Final = (".lora_down.weight", ".alpha", ".diff", ".diff_b", ".lokr_w1")
 """Endings of dialects whose readers know the hashes of webui."""
+
 
 ARGUMENTS: Final = "ss_network_args"
 LONGEST: Final = 1 << 20  # letters of an input's arguments
@@ -49,8 +46,11 @@ class Known:
             t.name.removesuffix(end) for t in tensors for end in DOWNS if t.name.endswith(end) and prod(t.shape[2:]) > 1
         }
 
-    def entries(self, recipe: Callable[[Sequence[str]], Mapping[str, Any]]) -> dict[str, str]:
-        """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped."""
+    def entries(
+        self, recipe: Callable[[Sequence[str]], Mapping[str, Any]], digest: Callable[[], str]
+    ) -> dict[str, str]:
+        """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped; `digest`
+        returns the SHA-256 of the tensors in their order."""
         told = {i for index in self.inputs for i in index.metadata}
         kept = self._kept()
         dropped = sorted(told - kept.keys() - {*ANEW, "modelspec.date"})
@@ -64,7 +64,7 @@ class Known:
         if (loader := adapter_metadata(self.tensors)) != "":
             kept["lora_adapter_metadata"] = loader
         if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
-            kept |= {HASHES[0]: model_hash(self.tensors), HASHES[1]: legacy_hash(self.tensors, kept)}
+            kept |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, kept)}
         return {"format": "pt"} | kept
 
     def _kept(self) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The two hashes by which webui's Additional Networks knows a file; facts: sd-scripts 48d368f, library/train_util.py,
-`precalculate_safetensors_hashes`, `addnet_hash_safetensors`, `addnet_hash_legacy`."""
+"""The legacy hash by which webui's Additional Networks knows a file; its other one is the SHA-256 of the data. Facts:
+sd-scripts 48d368f, library/train_util.py, `precalculate_safetensors_hashes`, `addnet_hash_safetensors`,
+`addnet_hash_legacy`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+from ...files.checkpoint import Index
 from ...files.headers import layout
+
+HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
+
+ONE: Final = ("resize", "convert")
+"""Commands whose output is the same adapter in another form: it keeps all entries."""
 
 FIRST: Final = 0x100000
 """The first byte of the file that the legacy hash covers."""
@@ -33,13 +40,9 @@ class Stored(Protocol):
         """Yield its bytes in order."""
 
 
-def model_hash(tensors: Iterable[Stored]) -> str:
-    """Return the SHA-256 of the data of a file with these tensors in this order."""
-    found = hashlib.sha256()
-    for one in tensors:
-        for piece in one.pieces():
-            found.update(piece)
-    return found.hexdigest()
+def has_hashes(command: str, inputs: Sequence[Index]) -> bool:
+    """Return whether the metadata of an output may have these hashes."""
+    return command not in ONE or any(name in index.metadata for index in inputs for name in HASHES)
 
 
 def legacy_hash(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> str:

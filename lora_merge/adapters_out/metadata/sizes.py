@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from ...dtypes import ITEM_BYTES
+from ...files.checkpoint import Index
 from ...files.headers import layout
 from ..rank_rules import SIZE, Rule
 
@@ -26,6 +27,11 @@ class PlannedLayer:
     rank: int = 0
 
 
+def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
+    """Return the tensors of all layers."""
+    return [one for layer in layers for one in layer.tensors]
+
+
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule) -> int:
     """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
     of which each layer has one direction at least."""
@@ -41,3 +47,9 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule) -> int:
     if rule.name == SIZE:
         factors = min(factors, max(least, int(rule.value)))
     return len(layout(tensors, {}, 0)) + METADATA + factors + others
+
+
+def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
+    """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
+    told: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
+    return len(layout([*tensors], told, 0)) + METADATA * (1 + len(inputs))

@@ -1,0 +1,210 @@
+"""A file whose data are written while they are made. The header is known last: it goes into room that was left for it.
+
+So no byte is written twice, and the disk works beside the processors. A small file waits in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from .spool import COPIED
+from .system import PLAIN_FLAGS, read_at, write_at
+from .writer import failure
+
+HELD: Final = 32 << 20
+"""Bytes of a file that waits in memory."""
+
+BATCH: Final = 4 << 20
+"""Bytes that are given to the disk at once."""
+
+QUEUED: Final = 16
+"""Batches that wait for the disk at most."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Consecutive bytes of a draft's data."""
+
+    draft: Draft
+    first: int
+    nbytes: int
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes in order."""
+        return self.draft.read(self.first, self.nbytes)
+
+
+class Draft:
+    """The data of a file, in the order in which they are put.
+
+    Parameters:
+        target: The file or folder for messages.
+        begin: Makes the temporary file or folder; it gets its name when the context ends without an error.
+        inside: The name of the file in a folder; "" for a file.
+        room: Bytes to leave for the header.
+        hashed: Whether the SHA-256 of the data will be asked for.
+    """
+
+    def __init__(
+        self, target: Path, begin: Callable[[], AbstractContextManager[Path]], *, inside: str = "", room: int = 0,
+        hashed: bool = False,
+    ) -> None:  # fmt: skip
+        self._target, self._begin, self._inside, self._room = target, begin, inside, room
+        self.nbytes = 0
+        self._held: dict[int, memoryview] = {}  # first byte → bytes, until there is a file
+        self._fd = -1
+        self._digest = hashlib.sha256() if hashed else None
+        self._batch: list[memoryview] = []
+        self._batched = self._written = 0  # bytes that wait for each other, and those that were given to the disk
+        self._queue: deque[Future[None]] = deque()
+        self._published, self._own = ExitStack(), ExitStack()
+        self._part: Path | None = None
+
+    def __enter__(self) -> Draft:
+        """Nothing is made until it has to be."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        """Remove what was written, unless it was published."""
+        self._own.close()
+        if self._part is not None:
+            self._published.__exit__(kind or InterruptedError, e or InterruptedError("it was not published"), tb)
+
+    @property
+    def part(self) -> Path:
+        """The temporary file or folder."""
+        if self._part is None:
+            self._part = self._published.enter_context(self._begin())
+        return self._part
+
+    @property
+    def waiting(self) -> int:
+        """The bytes that are in memory."""
+        return 0 if self._fd >= 0 else self.nbytes
+
+    def put(self, data: memoryview) -> Drafted:
+        """Add bytes. Until they are written they are not copied, so they must not change."""
+        data = data.cast("B") if data.nbytes else memoryview(b"")
+        found = Drafted(self, self.nbytes, data.nbytes)
+        self.nbytes += data.nbytes
+        if self._fd >= 0:
+            self._append(data)
+        elif data.nbytes:
+            self._held[found.first] = data
+            if self.nbytes > HELD:
+                self._open()
+        return found
+
+    def read(self, first: int, count: int) -> Iterator[memoryview]:
+        """Yield bytes in order; they are those of one or several calls of `put`."""
+        end = first + count
+        while first < end and self._fd < 0:
+            yield self._held[first]
+            first += self._held[first].nbytes
+        self._wait()
+        while first < end:
+            piece = memoryview(bytearray(min(COPIED, end - first)))
+            piece = piece[: read_at(self._fd, piece, self._room + first)]
+            yield piece
+            first += len(piece)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of all data."""
+        self._wait()
+        found = self._digest
+        if found is None or self._fd < 0:
+            found = hashlib.sha256()
+            for piece in self.read(0, self.nbytes):
+                found.update(piece)
+        return found.hexdigest()
+
+    def complete(self, header: Callable[[int], bytes]) -> int:
+        """Write the header, and what is in memory; return the bytes of the file. `header`: returns it with spaces to a
+        number of bytes at least."""
+        try:
+            if self._fd < 0:
+                self._room = len(header(0))
+                self._open()
+            self._wait()
+            made = header(self._room)
+            self._make_room(len(made))
+            self._write(memoryview(made), 0)
+        except OSError as e:
+            raise failure(e, self._target, self.nbytes) from e
+        self._own.close()
+        return len(made) + self.nbytes
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        self._part = None
+        self._published.close()
+
+    def _open(self) -> None:
+        path = self.part / self._inside if self._inside else self.part
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FLAGS, 0o666)
+        except OSError as e:
+            raise failure(e, self._target, self.nbytes) from e
+        self._own.callback(os.close, self._fd)
+        self._pool = self._own.enter_context(ThreadPoolExecutor(1, thread_name_prefix="draft"))
+        for data in self._held.values():
+            self._append(data)
+        self._held.clear()
+
+    def _append(self, data: memoryview) -> None:
+        self._batch.append(data)
+        self._batched += data.nbytes
+        if self._batched >= BATCH:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._queue.append(self._pool.submit(self._store, self._batch, self._written))
+        self._written += self._batched
+        self._batch, self._batched = [], 0
+        while len(self._queue) > QUEUED:
+            self._wait_for_one()
+
+    def _wait(self) -> None:
+        if self._batch:
+            self._hand_over()
+        while self._queue:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        try:
+            self._queue.popleft().result()
+        except OSError as e:
+            raise failure(e, self._target, self.nbytes) from e
+
+    def _store(self, batch: list[memoryview], first: int) -> None:
+        for data in batch:
+            self._write(data, self._room + first)
+            first += data.nbytes
+            if self._digest is not None:
+                self._digest.update(data)
+
+    def _write(self, data: memoryview, at: int) -> None:
+        while data:
+            done = write_at(self._fd, data, at)
+            data, at = data[done:], at + done
+
+    def _make_room(self, size: int) -> None:
+        """Move the data behind a header that is longer than the room for it, the last bytes first."""
+        old, self._room = self._room, max(size, self._room)
+        end = self.nbytes if self._room > old else 0
+        while end:
+            piece = memoryview(bytearray(min(COPIED, end)))
+            end -= len(piece)
+            read = 0
+            while read < len(piece):
+                read += read_at(self._fd, piece[read:], old + end + read)
+            self._write(piece, self._room + end)

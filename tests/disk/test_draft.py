@@ -1,0 +1,71 @@
+"""A file whose data are written before its header."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lora_merge.disk import draft as module
+from lora_merge.disk.draft import Draft
+from lora_merge.disk.publish import replacing
+from lora_merge.errors import ResourceError
+
+
+def made(target: Path, *, room: int = 0, hashed: bool = False) -> Draft:
+    return Draft(target, partial(replacing, target, (), overwrite=True), room=room, hashed=hashed)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 70), max_size=12),
+    limits=st.fixed_dictionaries({"HELD": st.integers(0, 200), "BATCH": st.integers(1, 90), "QUEUED": st.just(1),
+                                  "COPIED": st.integers(1, 50)}),
+    options=st.fixed_dictionaries({"room": st.integers(0, 60), "hashed": st.booleans()}),
+    header=st.integers(1, 60),
+)  # fmt: skip
+def test_all_bytes_are_behind_the_header_whatever_room_was_left(
+    tmp_path: Path, sizes: list[int], limits: dict[str, int], options: dict[str, Any], header: int
+) -> None:
+    parts = [os.urandom(size) for size in sizes]
+    whole, target = b"".join(parts), tmp_path / "out"
+    target.unlink(missing_ok=True)
+    with patch.multiple(module, **limits), made(target, **options) as draft:
+        put = [draft.put(memoryview(part)) for part in parts]
+        assert [b"".join(one.pieces()) for one in put] == parts
+        assert draft.sha256() == hashlib.sha256(whole).hexdigest()
+        size = draft.complete(lambda least: b"h" * max(least, header))
+        assert not target.exists()
+        draft.publish()
+    found = target.read_bytes()
+    assert found == b"h" * (size - len(whole)) + whole
+    assert size == len(found) <= max(options["room"], header) + len(whole)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_not_published_is_removed(tmp_path: Path) -> None:
+    with patch.multiple(module, HELD=10, BATCH=1), made(tmp_path / "out") as draft:
+        draft.put(memoryview(b"x" * 20))
+        assert len([*tmp_path.iterdir()]) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with (
+        patch.multiple(module, HELD=10, BATCH=1, write_at=full),
+        pytest.raises(ResourceError, match="no space left"),
+        made(tmp_path / "out") as draft,
+    ):
+        for _ in range(60):
+            draft.put(memoryview(b"x" * 20))
+    assert not [*tmp_path.iterdir()]
