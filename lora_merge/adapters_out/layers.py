@@ -103,6 +103,15 @@ class Wanted:
         """LᵀL and R Rᵀ of the factors."""
         return Grams.of(*self.factors)
 
+    def norms_of(self, changes: Sequence[Change]) -> Norms:
+        """Return the norms of the changes whose factors stand side by side, of those that are not zero."""
+        (left, right), first, found = self.factors, 0, {}
+        for one in changes:
+            own = slice(first, first := first + (one.rank or 0))
+            if squares := squares_of(left[:, own], right[own], self.grams.part(own)):
+                found[one.adapter] = math.sqrt(squares)
+        return found
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -151,7 +151,11 @@ class Maker:
         columns = sum(c.rank or 0 for c in changes)
         if not changes:
             return None, 0
-        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target)), columns
+        found = combine(self.job, target, changes, seeds)
+        apart = at is SINGLE and self.job.method == SUM and found.left is not None and not target.parts
+        if apart and found.factors[0].shape[1] == columns:  # the changes stand side by side
+            return replace(found, norms={target.label: found.norms_of(changes)}), columns
+        return replace(found, norms=norms_of(changes, target)), columns
 
     def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
         rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))

@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 
 from ..engine.devices import one_core, threads
 from ..engine.placement import HOST, Placement
+from ..proof.reference.one_core import one_core as products_on_one_core
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,16 +56,17 @@ def side_by_side(
         return [work(task) for task in errand]
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=one_core)
-    try:
-        while left or waiting:
-            taken = sum(size for future, size in waiting if not future.done())
-            while left and len(waiting) < count * AHEAD and (not taken or taken + left[0][1] <= bound):
-                errand, size = left.popleft()
-                waiting.append((pool.submit(all_of, errand), size))
-                taken += size
-            yield from waiting.popleft()[0].result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with products_on_one_core():
+        try:
+            while left or waiting:
+                taken = sum(size for future, size in waiting if not future.done())
+                while left and len(waiting) < count * AHEAD and (not taken or taken + left[0][1] <= bound):
+                    errand, size = left.popleft()
+                    waiting.append((pool.submit(all_of, errand), size))
+                    taken += size
+                yield from waiting.popleft()[0].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[tuple[list[T], int]]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.conversion.kept import Kept
+from lora_merge.adapters_out.conversion.kept import Kept, kept
 from lora_merge.adapters_out.conversion.made import Made
 from lora_merge.errors import FitError, VerificationFailed
 from tests.support import Tensors, in_process, rand
@@ -127,8 +127,6 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 
 def test_a_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_merge.adapters_out import convert
-
-    kept = convert.kept
 
     def faulty(made: Made, put: Any) -> Kept:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}

@@ -30,8 +30,15 @@ class Grams(NamedTuple):
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor) -> Grams:
-        """Return those of two factors."""
+        """Return those of two factors. numpy computes half of a symmetric product, torch all of it."""
+        if left.dtype == torch.float32 and left.dim() == 2 and left.device.type == right.device.type == "cpu":
+            one, other = left.numpy(), right.numpy()
+            return cls(torch.from_numpy(one.T @ one), torch.from_numpy(other @ other.T))
         return cls(left.mT @ left, right @ right.mT)
+
+    def part(self, some: slice) -> Grams:
+        """Return those of some columns of L and the rows of R that belong to them."""
+        return Grams(self.columns[some, some], self.rows[some, some])
 
     def squares(self) -> float:
         """Return ‖L R‖²."""
@@ -90,9 +97,10 @@ def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, gram
 def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | None = None) -> float:
     """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels.
     `rows`: R Rᵀ, where it is known."""
+    first, same = left - up, alike(right, down)
     rows = right @ right.mT if rows is None else rows
-    first = left - up
-    if alike(right, down):
+    if same:
+        first = first[first.any(1)]  # few rows, where the dtype holds most numbers
         if first.dtype == torch.float32:  # squares that it cannot hold are nothing beside ‖L R‖² > SMALL
             return Grams(first.mT @ first, rows).squares()
         size = float(first.abs().max()) if first.numel() else 0.0
