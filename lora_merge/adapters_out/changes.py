@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
-from .joining.targets import Target
+from .joining.targets import Target, is_plain
+from .outcome.layer import Norms
 from .sources import Sources, reshaped
 from .truncation.effect import squares_of_rows
 from .truncation.storing import squares_of
-
-Norms: TypeAlias = Mapping[int, float]
-"""Adapter → the norm of its change of a layer at its strength, of those that change it."""
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
@@ -179,12 +177,6 @@ class Evaluator:
 
     def _whole(self, piece: RowSlice) -> Tensor:
         return self.tensors.whole(piece.key).reshape(-1, piece.cols)
-
-
-def is_plain(patch: Patch) -> bool:
-    """Return whether a patch is a product of two factors with a scale, and nothing else."""
-    row = ALGORITHMS[patch.algorithm]
-    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
 
 
 def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..adapter_options import KEEP
 from ..adapters.file import BUNDLE, AdapterFile
@@ -19,9 +19,8 @@ from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import spoken
-from ..engine.placement import HOST
-from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, UsageError
+from ..engine.torch_preload import load_library
+from ..errors import FitError, UsageError
 from ..files.layouts import PEFT
 from ..matching.choose import ALPHA
 from ..models.names import Names
@@ -30,25 +29,20 @@ from ..paths import is_folder, names_folder, output_file
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
-from .changes import SINGLE, Evaluator, is_plain
-from .conversion.assumed import as_named, cache_of, without_base
-from .conversion.kept import Kept, entry, kept
-from .conversion.made import Made
+from .conversion.assumed import as_named, without_base
 from .conversion.own import own_dialect, own_places
 from .conversion.planned import planned_layer
-from .conversion.proof import Claim, prove
-from .converting import Converter
+from .conversion.renamed import all_factors, claimed, proven, renamed
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
-from .layers import expect_finite
+from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
-from .peft.complete import as_table, completed
+from .outcome.layer import Kept
+from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
 from .peft.folder import config, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
-from .run import Facts, Outcome, Run, coverage, left_out, model_of, planned
-from .side_by_side import PerThread, side_by_side
 from .sources import Sources, chosen_of, open_sources
 from .truncation.need import note
 from .written import CONTENTS, Entry, drafted, unique, unread
@@ -77,6 +71,26 @@ class Conversion:
             )
             job = replace(job, inputs=replace(job.inputs, output=job.output.parent / name))
         return replace(self, job=job, to=to)
+
+
+class Opened(NamedTuple):
+    """A conversion whose inputs are open."""
+
+    task: Conversion  # with the dialect that is written
+    sources: Sources  # the adapter's changes of the base
+    there: list[Filled]  # the modules that they become
+    everywhere: list[Place]  # all modules that the dialect has
+
+
+class Writing(NamedTuple):
+    """The modules of a conversion, whose bytes are in the draft."""
+
+    draft: Draft
+    made: Sequence[Kept]
+    whole: Sequence[Kept]  # with what the dialect asks for in addition
+    zeros: Sequence[str]  # the names of those that change nothing
+    beside: list[Entry]  # embeddings beside the adapter
+    prove: Callable[[Path], Mapping[str, Any]]
 
 
 def _writes_file(to: Dialect, adapter: Path) -> bool:
@@ -123,65 +137,65 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
     return rules
 
 
-@undisturbed()
 def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
 
     `recipe`: of a command whose result is converted; it is recorded in place of the conversion's.
     """
-    task, sources, there, everywhere = opened(task)
+    found = opened(task)
+    task, sources = found.task, found.sources
     job, this = task.job, Run(task.job, progress)
+    inputs = [a.index for a in sources.adapters]
+    rows = tensors_of(planned_layers(task, found.there))
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
-        cache = cache_of(job, reader, sources)
-        alone = _evaluators(job, reader, sources)
-        converter = Converter(job, task.to, task.rules, alone.get())
-        inputs = [a.index for a in sources.adapters]
-        rows = tensors_of(planned_layers(task, there))
-        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=task.to.folder))
-        made, zeros = _made(converter, alone, there, draft, this.counted)
-        if not made:
-            raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-        whole = completed(made, everywhere, task.to, converter.value, lambda one: kept(one, draft))
-        entries = entries_of(task.to, whole)
-        beside = bundled(sources.adapters[0], task.to)
-        entries += [entry(info.name, cache.fetch(info)) for info in beside]
-        own = config(made, _before(sources), everywhere) if task.to.folder else None
-        layers = {prefix_name(task.to, m): m.layer for m in made}
+
+        def draft() -> Draft:
+            return stack.enter_context(drafted(job, reader, rows, inputs, folder=task.to.folder))
+
+        writing = _renamed(found, reader, draft, this.counted)
+        if writing is None:
+            load_library()
+            from .conversion.making import made
+
+            writing = made(found, reader, draft(), this.counted)
+        entries = entries_of(task.to, writing.whole) + writing.beside
+        own = config(writing.made, _before(sources), found.everywhere) if task.to.folder else None
+        layers = {prefix_name(task.to, m): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *left_out(zeros), *_stated_again(job, made),
-                 *(unread(e.name for e in entries) if own is None else ()),
-                 *dict.fromkeys(note for one in made for note in one.layer.notes))  # fmt: skip
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
+                 *_stated_again(job, writing.made), *(unread(e.name for e in entries) if own is None else ()),
+                 *dict.fromkeys(note for one in writing.made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
-        worst = max(float(f["residual"]) for f in outcome.told.values())
-        told = coverage(job, sources, [info.name for info in beside])
-        facts = Facts(told, dtype, notes, task.to.name, _weights(there))
-
-        def proven(part: Path) -> Mapping[str, Any]:
-            before = _evaluators(job, reader, sources, drawn=True)
-            return prove(Claim(job, part, worst, _lost(made)), sources, before, this.counted)
-
-        return outcome.finish(reader, draft, facts, proven, this)
+        told = coverage(job, sources, [one.name for one in writing.beside])
+        facts = Facts(told, dtype, notes, task.to.name, _weights(found.there))
+        return outcome.finish(reader, writing.draft, facts, writing.prove, this)
 
 
-def _lost(made: Sequence[Kept]) -> dict[str, float]:
-    """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
-    found: dict[str, float] = {}
-    for one in made:
-        for key in {piece.key for piece in one.place.view.row_slices}:
-            found[key] = found.get(key, 0.0) + one.layer.lost
-    return found
+def _renamed(found: Opened, reader: Reader, draft: Callable[[], Draft], begin: Counting) -> Writing | None:
+    """Return the modules of a conversion that changes no number; None for another one."""
+    task, sources = found.task, found.sources
+    whole = task.rules is None and not bundled(sources.adapters[0], task.to)
+    factors = all_factors(found.there, task.to, task.job) if whole else []
+    if not factors:
+        return None
+    made = renamed(factors, task.to, reader, into := draft(), begin)
 
+    def prove(part: Path) -> Mapping[str, Any]:
+        alike = proven(sources, claimed(task.job, part), reader, begin)
+        if alike is not None:
+            return alike
+        from .conversion.making import proof
 
-def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> PerThread[Evaluator]:
-    at = SINGLE if job.compute_dtype == "fp32" else HOST
-    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources, drawn=drawn), at, wide=at is SINGLE))
+        return proof(found, reader, made, begin)(part)
+
+    return Writing(into, made, made, [], [], prove) if made else None
 
 
 def plan(task: Conversion) -> AdapterReport:
     """Return what `run` would do, from headers alone."""
-    task, sources, there, _ = opened(task)
-    job = task.job
+    found = opened(task)
+    task, sources, there, job = found.task, found.sources, found.there, found.task.job
     layers = {one.place.label: _planned(one, task) for one in there}
     own = planned_layers(task, there)
     size = planned_size(own, task.rules.linear if task.rules else Rule(EXACT))
@@ -224,9 +238,8 @@ def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
     return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
 
 
-def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[Place]]:
-    """Return the task with the dialect that is written, the adapter's changes of the base, the modules that they
-    become, and all modules that the dialect has."""
+def opened(given: Conversion) -> Opened:
+    """Return the adapter of a conversion, and the modules that its changes become."""
     job, kept = given.job, given.to is OF_INPUT
     to = own_dialect(CheckpointCache().adapter(job.adapters[0].path)) if kept else given.to
     alone = as_named if kept else partial(without_base, to=to)
@@ -246,7 +259,7 @@ def opened(given: Conversion) -> tuple[Conversion, Sources, list[Filled], list[P
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
-    return task, sources, there, everywhere
+    return Opened(task, sources, there, everywhere)
 
 
 def _level(there: Sequence[Filled], names: Names) -> str | None:
@@ -269,31 +282,6 @@ def _before(sources: Sources) -> Mapping[str, Any]:
     return own if own.get("task_type") else {**own, "task_type": task_type(model)}
 
 
-def _made(
-    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], draft: Draft, begin: Counting
-) -> tuple[list[Kept], list[str]]:
-    """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
-    thread."""
-    told = begin("make", _weights(there))
-    found, zeros, ranks = [], [], converter.ranks(there)
-
-    def work(one: Filled) -> Made:
-        here = replace(converter, evaluator=alone.get())
-        made = here.made(one, ranks.get(one.place.label))
-        here.evaluator.forget()
-        expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
-        return as_table(made, converter.to)
-
-    bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for one, made in zip(there, side_by_side(there, work, _nbytes, bound), strict=True):
-        if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
-            zeros.append(one.place.name)
-        else:
-            found.append(kept(made, draft))
-        told(_numbers(one))
-    return found, zeros
-
-
 def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
     """Return the note about settings that the user stated and that copied tensors do not hold."""
     given, needed = dict(job.inputs.setting), set()
@@ -305,21 +293,13 @@ def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
-def _nbytes(one: Filled) -> int:
-    """Return about how many bytes the change of a module takes: factors several times, or matrices."""
-    out, cols = one.place.view.matrix
-    plain = one.shares and all(is_plain(s.patch) for s in one.shares)
-    ranks = sum(s.patch.shapes["down"][0] for s in one.shares) if plain else out * cols
-    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols)
-
-
-def _numbers(one: Filled) -> int:
+def weight_of(one: Filled) -> int:
     """Return the bytes of the weight that a module changes, in fp64."""
     return 8 * prod(one.place.view.shape)
 
 
 def _weights(there: Sequence[Filled]) -> int:
-    return sum(map(_numbers, there))
+    return sum(map(weight_of, there))
 
 
 def prefix_name(to: Dialect, made: Kept) -> str:

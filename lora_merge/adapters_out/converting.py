@@ -14,7 +14,6 @@ from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
-from ..dtypes import DTYPES
 from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
 from ..engine.placement import TORCH_DTYPES, Placement
@@ -22,14 +21,16 @@ from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
-from .changes import Evaluator, change_of, in_place, is_plain, squares_between, sum_of, whole_change
+from .changes import Evaluator, change_of, in_place, squares_between, sum_of, whole_change
 from .conversion.made import Made, is_turned, value_made, vector_ending, whole_made
 from .conversion.placed import placed, placed_rows
+from .conversion.planned import written_dtype
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import Dialect
 from .job import FACTORS, WHOLE, AdapterJob, form
-from .joining.targets import Target
-from .layers import Cut, Layer, Storage, Wanted, shared_out
+from .joining.targets import Target, is_plain
+from .layers import Cut, Storage, Wanted, shared_out
+from .outcome.layer import Layer
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
@@ -163,7 +164,8 @@ class Converter:
         return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
     def _dtype(self, shares: Sequence[Share]) -> Any:
-        return written_dtype(self.job, shares)
+        found = written_dtype(self.job, shares)
+        return None if found is None else TORCH_DTYPES[found]
 
     def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
@@ -310,18 +312,6 @@ class Converter:
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
         own, before = (in_place(t, 0, shape[0], at) for t in pair)
         return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
-
-
-def written_dtype(job: AdapterJob, shares: Sequence[Share]) -> Any:
-    """Return the dtype of the output: as asked, else that of the first factor; None for as stored."""
-    if job.inputs.dtype != KEEP:
-        return TORCH_DTYPES[DTYPES[job.inputs.dtype]]
-    stored = [info.dtype for s in shares for info in s.patch.module.slots.values()]
-    kinds = [TORCH_DTYPES[d] for d in stored if TORCH_DTYPES[d].is_floating_point]
-    if not shares:
-        return None
-    wide = [k for k in kinds if k.itemsize > 1]
-    return wide[0] if len({*wide}) == 1 else torch.float32
 
 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:

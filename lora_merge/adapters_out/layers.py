@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from ..engine.combining import coefficients, combined_rows
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
-from ..text import Note
-from .changes import Change, Norms
+from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
+from .outcome.layer import Layer, Norms
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
 from .truncation.effect import Effect, Totals, effect_of_product, totals_of_rows
@@ -111,24 +111,6 @@ class Wanted:
             if squares := squares_of(left[:, own], right[own], self.grams.part(own)):
                 found[one.adapter] = math.sqrt(squares)
         return found
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The stored tensors of one layer, by slot, and what was lost."""
-
-    tensors: Mapping[str, Tensor]
-    algorithm: str
-    rank: int
-    before: int
-    alpha: float | None
-    squares: float  # ‖Δ‖²
-    lost: float  # ‖Δ − Δ̂‖² of the stored tensors
-    notes: tuple[Note, ...] = field(default_factory=tuple)
-    noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
-    effect: Effect | None = None  # the numbers of Δ, where they were looked at
-    norms: Norms = field(default_factory=dict)
-    weight: float | None = None  # ‖W‖² of the base's weight, where it was read
 
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
@@ -338,18 +320,3 @@ def _left_out(
     if tail > 1e-20 * found.squares:
         off += tail - 2 * (inner(*wanted.factors, *pair) - inner(*kept, *pair))
     return off
-
-
-def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
-    """Return a layer's facts for the report; `adapters`: the number of inputs."""
-    share = layer.lost / layer.squares if layer.squares else 0.0
-    found: dict[str, Any]
-    found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
-             "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
-    found |= {} if layer.noise is None else {"noise": layer.noise}
-    if layer.weight is not None:
-        size = math.sqrt(layer.weight)
-        found |= {"weight": size, "ratio": found["norm"] / size if size else None}
-    if layer.norms:
-        found["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
-    return found if layer.effect is None else {**found, **layer.effect.told}

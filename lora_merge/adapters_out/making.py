@@ -16,17 +16,18 @@ from ..algorithms import ALGORITHMS
 from ..dtypes import ITEM_BYTES
 from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
-from ..engine.placement import HOST, Placement
+from ..engine.placement import FILE_DTYPES, HOST, Placement
 from ..methods import ADDED, COMBINATIONS, SUM, UNDIRECTED
 from ..planning.combining import Combining
 from ..progress import Counting
 from ..proof.stored import Stored
 from ..text import Note
-from .changes import SINGLE, Evaluator, is_plain, norms_of
-from .conversion.kept import without_bytes
+from .changes import SINGLE, Evaluator, norms_of
 from .job import FACTORS, WHOLE, AdapterJob
-from .joining.targets import Target
-from .layers import Cut, Layer, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
+from .joining.targets import Target, is_plain
+from .layers import Cut, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
+from .outcome.layer import Layer, without_bytes
+from .outcome.planned import most_rank, ranks, weights_of
 from .rank_rules import EXACT
 from .side_by_side import side_by_side
 from .sources import Sources
@@ -56,7 +57,7 @@ class Maker:
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
         self.notes: dict[Note, None] = {}
-        self.weights = weights_of(self.job, self.sources, self.dtype)
+        self.weights = weights_of(self.job, self.sources, FILE_DTYPES[self.dtype])
 
     def layers(self, begin: Counting, keep: Callable[[str, Layer], object]) -> tuple[dict[str, Layer], list[str]]:
         """Return the layers by label, without their tensors, which `keep` is given; and the labels of those whose
@@ -203,23 +204,3 @@ def _of_part(wanted: Wanted, part: Target, target: Target) -> Wanted:
 
 def _has_kernel(target: Target) -> bool:
     return any(n > 1 for n in target.shape[2:])
-
-
-def weights_of(job: AdapterJob, sources: Sources, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights whose changes are computed, twice where a rule looks at all layers first."""
-    return sum(prod(t.shape) for t in sources.targets) * dtype.itemsize * (1 + job.rules.together)
-
-
-def most_rank(target: Target) -> int:
-    """Return the highest rank that the change of a layer can have."""
-    own, short = ranks(target), min(target.matrix)
-    return min(short, sum(r or 0 for r in own)) if own and None not in own else short
-
-
-def ranks(target: Target) -> list[int | None]:
-    """Return the rank of each change of a layer; None for one that is not a product of factors."""
-    found = []
-    for use in target.uses:
-        low = ALGORITHMS[use.patch.algorithm].low_rank
-        found.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
-    return found

@@ -28,7 +28,7 @@ KEPT: Final = {-1: 2**27, -3: 2**25}
 def keep_freed_memory() -> None:
     """Let malloc keep what is freed, for a process that only merges. With glibc's defaults most tensors of a block are
     new pages from the system, which zeroes them: a third of the time of merges into quantised weights."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc alone has it
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):  # glibc alone has it
         for parameter, value in KEPT.items():
             mallopt(parameter, value)
 

@@ -24,7 +24,7 @@ from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES, spoken
 from ...engine.by_rows.rows import PIECE
-from ...engine.placement import FILE_DTYPES, HOST, TORCH_DTYPES
+from ...engine.placement import HOST, TORCH_DTYPES
 from ...engine.tensors import Fetch, TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, VerificationFailed
@@ -35,10 +35,11 @@ from ..changes import Change, Evaluator, norms_of, squares_between
 from ..conversion.kept import entry, held
 from ..job import AdapterJob
 from ..joining.targets import Target
-from ..layers import Layer, Wanted, combine
+from ..layers import Wanted, combine
+from ..outcome.layer import Layer
+from ..outcome.outcome import Facts, Outcome, Run, coverage, model_of, output_dtype
 from ..proof import BUDGET, REDO
 from ..report import AdapterReport
-from ..run import Facts, Outcome, Run, coverage, model_of, output_dtype
 from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
 from ..written import Entry, drafted
@@ -107,9 +108,9 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         reader = this.reading(stack, sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, betas, cache.fetch, dtype)
+        means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])
         layers = dict(_layers(sources, job, means, cache, this.counted))
-        rows, entries = [(i.name, FILE_DTYPES[dtype], i.shape) for i in snapshots[0].tensors.values()], list[Entry]()
+        rows, entries = [(i.name, dtype, i.shape) for i in snapshots[0].tensors.values()], list[Entry]()
         draft = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False))
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         for name, info in snapshots[0].tensors.items():
@@ -118,7 +119,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
             entries.append(held(entry(name, means.of(info)), draft))
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
-        facts = Facts(coverage(job, sources), spoken(FILE_DTYPES[dtype]), (*dict.fromkeys(sources.notes),))
+        facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
         return made.finish(reader, draft, facts, lambda part: prove(means, reader, part, this.counted), this)
 
 

@@ -1,4 +1,5 @@
-"""The sources of a conversion without a base: the weights that the adapter shows, by names and shapes alone."""
+"""The sources of a conversion without a base: the weights that the adapter shows, by names and shapes alone. No
+torch."""
 
 from __future__ import annotations
 
@@ -6,13 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from ...adapters.file import AdapterFile
 from ...disk.files import StoredTensor
-from ...disk.reader import Reader
-from ...engine.tensors import TensorCache
 from ...errors import UsageError
 from ...files.checkpoint import Index
 from ...files.layouts import PEFT
@@ -92,29 +88,3 @@ def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
     adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
     given = replace(inputs, job=job.inputs, adapters=adapters)
     return on_base(given, stored=inputs.base.path != NOWHERE, every_setting=False)
-
-
-class WithoutBase(TensorCache):
-    """Reads an adapter's tensors. The base's are refused, or drawn at random for a proof.
-
-    An equation between two formulas that holds for random weights holds for all weights.
-    """
-
-    def __init__(self, reader: Reader, adapters: frozenset[Path], *, drawn: bool) -> None:
-        super().__init__(reader, adapters)
-        self._drawn = drawn
-
-    def fetch(self, info: StoredTensor) -> Tensor:
-        """Return the tensor as stored; UsageError for one of the base."""
-        if info.file != NOWHERE:
-            return super().fetch(info)
-        if not self._drawn:
-            raise UsageError("a formula reads the weights of the base", info.name, GIVE_BASE)
-        generator = torch.Generator().manual_seed(sum(info.name.encode()))
-        return torch.randn(info.shape, generator=generator)
-
-
-def cache_of(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> TensorCache:
-    """Return the reader of tensors; without a base, one that refuses those of the base, or draws them."""
-    own = frozenset(p for a in sources.adapters for p in a.index.files)
-    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own, drawn=drawn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from ...adapter_options import KEEP
 from ...dtypes import spoken
-from ...engine.placement import FILE_DTYPES
+from ...engine.torch_preload import load_library
 from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
@@ -23,13 +24,12 @@ from ..convert import RANKS, make_conversion
 from ..convert import run as run_conversion
 from ..dialects import Dialect, dialect
 from ..job import AUTO, WHOLE, AdapterJob, form
-from ..making import ranks
+from ..outcome.outcome import Run, output_dtype
+from ..outcome.planned import plan as plan_in_own
+from ..outcome.planned import ranks
 from ..places import places
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
-from ..run import Run, output_dtype
-from ..run import plan as plan_in_own
-from ..run import run as run_in_own
 from ..sources import Sources, open_sources
 from ..written import unread
 
@@ -45,7 +45,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     sources = open_sources(job)
     name = sources.fused if job.format == KEEP else job.format
     if name == KEEP:
-        done = run_in_own(job, sources, this)
+        done = _run_in_own(job, sources, this)
         return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
     to = dialect(name)
     if to is None:
@@ -61,10 +61,10 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         factored = _has_factors(job, sources)
         later = _later(job, sources, to, factored=factored)
         if later and factored:
-            later |= {"dtype": spoken(FILE_DTYPES[output_dtype(job, sources.adapters)]), "alpha": alpha}
+            later |= {"dtype": spoken(output_dtype(job, sources.adapters)), "alpha": alpha}
             exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
             own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype="fp32"))
-        first = run_in_own(own, sources, this)
+        first = _run_in_own(own, sources, this)
         again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
@@ -74,6 +74,16 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
     return _together(first, second, cut=bool(later))
+
+
+def _run_in_own(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
+    """Run a job in the words of the first adapter. Its inputs are hashed while torch is imported."""
+    with ExitStack() as stack:
+        reader = this.reading(stack, sources.indexes)
+        load_library()
+        from ..run import run as run_in_own
+
+        return run_in_own(job, sources, this, reader)
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,30 +11,14 @@ from torch import Tensor
 from ...disk.draft import Draft
 from ...disk.spool import Heap
 from ...engine.placement import FILE_DTYPES
-from ..layers import Layer
-from ..places import Place
+from ..outcome.layer import Kept, without_bytes
 from ..written import Entry
 from .made import Made
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The stored tensors of one module by their ending, and the facts of its layer, which holds no tensors."""
-
-    place: Place
-    tensors: Mapping[str, Entry]
-    layer: Layer
-    copied: bool = False  # whether the tensors are those of the input
 
 
 def kept(made: Made, put: Heap | Draft) -> Kept:
     """Return a module whose bytes wait, or are in the draft of the output."""
     return Kept(made.place, waiting(made.tensors, put), without_bytes(made.layer), made.copied)
-
-
-def without_bytes(layer: Layer) -> Layer:
-    """Return the facts of a layer alone."""
-    return replace(layer, tensors={})
 
 
 def waiting(tensors: Mapping[str, Tensor], put: Heap | Draft) -> dict[str, Entry]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...engine.by_rows.rows import Rows
 from ..dialects import Dialect
 from ..job import WHOLE
-from ..layers import Layer
+from ..outcome.layer import Layer
 from ..places import Place
 from ..truncation.effect import squares_of_rows
 from ..truncation.storing import rounded

@@ -1,17 +1,18 @@
-"""The tensors that a conversion will write, from headers alone."""
+"""The tensors that a conversion will write, from headers alone. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ...adapter_options import KEEP
 from ...disk.files import StoredTensor
-from ...dtypes import FLOATS
-from ...engine.placement import FILE_DTYPES
+from ...dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ...shapes import Shape
-from ..changes import is_plain
-from ..converting import written_dtype
 from ..dialects import Dialect
 from ..job import WHOLE, AdapterJob
+from ..joining.targets import is_plain
 from ..metadata.sizes import PlannedLayer
-from ..places import Filled
+from ..places import Filled, Share
 
 
 def planned_layer(one: Filled, rank: int, to: Dialect, job: AdapterJob, *, kept: bool) -> PlannedLayer:
@@ -19,8 +20,7 @@ def planned_layer(one: Filled, rank: int, to: Dialect, job: AdapterJob, *, kept:
     algorithm is that of the input."""
     place, patches = one.place, [s.patch for s in one.shares]
     out, cols = place.view.matrix
-    made = written_dtype(job, one.shares)
-    dtype = "F32" if made is None else FILE_DTYPES[made]
+    dtype = written_dtype(job, one.shares) or "F32"
     slots: dict[str, tuple[str, Shape]]
     if place.vector or one.value is not None or job.algorithm == WHOLE:
         slots, rank = {"diff": (dtype, (out, cols))}, 0
@@ -41,4 +41,15 @@ def planned_layer(one: Filled, rank: int, to: Dialect, job: AdapterJob, *, kept:
 def _kind(info: StoredTensor, job: AdapterJob) -> str:
     """Return the dtype of a tensor that is copied."""
     made = written_dtype(job, ())
-    return FILE_DTYPES[made] if made is not None and info.dtype in FLOATS else info.dtype
+    return made if made is not None and info.dtype in FLOATS else info.dtype
+
+
+def written_dtype(job: AdapterJob, shares: Sequence[Share]) -> str | None:
+    """Return the dtype of the output as files name it: as asked, else that of the first factor; None for as stored."""
+    if job.inputs.dtype != KEEP:
+        return DTYPES[job.inputs.dtype]
+    kinds = [info.dtype for s in shares for info in s.patch.module.slots.values() if info.dtype in FLOATS]
+    if not shares:
+        return None
+    wide = [k for k in kinds if ITEM_BYTES[k] > 1]
+    return wide[0] if len({*wide}) == 1 else "F32"

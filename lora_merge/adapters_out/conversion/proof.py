@@ -17,7 +17,7 @@ from ...engine.placement import HOST
 from ...errors import VerificationFailed
 from ...job import Adapter
 from ...progress import Counting
-from ..changes import Change, Evaluator, is_plain, squares_between, sum_of
+from ..changes import Change, Evaluator, squares_between, sum_of
 from ..job import AdapterJob
 from ..joining.targets import Target
 from ..layers import beyond_fp64
@@ -25,7 +25,9 @@ from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
 from ..truncation.effect import squares_of_rows
 from ..truncation.storing import alike, squares_of
-from .assumed import cache_of, same_base
+from .assumed import same_base
+from .caches import cache_of
+from .renamed import same_factors
 
 BUDGET: Final = 2**30
 """Multiplications of the comparison; weights are taken evenly over the file."""
@@ -69,7 +71,8 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
         def work(target: Target) -> Apart:
             one, other = before.get(), after.get()
             written = theirs.get(target.key)
-            if written is not None and _stored_alike(target, written, one, other):
+            pairs = same_factors(target, written)
+            if pairs and all(_alike(other.cache.fetch(new), one.cache.fetch(old)) for old, new in pairs):
                 off = Apart(0.0, 0.0, (0.0, 0.0))
             else:
                 held, bound = other.changes(written) if written else [], (claim.residual, claim.lost.get(target.key, 0))
@@ -91,20 +94,8 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
             "worst_layer": name}  # fmt: skip
 
 
-def _stored_alike(target: Target, written: Target, one: Evaluator, other: Evaluator) -> bool:
-    """Return whether a file means the same change of a weight by its very bytes: one pair of factors with one scale."""
-    if target.values or written.values or len(target.uses) != 1 or len(written.uses) != 1:
-        return False
-    (use,), (again,) = target.uses, written.uses
-    patch, made = use.patch, again.patch
-    facts = [
-        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
-    ]
-    if not is_plain(patch) or not is_plain(made) or facts[0] != facts[1] or patch.view != made.view:
-        return False
-    pairs = [(patch.module.slots[slot], made.module.slots[slot]) for slot in ("up", "down")]
-    return all(old.dtype == new.dtype and alike(other.cache.fetch(new).reshape(-1), one.cache.fetch(old).reshape(-1))
-               for old, new in pairs)  # fmt: skip
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and alike(one.reshape(-1), other.reshape(-1))
 
 
 def _nbytes(target: Target) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from ...algorithms.lokr import LOKR
 from ...engine.by_rows.rows import Rows
-from ..layers import Layer
+from ..outcome.layer import Layer
 from ..rank_rules import COUNT, Rule
 from ..truncation.dense import of_dense
 from ..truncation.effect import squares_of_rows

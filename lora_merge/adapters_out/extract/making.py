@@ -16,7 +16,8 @@ from ..conversion.made import Made, value_made, vector_ending, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
 from ..joining.targets import Target
-from ..layers import Cut, Layer, Storage, Wanted
+from ..layers import Cut, Storage, Wanted
+from ..outcome.layer import Layer
 from ..peft.complete import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose

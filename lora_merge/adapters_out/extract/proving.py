@@ -23,9 +23,9 @@ from ...models.weights import RowSlice, WeightView, whole
 from ...planning.cache import CheckpointCache
 from ...progress import Counting
 from ..changes import Change, Evaluator
-from ..conversion.kept import Kept
 from ..job import WHOLE
 from ..joining.targets import Target
+from ..outcome.layer import Kept
 from ..proof import FLOOR, TOLERANCE
 from ..side_by_side import PerThread, side_by_side
 from ..sources import open_sources

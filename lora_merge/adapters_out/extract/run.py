@@ -26,19 +26,20 @@ from ...paths import with_ending
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..conversion.kept import Kept, kept
+from ..conversion.kept import kept
 from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE, form
-from ..layers import Layer, Storage, Wanted, decomposing, expect_finite, shared_out
+from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
+from ..outcome.layer import Kept, Layer
+from ..outcome.outcome import Facts, Outcome, Run, planned
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one, task_type
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..run import Facts, Outcome, Run, planned
 from ..side_by_side import side_by_side
 from ..truncation.need import note
 from ..written import CONTENTS, drafted, unread

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+from ...algorithms import ALGORITHMS
 from ...disk.files import StoredTensor
-from ...matching.patch import PatchPart
+from ...matching.patch import Patch, PatchPart
 from ...models.weights import RowSlice
 from ...shapes import Shape, flat
 
@@ -81,3 +82,9 @@ class Target:
     def label(self) -> str:
         """The name of the layer for reports."""
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+
+def is_plain(patch: Patch) -> bool:
+    """Return whether a patch is a product of two factors with a scale, and nothing else."""
+    row = ALGORITHMS[patch.algorithm]
+    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None

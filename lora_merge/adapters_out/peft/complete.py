@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError
-from ..conversion.kept import Kept
 from ..conversion.made import Made, as_value
 from ..dialects import Dialect
 from ..job import WHOLE
-from ..layers import Layer
+from ..outcome.layer import Kept, Layer
 from ..places import Place
 
 TABLE: Final = re.compile(

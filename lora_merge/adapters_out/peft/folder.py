@@ -14,7 +14,7 @@ from ..job import FACTORS
 from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
-    from ..conversion.kept import Kept
+    from ..outcome.layer import Kept
     from ..places import Place
 
 

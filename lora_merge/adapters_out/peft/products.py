@@ -14,7 +14,7 @@ from ...algorithms.loha import LOHA
 from ...errors import FitError
 
 if TYPE_CHECKING:
-    from ..conversion.kept import Kept
+    from ..outcome.layer import Kept
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Ending → shape of a layer's tensors."""

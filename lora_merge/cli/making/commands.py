@@ -200,14 +200,19 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
 
 
 def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> None:
-    """Run or plan a task, which is made while progress is shown, as torch is imported for it; print its report."""
-    from ...engine.torch_preload import preload
+    """Run or plan a task, which is made while progress is shown, as torch may be imported for it; print its report."""
+    from ...engine.torch_preload import keep_freed_memory, preload
     from ..pictures.files import Pictures
     from ..streams import reporting
 
     pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as told, watching(quiet=printed["quiet"]) as display:
-        preload(wait=True)
+        if command == "extract":
+            preload(wait=True)  # it is imported first of all
+        elif command == "convert" or printed["dry_run"]:
+            keep_freed_memory()  # most of them need no torch
+        else:
+            preload()
         task = make()
         for file in (told, pictures):
             if file is not None:

@@ -1,0 +1,1 @@
+"""The facts and the end of a run that writes an adapter."""
