@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -135,7 +136,9 @@ class Converter:
             return None
         left, right = up.reshape(-1, rank).float() * scale, down.reshape(rank, -1).float()
         squares = squares_of(left, right)
-        if not SMALL < squares < LARGE:
+        if not SMALL < squares < LARGE:  # beyond fp32
+            squares = squares_of(up.reshape(-1, rank).double() * scale, right.double())
+        if not 0 < squares < inf:
             return None
         ones = (1,) * (len(place.view.shape) - 2)
         tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones),

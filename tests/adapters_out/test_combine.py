@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import lora_merge
 from lora_merge.adapters_out.job import make_adapter_job
-from lora_merge.adapters_out.run import plan
+from lora_merge.adapters_out.outcome.planned import plan
 from lora_merge.cli.main import app
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.viewing.inspect import inspect

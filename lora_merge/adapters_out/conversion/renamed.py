@@ -8,6 +8,7 @@ bytes of the input's, it means the same change.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,8 +36,11 @@ from ..written import Entry
 from .assumed import same_base
 from .planned import written_dtype
 
-INFINITE: Final = 0x7C00
-"""The bits of infinity in fp16; those of NaN are larger."""
+OF_HALF: Final = np.int32(-0x70002000)
+"""The bits of fp32 that an exponent of five bits, ten bits of a significand and a sign take."""
+
+INFINITE: Final = 2.0**16
+"""What infinity of fp16 becomes; NaN becomes more."""
 
 AT_ONCE: Final = 8
 """Modules that are in memory at once, for each core."""
@@ -171,8 +175,11 @@ def _side_by_side(tasks: Sequence[Any], work: Any) -> Iterator[Any]:
     """Yield the results in the order of the tasks, some of which are worked at at a time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with one_core(), ThreadPoolExecutor(cores) as pool:
-        for first in range(0, len(tasks), AT_ONCE * cores):
-            yield from pool.map(work, tasks[first : first + AT_ONCE * cores])
+        waiting = deque(pool.submit(work, task) for task in tasks[: AT_ONCE * cores])
+        for task in tasks[AT_ONCE * cores :]:
+            yield waiting.popleft().result()
+            waiting.append(pool.submit(work, task))
+        yield from (one.result() for one in waiting)
 
 
 def _squares(one: Factors, up: bytearray, down: bytearray) -> float | None:
@@ -183,21 +190,21 @@ def _squares(one: Factors, up: bytearray, down: bytearray) -> float | None:
         columns, rows = left.T @ left, right @ right.T
         every = one.scale**2 * float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
         found = one.scale**2 * float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
+    for numbers, products, info in ((left, columns, one.up), (right, rows, one.down)):
+        largest = np.abs(numbers).max() if info.dtype == "F16" and products.diagonal().max() >= INFINITE**2 else 0.0
+        if largest >= INFINITE:
+            return None
     return found if isfinite(every) and SMALL < found < LARGE and found > CANCELS * every else None
 
 
 def _of_half(raw: bytearray) -> Matrix:
-    """Return numbers of fp16 in fp32, in half of numpy's time: the bits are moved, and the exponent is corrected by a
-    product, which is exact for subnormals too. Where one is infinite or NaN, all are NaN."""
-    bits = np.frombuffer(raw, np.uint16).astype(np.uint32)
-    signs = (bits & 0x8000) << 16
-    bits &= 0x7FFF
-    if int(bits.max(initial=0)) >= INFINITE:
-        return np.full(len(bits), np.nan, np.float32)
+    """Return numbers of fp16 in fp32, in a seventh of numpy's time: the bits are moved, and the exponent is corrected
+    by a product, which is exact for subnormals too. Infinity and NaN become numbers from 65536 on."""
+    bits = np.frombuffer(raw, np.int16).astype(np.int32)
     bits <<= 13
+    bits &= OF_HALF  # without the copies of the sign
     numbers: Matrix = bits.view(np.float32)
     numbers *= np.float32(2.0**112)
-    bits |= signs
     return numbers
 
 
