@@ -50,6 +50,7 @@ class Wanted:
     before: int  # the largest rank of the inputs
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
+    products: Grams | None = None  # of the factors, where they are known
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -101,7 +102,7 @@ class Wanted:
     @cached_property
     def grams(self) -> Grams:
         """LᵀL and R Rᵀ of the factors."""
-        return Grams.of(*self.factors)
+        return self.products or Grams.of(*self.factors)
 
     def norms_of(self, changes: Sequence[Change]) -> Norms:
         """Return the norms of the changes whose factors stand side by side, of those that are not zero."""

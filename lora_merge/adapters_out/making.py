@@ -155,7 +155,7 @@ class Maker:
         found = combine(self.job, target, changes, seeds)
         apart = at is SINGLE and self.job.method == SUM and found.left is not None and not target.parts
         if apart and found.factors[0].shape[1] == columns:  # the changes stand side by side
-            return replace(found, norms={target.label: found.norms_of(changes)}), columns
+            return replace(found, norms={target.label: found.norms_of(changes)}, products=found.grams), columns
         return replace(found, norms=norms_of(changes, target)), columns
 
     def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:

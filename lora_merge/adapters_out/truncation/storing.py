@@ -100,7 +100,7 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
     first, same = left - up, alike(right, down)
     rows = right @ right.mT if rows is None else rows
     if same:
-        first = first[first.any(1)]  # few rows, where the dtype holds most numbers
+        first = first[first.abs().amax(1) > 0] if first.numel() else first  # few rows, where it holds most numbers
         if first.dtype == torch.float32:  # squares that it cannot hold are nothing beside ‖L R‖² > SMALL
             return Grams(first.mT @ first, rows).squares()
         size = float(first.abs().max()) if first.numel() else 0.0
