@@ -16,6 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import lora_merge.batch.run
 import lora_merge.cli.main
 import lora_merge.engine.fold_window
 import lora_merge.engine.merge

@@ -43,11 +43,11 @@ def file_system(path: Path) -> str:
     """Return the type of the file system of `path`, which need not exist yet, such as `ext4`; "" if unknown."""
     if not MOUNTS.exists():
         return ""
-    here, best, kind = _existing(path).resolve(), Path("/"), ""
+    here, best, kind = f"{_existing(path).resolve()}/".replace("//", "/"), "", ""
     for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]:
         left, _, right = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4]))
-        if here.is_relative_to(point) and point.is_relative_to(best):
+        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4]).rstrip("/") + "/"
+        if here.startswith(point) and point.startswith(best):
             best, kind = point, right.split()[0]
     return kind
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
 from typing import Final, TypeAlias
 
@@ -67,8 +67,10 @@ class NameTable:
             self._bodies.setdefault(form(body), []).append(body)
         self._sources: dict[str, dict[str, set[Row]]] = {}
         """Form of a name → forms of the tensors that may have it, each with the rows of the tables that say so."""
+        tables = native, *spellings
         for body in self._bodies:
-            self._trace(body)
+            for name, rows in _traced(body, tables):
+                self._sources.setdefault(name, {}).setdefault(body, set()).update(rows)
         self._made: dict[str, Views] = {}
         self._rules: dict[str, Row | bool] = {}
         self._live: dict[str, list[Way]] = {}  # weak form → the ways to strong forms
@@ -118,18 +120,6 @@ class NameTable:
     def _canonical(self, sources: Iterable[str]) -> tuple[Views, list[tuple[str, WeightView]]]:
         bodies = (body for source in sources for body in self._bodies[source])
         return canonical(bodies, self._keys, self._shapes, self._native)
-
-    def _trace(self, body: str) -> None:
-        """Record every form that the names of tensors of this form may have."""
-        cut = [(row, path) for row, path in self._native.names_of(tuple(body.split(".")))]
-        for row, path in [(None, tuple(body.split("."))), *cut]:
-            self._note(path, body, [r for r, _ in cut])
-            for table in self._spellings:
-                for other, spelling in table.spellings_of(path):
-                    self._note(spelling, body, [r for r in (row, other) if r])
-
-    def _note(self, path: tuple[str, ...], body: str, rows: Iterable[Row]) -> None:
-        self._sources.setdefault(".".join(path), {}).setdefault(body, set()).update(rows)
 
     def _direct(self, of: str) -> Row | bool:
         """Return True if only tensors have names of this form, the row if one row alone renames them, else False."""
@@ -191,6 +181,24 @@ class NameTable:
     def _flat_forms(self) -> tuple[FlatForms, FlatForms]:
         """The forms of the strong names, and of the weak ones."""
         return FlatForms(self._sources), FlatForms(self._weak_forms)
+
+
+@lru_cache(maxsize=4096)  # models of one architecture have the same few hundred forms
+def _traced(body: str, tables: tuple[Table, ...]) -> tuple[tuple[str, frozenset[Row]], ...]:
+    """Return (form of a name, rows of the tables that say so) for all names that tensors of this form may have.
+
+    The first table is that of the base's layout, the others those of all spellings.
+    """
+    native, *spellings = tables
+    own = tuple(body.split("."))
+    cut = list(native.names_of(own))
+    found: dict[str, set[Row]] = {}
+    for row, path in [(None, own), *cut]:
+        found.setdefault(".".join(path), set()).update(r for r, _ in cut)
+        for table in spellings:
+            for other, spelling in table.spellings_of(path):
+                found.setdefault(".".join(spelling), set()).update(r for r in (row, other) if r)
+    return tuple((name, frozenset(rows)) for name, rows in found.items())
 
 
 def _agreed(places: Iterable[Place]) -> Place:

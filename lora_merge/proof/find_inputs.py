@@ -6,7 +6,8 @@ Names in a recipe are only compared with names of files: they cannot lead out of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -30,17 +31,41 @@ def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
 
 def find_all(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
     """Return the paths of these inputs, as `find`."""
-    present = list(_walk(folders))
+    present = _Present(folders)
     return [_find(one, present) for one in inputs]
 
 
-def _find(one: Input, present: Sequence[Path]) -> Path:
+class _Present:
+    """The files in the searched folders, found as they are asked for: most inputs lie beside the output."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        tops = list(folders)
+        for top in tops:
+            if not top.is_dir():
+                raise UsageError("no such folder", str(top), "name a folder with --search")
+        self._found: list[Path] = []
+        self._more = _walk(tops)
+
+    def __iter__(self) -> Iterator[Path]:
+        for n in count():
+            if n == len(self._found):
+                path = next(self._more, None)
+                if path is None:
+                    return
+                self._found.append(path)
+            yield self._found[n]
+
+
+def _find(one: Input, present: Iterable[Path]) -> Path:
     name, size, digest = one.files[0]
     depth = len(PurePosixPath(name).parts) if one.folder else 0
     ending = f"/{one.name}/{name}" if one.folder else f"/{name}"
-    namesakes = [p for p in present if f"/{p.as_posix()}".endswith(ending)]
+
+    def named(path: Path) -> bool:
+        return f"/{path.as_posix()}".endswith(ending)
+
     others: list[str] = []
-    for path in dict.fromkeys((*namesakes, *present)):
+    for path in chain(filter(named, present), filterfalse(named, present)):
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if one.folder else path
             try:
@@ -49,11 +74,12 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
                 other = f"{e.where} ({e.what})"
             if other is None:
                 return root
-            if path in namesakes:
+            if named(path):
                 others.append(other)
-    if namesakes:
+    namesake = next(filter(named, present), None)
+    if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
-                                 f"{[*others, namesakes[0]][0]} is not that of {quoted(one.name)} then, "
+                                 f"{[*others, namesake][0]} is not that of {quoted(one.name)} then, "
                                  f"whose weights have the SHA-256 {digest}",
                                  "merge again, or name the folder of the former version with --search")  # fmt: skip
     raise InputError(f"the input {quoted(one.name)} is not found", f"SHA-256 {digest}, {size} bytes",
@@ -82,8 +108,6 @@ def _walk(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield regular files in these folders and DEPTH levels below, FILES at most; links to folders are not followed."""
     seen: set[Path] = set()
     for top in folders:
-        if not top.is_dir():
-            raise UsageError("no such folder", str(top), "name a folder with --search")
         for here, below, files in os.walk(top):
             level = len(Path(here).relative_to(top).parts)
             below[:] = [] if level >= DEPTH else sorted(b for b in below if not b.startswith("."))

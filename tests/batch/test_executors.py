@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -64,6 +64,59 @@ def heavy(models: Path, count: int = 12) -> None:
     save(base, models / "base.safetensors")
 
 
+PIPES = """
+    import os, sys
+
+    os.dup2(os.open("tasks", os.O_RDONLY), 0)
+    os.dup2(os.open("reports", os.O_WRONLY), 1)
+    sys.stdin = open(0)
+"""
+"""Two pipes with names, in place of those that `subprocess` makes."""
+
+
+@dataclass
+class Forked:
+    """A worker as `subprocess.Popen`, forked from a process that has imported everything."""
+
+    nursery: Nursery
+    folder: Path
+    code: str = "from lora_merge.batch import worker; worker.main()"
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        for name in ("tasks", "reports"):
+            os.mkfifo(self.folder / name)
+        self.log, self.code = self.folder / "log", textwrap.dedent(PIPES) + textwrap.dedent(self.code)
+        self.pid = self.nursery.start([], self.folder, log=str(self.log), code=self.code)
+        self.stdin, self.stdout = (self.folder / "tasks").open("wb"), (self.folder / "reports").open("rb")
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code."""
+        if self.returncode is None:
+            self.returncode = self.nursery.wait(self.pid)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Its exit code, if it was waited for."""
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def goes_on(self, *, after: signal.Signals | None = None) -> tuple[int, str]:
+        """Its exit code, and what it says besides reports, where it has stopped itself."""
+        if after is not None:
+            os.kill(self.pid, after)
+        os.kill(self.pid, signal.SIGCONT)
+        self.stdin.close()
+        if not self.stdout.closed:
+            self.stdout.read()
+            self.stdout.close()
+        return self.wait(), self.log.read_text(encoding="utf-8")
+
+
 DYING = """
     import os, signal
     from lora_merge.batch import worker
@@ -81,17 +134,17 @@ DYING = """
 
 
 def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
-    models: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
+    """The first is one that dies, the second a real one, and the third has the first one's place."""
     monkeypatch.setattr(batch, "TOGETHER", 2)
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes] | Forked] = []
     start = executors._start
 
-    def recorded() -> subprocess.Popen[bytes]:
-        started.append(start() if started else subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(DYING)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
-        ))  # fmt: skip
+    def recorded() -> subprocess.Popen[bytes] | Forked:
+        folder = models / f"worker{len(started)}"
+        forked = (lambda: Forked(nursery, folder, DYING), start, lambda: Forked(nursery, folder))
+        started.append(forked[len(started)]())
         return started[-1]
 
     monkeypatch.setattr(executors, "_start", recorded)
@@ -128,7 +181,7 @@ def failing(entry: BatchJob) -> JobReport:
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_where_a_device_fails_another_process_takes_over(
-    models: Path, monkeypatch: pytest.MonkeyPatch, together: int
+    models: Path, monkeypatch: pytest.MonkeyPatch, together: int, nursery: Nursery
 ) -> None:
     """This process fails in its second group; jobs of that group are run again, and later ones in the new process."""
     monkeypatch.setattr(batch, "TOGETHER", together)
@@ -139,6 +192,7 @@ def test_where_a_device_fails_another_process_takes_over(
         yield from carry_out(group, *given) if len(begun) == 1 else map(failing, group.entries)
 
     monkeypatch.setattr(executors, "carry_out", half)
+    monkeypatch.setattr(executors, "_start", lambda: Forked(nursery, models / "worker"))
     reports = lora_merge.run_batch(jobs(models, 8))
     assert [r.status for r in reports] == ["merged"] * 8
     assert len(begun) == 2
@@ -161,14 +215,13 @@ BROKEN = """
 """A worker whose device fails under every group with the first job."""
 
 
-def test_a_job_under_which_the_device_always_fails_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+def test_a_job_under_which_the_device_always_fails_fails_alone(
+    models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
+) -> None:
+    started: list[Forked] = []
 
-    def start() -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(BROKEN)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
-        ))  # fmt: skip
+    def start() -> Forked:
+        started.append(Forked(nursery, models / f"worker{len(started)}", BROKEN))
         return started[-1]
 
     monkeypatch.setattr(executors, "_start", start)
@@ -191,13 +244,10 @@ def test_on_ray_jobs_of_a_failed_device_are_run_once_more_alone(models: Path) ->
 
 
 STOPPING = """
-    import os, signal, sys
+    import os, signal
     from lora_merge.batch import worker
     from lora_merge.disk.writer import Writer
 
-    os.dup2(os.open("tasks", os.O_RDONLY), 0)
-    os.dup2(os.open("reports", os.O_WRONLY), 1)
-    sys.stdin = open(0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     real = Writer.write
@@ -212,57 +262,33 @@ STOPPING = """
 """
 
 
-@dataclass
-class Begun:
+def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Forked:
     """A worker that has stopped itself in the middle of a job."""
-
-    nursery: Nursery
-    pid: int
-    tasks: BinaryIO
-    reports: BinaryIO
-    log: Path
-
-    def goes_on(self, *, after: signal.Signals | None = None) -> tuple[int, str]:
-        """Its exit code, and what it says besides reports."""
-        if after is not None:
-            os.kill(self.pid, after)
-        os.kill(self.pid, signal.SIGCONT)
-        self.tasks.close()
-        if not self.reports.closed:
-            self.reports.read()
-            self.reports.close()
-        return self.nursery.wait(self.pid), self.log.read_text(encoding="utf-8")
-
-
-def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Begun:
-    for name in ("tasks", "reports"):
-        os.mkfifo(models / name)
-    log = models / "log"
-    pid = nursery.start([], models, log=str(log), code=textwrap.dedent(code))
-    tasks, reports = (models / "tasks").open("wb"), (models / "reports").open("rb")
+    worker = Forked(nursery, models / "worker", code)
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
-    pickle.dump(Task(JobGroup(entries), 0), tasks)
-    tasks.flush()
-    nursery.stopped(pid, log.read_text)
+    pickle.dump(Task(JobGroup(entries), 0), worker.stdin)
+    worker.stdin.flush()
+    nursery.stopped(worker.pid, worker.log.read_text)
     assert list(models.glob("out/.*.part"))
-    return Begun(nursery, pid, tasks, reports, log)
+    return worker
 
 
 def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nursery) -> None:
     worker = begun(models, nursery)
-    worker.reports.close()
+    worker.stdout.close()
     assert worker.goes_on() == (1, "")
     assert not strays(models)
 
 
-def test_a_task_that_is_cut_off_is_the_end(models: Path) -> None:
+def test_a_task_that_is_cut_off_is_the_end(models: Path, nursery: Nursery) -> None:
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
     text = pickle.dumps(Task(JobGroup(entries), 0))
-    done = subprocess.run(
-        [sys.executable, "-m", "lora_merge.batch.worker"], input=text[: len(text) // 2], capture_output=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    module = "import runpy; runpy.run_module('lora_merge.batch.worker', run_name='__main__')"
+    worker = Forked(nursery, models / "worker", module)
+    worker.stdin.write(text[: len(text) // 2])
+    worker.stdin.close()
+    assert (worker.stdout.read(), worker.wait(), worker.log.read_text()) == (b"", 0, "")
+    worker.stdout.close()
 
 
 def test_a_worker_whose_terminal_is_gone_leaves_nothing(models: Path, nursery: Nursery) -> None:

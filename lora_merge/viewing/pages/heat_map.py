@@ -30,9 +30,10 @@ def short(blocks: Iterable[str]) -> dict[str, str]:
     stacks: dict[str, list[list[str]]] = {}
     for name, (head, _) in every.items():
         stacks.setdefault(_word(name), []).append(head)
+    shared = {word: _shared(heads) for word, heads in stacks.items()}
     made = {}
     for name, (head, tail) in every.items():
-        more = head[_shared(stacks[_word(name)]) :]
+        more = head[shared[_word(name)] :]
         if len(more) > (2 if "." in name else 3) and not any(level[0].isdigit() for level in (*more[1:], tail)):
             more = [f"{more[0].strip('._')}…"]
         label = "".join(more) + tail
