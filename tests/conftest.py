@@ -42,6 +42,20 @@ jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type
 """PEFT saves a model card with every adapter, from one template that it compiles anew: half of the time of saving."""
 
 
+to_disk = os.fsync
+
+
+def _unwaited(fd: Any) -> None:
+    os.fstat(fd if isinstance(fd, int) else fd.fileno())  # it still has to be open
+
+
+os.fsync = _unwaited
+"""A merge waits for the disk four times, longer than it works, and no test cuts the power. Where it matters that bytes
+reach the disk, in `disk/` and in the processes of the nursery, they do."""
+if hasattr(os, "fdatasync"):
+    os.fdatasync = _unwaited
+
+
 @pytest.fixture(scope="session")
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("caches")

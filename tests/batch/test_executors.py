@@ -228,7 +228,9 @@ def test_a_job_under_which_the_device_always_fails_fails_alone(
     reports = {r.number: r for r in lora_merge.run_batch(jobs(models, 6), workers=2)}
     assert [reports[n].status for n in range(1, 7)] == ["failed"] + ["merged"] * 5
     assert isinstance(reports[1].error, DeviceFailed)
-    assert len(started) == 5, "two groups of three, the first job alone, and two that go on"
+    codes = Counter(worker.poll() for worker in started)
+    assert codes[1] == 3, "two groups of three, and the first job alone"
+    assert codes == {1: 3, 0: len(started) - 3} and len(started) in (4, 5), "one or two that go on, as it happens"
     assert not strays(models)
 
 

@@ -33,6 +33,7 @@ from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.files.pickles import FORMAT_NAMES
 from lora_merge.files.safetensors import parse
 
+from ..conftest import to_disk
 from ..support import blob, steps
 
 
@@ -541,7 +542,7 @@ def test_reads_are_exact(
     if not path.exists():
         path.write_bytes(content)
         with path.open("rb") as f:
-            os.fsync(f.fileno())
+            to_disk(f.fileno())
     with path.open("rb") as f:
         if cold and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -657,7 +658,7 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
 
     f = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(f)
+        to_disk(f)
         os.posix_fadvise(f, half, half, os.POSIX_FADV_DONTNEED)
         if cached(half) > 16 or cached(0) < half // PAGE - 16:
             pytest.skip("this file system keeps its own cache")
@@ -705,7 +706,7 @@ def test_what_is_on_its_way_into_the_page_cache_is_not_waited_for(tmp_path: Path
     path.write_bytes(bytes(size))
     f = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(f)
+        to_disk(f)
         os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)
         if pages._pages(f, 0, size) != 0:
             pytest.skip("this system counts no pages, or keeps its own cache")

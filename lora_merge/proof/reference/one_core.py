@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 _lock: Final = Lock()
 _set: Final = ExitStack()
 _users = 0
+
+
+@cache
+def _libraries() -> Any:
+    """Return what sets the threads of numpy's library, which is loaded by now; the search takes milliseconds."""
+    from threadpoolctl import ThreadpoolController  # a fortieth of a second, for proofs alone
+
+    return ThreadpoolController()
 
 
 @contextmanager
@@ -22,9 +31,7 @@ def one_core() -> Iterator[None]:
     global _users  # the setting is one of the process: the first user makes it, the last one takes it back
     with _lock:
         if not _users:
-            from threadpoolctl import threadpool_limits  # a fortieth of a second, for proofs alone
-
-            _set.enter_context(threadpool_limits(limits=1, user_api="blas"))
+            _set.enter_context(_libraries().limit(limits=1, user_api="blas"))
         _users += 1
     try:
         yield
