@@ -28,7 +28,7 @@ import torch
 import typer.testing
 from hypothesis import HealthCheck, settings
 
-from lora_merge.process import NUMBERS
+from lora_merge.process import NUMBERS, collect_rarely
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -186,6 +186,10 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imported libraries consist of is not garbage; looking for it takes a tenth of the time of all tests."""
+    """What the imported libraries consist of is not garbage; looking for it takes a tenth of the time of all tests.
+
+    What the tests make is looked for as rarely as in the program.
+    """
     gc.collect()
     gc.freeze()
+    collect_rarely()

@@ -127,15 +127,17 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_mount_points_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of mounts has spaces, tabs, line ends and backslashes in octal, and other bytes as they are."""
     point = tmp_path / "a b\tc\nd\\e\x85\udcff"
+    beside = point.with_name(f"{point.name}2")
     try:
         point.mkdir()
+        beside.mkdir()
     except OSError:
         pytest.skip("this file system has no such names")
     told = str(point).replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011").replace("\n", "\\012")
     table = f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {told} rw shared:1 - exfat /dev/b rw\n"
     (tmp_path / "mountinfo").write_text(table, encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr(volumes, "MOUNTS", tmp_path / "mountinfo")
-    assert [file_system(p) for p in (tmp_path, point, point / "file")] == ["ext4", "exfat", "exfat"]
+    assert [file_system(p) for p in (tmp_path, point, point / "file", beside)] == ["ext4", "exfat", "exfat", "ext4"]
 
 
 def test_a_file_system_that_refuses_direct_writes_late_gets_others(
