@@ -39,6 +39,10 @@ LINEAR_TYPES: Final = frozenset(
 (Qwen 1) comes with the checkpoint."""
 
 
+UPRIGHT: Final = {"model_type": "gpt_neo"}
+"""The config.json of a model whose weights are all [out, in]."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer that an adapter changes."""

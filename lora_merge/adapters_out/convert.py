@@ -29,7 +29,7 @@ from ..paths import is_folder, names_folder, output_file
 from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
-from .conversion.assumed import as_named, without_base
+from .conversion.assumed import NOWHERE, as_named, without_base
 from .conversion.own import own_dialect, own_places
 from .conversion.planned import planned_layer
 from .conversion.renamed import all_factors, claimed, proven, renamed
@@ -39,7 +39,7 @@ from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
-from .peft.folder import config, expect_one, task_type
+from .peft.folder import FLAG, config, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
@@ -137,10 +137,14 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
     return rules
 
 
-def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None) -> AdapterReport:
+def run(
+    task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None,
+) -> AdapterReport:  # fmt: skip
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
 
-    `recipe`: of a command whose result is converted; it is recorded in place of the conversion's.
+    `recipe`, `before`: of a command whose result is converted; they stand in place of the conversion's recipe and of
+    the configuration of its adapter.
     """
     found = opened(task)
     task, sources = found.task, found.sources
@@ -160,7 +164,7 @@ def run(task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str
 
             writing = made(found, reader, draft(), this.counted)
         entries = entries_of(task.to, writing.whole) + writing.beside
-        own = config(writing.made, _before(sources), found.everywhere) if task.to.folder else None
+        own = config(writing.made, _before(sources, before), found.everywhere) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
@@ -275,11 +279,12 @@ def _level(there: Sequence[Filled], names: Names) -> str | None:
     return levels.pop() if len(levels) == 1 else None
 
 
-def _before(sources: Sources) -> Mapping[str, Any]:
-    """Return the configuration of the adapter, with the task of the base's model where it states none."""
-    own = sources.adapters[0].index.config
-    model = sources.inputs.base.config if sources.inputs else {}
-    return own if own.get("task_type") else {**own, "task_type": task_type(model)}
+def _before(sources: Sources, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the configuration of the adapter, or the given one; with the task of the base's model if it lacks one."""
+    own = sources.adapters[0].index.config if given is None else given
+    base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
+    told = {**own, FLAG: base is None and own.get(FLAG) is True}  # else the base tells it
+    return told if own.get("task_type") else {**told, "task_type": task_type(base.config if base else {})}
 
 
 def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:

@@ -12,14 +12,15 @@ from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
 from ..dtypes import FORMATS
 from ..errors import FitError, UsageError
+from ..files.checkpoint import CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
 from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..models.chosen import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, expand, input_path, is_folder, names_folder, output_file
+from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from ..text import plural
-from .dialects import Dialect, dialect, names
+from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
@@ -68,6 +69,9 @@ class AdapterJob:
 FILES: Final = ("combine", "resize", "average")
 """Commands whose output is a file."""
 
+FILE: Final = ".safetensors"
+"""The ending of an output that is a file."""
+
 CHOICE: Final = ("include", "exclude", "compute_dtype")
 """Options of all commands, each with a meaning of its own for adapters."""
 
@@ -105,6 +109,9 @@ def make_adapter_job(
     if to is None:
         raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
                          f"use one of {', '.join(names())}")  # fmt: skip
+    if to is OF_INPUT and command in FILES and stays_folder(job.adapters[0].path, output):
+        to = DIALECTS["peft"]
+        given |= {"format": to.name}
     path = _output(job, command, str(own["rank"]), output, file=command in FILES and not to.folder)
     job = replace(job, method=method, output=path)
     if command in ("resize", "convert") and len(job.adapters) != 1:
@@ -133,17 +140,24 @@ def make_adapter_job(
 def _output(job: Job, command: str, rule: str, given: str | Path | None, *, file: bool) -> Path:
     """Return the path of the output, which may be a `file`; `given`: None, or what the user names."""
     if given is None or (file and names_folder(given)):
-        return _named(job, command, rule, absolute(Path()) if given is None else expand(given))
+        ending = "" if command in FILES and not file else FILE
+        return _named(job, command, rule, absolute(Path()) if given is None else expand(given), ending)
     return output_file(given) if file else expand(given)
 
 
-def _named(job: Job, command: str, rule: str, folder: Path) -> Path:
+def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path:
     """Return the path of the default name in a folder."""
     stems = [a.path.name if is_folder(a.path) else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
-    if any(folder / f"{name}.safetensors" == a.path for a in job.adapters):  # of one adapter
+    if any(folder / f"{name}{ending}" == a.path for a in job.adapters):  # of one adapter
         name += f"-{command}"
-    return folder / f"{name}.safetensors"
+    return folder / f"{name}{ending}"
+
+
+def stays_folder(adapter: Path, output: str | Path | None) -> bool:
+    """Return whether the output is a folder of PEFT because the adapter is one, and no name of a file is given."""
+    given = output is not None and str(output).endswith(FILE)
+    return not given and is_file(adapter / CONFIGS[0]) and not is_file(adapter / MLX_FILE)
 
 
 def _computed(value: Any) -> str:

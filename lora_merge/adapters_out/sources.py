@@ -19,6 +19,7 @@ from ..job import Adapter
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
 from ..matching.incomplete import gaps, incomplete
+from ..matching.orientation import ALL_UPRIGHT
 from ..matching.patch import PatchPart
 from ..models.chosen import Chosen
 from ..models.module_blocks import network_of
@@ -176,7 +177,7 @@ class CheckpointWeights:
 
 def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterContext:
     found = rules(file.index.config, str(file.path), file.index.metadata)
-    return AdapterContext(number, file, found, values)
+    return AdapterContext(number, file, found, values, base=ALL_UPRIGHT)
 
 
 def _joined_target(
@@ -193,7 +194,8 @@ def _joined_target(
         try:
             patch, remarks, _ = choose(module, view, context, {parameter: view})
         except ShapeMismatch as e:
-            raise FitError(e.what, e.where, "these adapters are for different models") from e
+            fix = e.fix if shape_of(module) == shape else "these adapters are for different models"
+            raise FitError(e.what, e.where, fix) from e
         if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
             raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",
                              f"{context.adapter.path}: {module.where}", GIVE_BASE)  # fmt: skip

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from ..adapters.conv1d import CONTRADICTION, Layer, conv1d_by_base, conv1d_by_setting, conv1d_by_shapes
+from ..adapters.conv1d import (
+    CONTRADICTION,
+    UPRIGHT,
+    Layer,
+    base_types,
+    conv1d_by_base,
+    conv1d_by_setting,
+    conv1d_by_shapes,
+)
 from ..adapters.file import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import TABLES
@@ -40,6 +48,9 @@ class Base:
 
 NO_FACTS: Final = Base((), lambda _: False, tuple)
 """The empty facts, where only the adapter is known."""
+
+ALL_UPRIGHT: Final = Base(base_types(UPRIGHT), lambda _: False, tuple)
+"""Weights that an adapter alone shows: [out, in] as its own tensors, however the model stores them."""
 
 
 class Orientation:

@@ -84,6 +84,35 @@ def test_a_folder_of_peft_stays_one(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+MODEL = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "llama", "revision": "v2",
+         "auto_mapping": {"base_model_class": "GPT2LMHeadModel", "parent_library": "transformers"}}  # fmt: skip
+"""What a folder says of its model."""
+
+
+def test_a_sum_of_folders_of_peft_is_a_folder_without_a_base_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are square and [in, out] in the model, which changes no factor; a file has to be named as one."""
+    monkeypatch.chdir(tmp_path)
+    name = "base_model.model.transformer.h.0.attn.c_proj"
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["c_proj"], "fan_in_fan_out": True}
+    pairs = [(rand(2, 8, seed=n), rand(8, 2, seed=n + 5)) for n in (0, 1)]
+    for folder, (down, up) in zip("ab", pairs, strict=True):
+        Path(folder).mkdir()
+        save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, f"{folder}/adapter_model.safetensors")
+        Path(folder, "adapter_config.json").write_text(json.dumps(config | MODEL))
+    assert lora_merge.combine(["a", ("b", -0.5)]).output == str(tmp_path / "a+b")
+    made = json.loads(Path("a+b/adapter_config.json").read_text())
+    assert {key: made.get(key) for key in MODEL} == MODEL
+    assert (made["r"], made["lora_alpha"], made["fan_in_fan_out"]) == (4, 4, True)
+    stored = load_file("a+b/adapter_model.safetensors")
+    wanted = 4 * pairs[0][1] @ pairs[0][0] - 2 * pairs[1][1] @ pairs[1][0]
+    assert torch.allclose(stored[f"{name}.lora_B.weight"] @ stored[f"{name}.lora_A.weight"], wanted, atol=1e-5)
+    lora_merge.resize("a", "small/", rank=1)
+    assert json.loads(Path("small/adapter_config.json").read_text())["r"] == 1
+    assert Path(lora_merge.combine(["a", "b"], "c.safetensors").output).is_file()
+
+
 def attention_of_flux(*, more: bool = False) -> Tensors:
     names = {
         f"transformer_blocks.0.attn.{n}": 8 for n in ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "to_add_out")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ...adapter_options import KEEP
 from ...errors import UsageError
 from ...job import Adapter, is_pair
 from ...options import pairs, shown
@@ -95,7 +96,7 @@ def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[st
     """Raise UsageError for an option that means nothing where tensors are averaged."""
     parts = any(a.parts for a in job.adapters)
     ruled = given["rank"] != SAME or any(given.get(n) for n in ("conv_rank", "max_rank", "rank_for"))
-    other = job.format != "keep"
+    other = given.get("format", KEEP) != KEEP
     computed = job.compute_dtype is not None
     for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format"),
                         (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip

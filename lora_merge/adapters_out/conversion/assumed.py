@@ -3,10 +3,13 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
+from ...adapters.conv1d import UPRIGHT
 from ...adapters.file import AdapterFile
 from ...disk.files import StoredTensor
 from ...errors import UsageError
@@ -30,9 +33,12 @@ NOWHERE: Final = Path("the base that was not given")
 def without_base(job: AdapterJob, to: Dialect) -> Sources:
     """Return the sources of a job whose base is assumed; UsageError where the adapter does not tell enough of it.
 
-    Where several architectures fit, the names that the output gets must be the same in all of them.
+    Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
+    has the names of the model that was wrapped, which an adapter in PEFT's words has already.
     """
     file = CheckpointCache().adapter(job.adapters[0].path)
+    if to.folder and all(module.name.startswith(PEFT) for module in file.modules):
+        return as_named(job)
     changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         for architecture in candidates(changes):
@@ -56,16 +62,18 @@ def without_base(job: AdapterJob, to: Dialect) -> Sources:
 
 
 def as_named(job: AdapterJob) -> Sources:
-    """Return the sources of a job on a base whose weights have the adapter's own names."""
+    """Return the sources of a job on a base whose weights have the adapter's names, and are [out, in] as its are."""
     file = CheckpointCache().adapter(job.adapters[0].path)
     shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(file)}
     part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
-    return _on_shapes(job, Names([part], shapes), file)
+    return _on_shapes(job, Names([part], shapes), file, UPRIGHT)
 
 
-def _on_shapes(job: AdapterJob, names: Names, file: AdapterFile) -> Sources:
+def _on_shapes(
+    job: AdapterJob, names: Names, file: AdapterFile, model: Mapping[str, Any] = MappingProxyType({})
+) -> Sources:
     tensors = {key: StoredTensor(key, "F32", shape, NOWHERE, 0, 0) for key, shape in names.shapes.items()}
-    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, ()), names, (file,)), stored=False)
+    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (file,)), stored=False)
 
 
 def _changes(file: AdapterFile) -> list[Change]:

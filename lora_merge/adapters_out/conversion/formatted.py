@@ -69,7 +69,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
         try:
-            second = run_conversion(again, progress, recipe=told)
+            second = run_conversion(again, progress, recipe=told, before=sources.adapters[0].index.config)
         except MergeError as e:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise

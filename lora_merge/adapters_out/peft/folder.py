@@ -24,6 +24,12 @@ NO_LAYER: Final = "dummy-target-modules"
 Source: DUMMY_TARGET_MODULES in peft/utils/constants.py.
 """
 
+FLAG: Final = "fan_in_fan_out"
+"""The entry of PEFT's configuration that says whether weights are stored [in, out]."""
+
+AUTO: Final = "auto_mapping"
+"""The entry of PEFT's configuration that names the class of the model."""
+
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
 
@@ -63,15 +69,21 @@ def config(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Plac
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     whole = {m.place.module for m in made if not m.layer.rank}
     return {
-        "peft_type": "LORA", "task_type": before.get("task_type"), "inference_mode": True,
-        "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
-        "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+        "peft_type": "LORA", "inference_mode": True,
+        **_kept(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
         "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": sorted(whole - ranks.keys()) or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
-        "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.row_slices[0].transposed for m in made),
+        "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
         **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip
+
+
+def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says of the model: it is as true of the output. PEFT chooses the class that loads an
+    adapter by its task, or else by `auto_mapping`."""
+    found = {name: before.get(name) for name in ("task_type", "base_model_name_or_path", "revision")}
+    return {**found, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
 
 
 def _of_products(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place]) -> dict[str, Any]:
@@ -82,9 +94,8 @@ def _of_products(made: Sequence[Kept], before: Mapping[str, Any], there: Iterabl
     usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     whole = {m.place.module for m in made if not m.layer.rank}
     return {
-        "peft_type": own[0].layer.algorithm.upper(), "task_type": before.get("task_type"), "inference_mode": True,
-        "base_model_name_or_path": before.get("base_model_name_or_path"), "revision": None,
-        "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
+        "peft_type": own[0].layer.algorithm.upper(), "inference_mode": True,
+        **_kept(before), "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
         "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
         "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
         "modules_to_save": sorted(whole - ranks.keys()) or None,
