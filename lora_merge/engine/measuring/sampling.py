@@ -29,11 +29,10 @@ class Sampling:
     def rows(self, block: Block) -> range:
         """Return the sampled rows of a block, spread evenly; rows of codes lie side by side, because those that share
         a scale are encoded together."""
-        rows, cols = block.last - block.first, max(block.cols, 1)
+        rows, cols, group = block.last - block.first, max(block.cols, 1), block.target.row_group
+        count = min(rows, max(-(-self.least // cols), self._others(block) * self._wanted(block) // cols))
         if block.target.packed is None:
-            count = min(rows, max(-(-self.least // cols), self._others(block) * self._wanted(block) // cols))
             return range(0, rows // count * count, rows // count)
-        count, group = min(rows, max(-(-self.least // cols), self._wanted(block) // cols)), block.target.row_group
         return range(min(rows, -(-count // group) * group))
 
     def step(self, block: Block, stands_for: int) -> int:
@@ -59,12 +58,10 @@ class Sampling:
         Rows that are encoded together may be most of a block: then only some of such blocks are sampled, unless
         several are folded in one call.
         """
-        if blocks[0].target.packed is None:
-            return [self._until(b) for b in blocks]
         block = blocks[0]
-        rows, group = block.last - block.first, block.target.row_group
-        if len(blocks) > 1 or group * block.cols <= COARSE * self._wanted(block):
-            return [rows] * len(blocks)
+        group = block.target.row_group
+        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._wanted(block):
+            return [self._until(b) for b in blocks]
         period = group * max(self.every // COARSE, 1)
         at = -(-block.first // period) * period
         return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
