@@ -28,7 +28,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
     Parameters:
         adapters: Paths, pairs `(path, strength)`, or `Adapter` objects; any mixture of algorithms, ranks and dialects.
         output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. Where the first adapter is a
-            folder of PEFT: the folder, unless the name ends in `.safetensors`.
+            folder of PEFT, a name without `.safetensors` is that of a folder.
         base: The model that they were trained on, where a formula reads it or names in different dialects must meet.
         method: A row of COMBINATIONS, with its `density`, `gamma`, `epsilon`, `t`, `elect`, `normalise`, `agree`,
             `scale` and `seed`.
@@ -70,7 +70,7 @@ def resize(
 
     Parameters:
         adapter: A path, a pair `(path, strength)`, or an `Adapter`.
-        output: The file or the folder to write, as for `combine`. None: `<stem>-r<rule>` in the current folder.
+        output: The file or folder to write, as for `combine`. None: `<stem>-r<rule>.safetensors` in the current folder.
         rank: A number or a rule, as for `combine`.
         base: The model that it was trained on, where its formula reads it.
         progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
@@ -198,7 +198,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
     Parameters:
         adapters: Paths of the snapshots, the oldest first.
         output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. Where the first adapter is a
-            folder of PEFT: the folder, unless the name ends in `.safetensors`.
+            folder of PEFT, a name without `.safetensors` is that of a folder.
         base: The model, where a formula reads it.
         weights: One number for each. Default: equal weights.
         ema: β of an exponential moving average.

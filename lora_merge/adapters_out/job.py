@@ -155,9 +155,9 @@ def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path
 
 
 def stays_folder(adapter: Path, output: str | Path | None) -> bool:
-    """Return whether the output is a folder of PEFT because the adapter is one, and no name of a file is given."""
-    given = output is not None and str(output).endswith(FILE)
-    return not given and is_file(adapter / CONFIGS[0]) and not is_file(adapter / MLX_FILE)
+    """Return whether the output is a folder of PEFT because the adapter is one, and its name is not that of a file."""
+    named = output is not None and not str(output).endswith(FILE)
+    return named and is_file(adapter / CONFIGS[0]) and not is_file(adapter / MLX_FILE)
 
 
 def _computed(value: Any) -> str:

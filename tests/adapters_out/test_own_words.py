@@ -101,7 +101,8 @@ def test_a_sum_of_folders_of_peft_is_a_folder_without_a_base_too(
         Path(folder).mkdir()
         save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, f"{folder}/adapter_model.safetensors")
         Path(folder, "adapter_config.json").write_text(json.dumps(config | MODEL))
-    assert lora_merge.combine(["a", ("b", -0.5)]).output == str(tmp_path / "a+b")
+    assert lora_merge.combine(["a", ("b", -0.5)]).output == str(tmp_path / "a+b.safetensors")
+    assert lora_merge.combine(["a", ("b", -0.5)], "a+b").output == str(tmp_path / "a+b")
     made = json.loads(Path("a+b/adapter_config.json").read_text())
     assert {key: made.get(key) for key in MODEL} == MODEL
     assert (made["r"], made["lora_alpha"], made["fan_in_fan_out"]) == (4, 4, True)
