@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.conversion.kept import Kept, kept
+from lora_merge.adapters_out.conversion import making
+from lora_merge.adapters_out.conversion.kept import kept
 from lora_merge.adapters_out.conversion.made import Made
+from lora_merge.adapters_out.outcome.layer import Kept
 from lora_merge.errors import FitError, VerificationFailed
 from tests.support import Tensors, in_process, rand
 
@@ -156,15 +158,13 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_merge.adapters_out import convert
-
     def faulty(made: Made, put: Any) -> Kept:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
         return kept(replace(made, tensors=tensors), put)
 
-    monkeypatch.setattr(convert, "kept", faulty)
+    monkeypatch.setattr(making, "kept", faulty)
     with pytest.raises(VerificationFailed, match="otherwise than the input"):
-        lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy")
+        lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()
