@@ -109,14 +109,14 @@ def renamed(
             return []
         ones, alpha = (1,) * (len(one.place.view.shape) - 2), np.float32(one.rank * one.scale)
         rows = {
-            to.endings["up"]: (one.up.dtype, (one.place.view.matrix[0], one.rank, *ones), memoryview(read.up)),
+            to.endings["up"]: (one.up.dtype, (prod(one.up.shape) // one.rank, one.rank, *ones), memoryview(read.up)),
             to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), memoryview(read.down)),
             to.endings.get("alpha", ".alpha"): ("F32", (), memoryview(alpha.tobytes())),
         }
         entries = {
             name: Entry(name, dtype, shape, draft.put(data)) for name, (dtype, shape, data) in sorted(rows.items())
         }
-        layer = Layer({}, FACTORS, one.rank, one.rank, float(alpha), read.squares, 0.0)
+        layer = Layer({}, FACTORS, one.rank, one.rank, one.rank * one.scale, read.squares, 0.0)
         found.append(Kept(one.place, entries, layer))
         told(8 * prod(one.place.view.shape))
     return found
