@@ -22,7 +22,7 @@ from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE, spoken
+from ..dtypes import WHOLE
 from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
@@ -76,21 +76,15 @@ def as_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     return replace(module, slots=slots), WeightView(view.row_slices, view.matrix)
 
 
-IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that the base has"
-
-
 def sizes(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[Note]]:
     """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as
-    embeddings and heads do. Whole numbers replace only the same dtype, because others may be quantised."""
+    embeddings and heads do."""
     unfit: list[MergeError] = []
     notes = []
     for key, info in replaced.items():
         old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
-        if info.dtype != base[key].dtype and not WHOLE.isdisjoint({info.dtype, base[key].dtype}):
-            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(base[key].dtype)}"
-            unfit.append(InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE))
         if info.shape == old:
             continue
         if len(old) == 1 and (weight is None or weight.shape[0] != info.shape[0]):

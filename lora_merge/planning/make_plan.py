@@ -15,13 +15,14 @@ from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, spoken
-from ..errors import InputError, ShapeMismatch, UsageError
+from ..dtypes import FLOATS, WHOLE, spoken
+from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.codecs.making import Made
 from ..files.codecs.plain import plain
 from ..files.codecs.told import measured
+from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
     ON_QUANTISATION,
     index_names,
@@ -193,17 +194,20 @@ def check_stored(matched: Matched) -> None:
     replaced = {key for m in found for key in (*m.replaced, *m.bases)}
     changed = whole.union(*(m.uses for m in found))
     base.quantised.check(base.path, job.dtype, changed)
+    for one in found:
+        _check_values(base, one.replaced)
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
     with Reader([base] if decoded else []) as reader:
         values = FileValues(reader)
         for key, (encoding, _, parts, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
-            if key in whole and not (key in replaced and (encoding.afresh or job.dtype != "keep")):
-                what = f"an adapter replaces a weight that is stored as {encoding.title}"
-                raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
             if encoding.decode_only and job.dtype == "keep":
                 what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
                 raise InputError(what, where, "write --dtype bf16")
+            if key in whole and not (key in replaced and (encoding.afresh or job.dtype != "keep")):
+                what = f"an adapter replaces a weight that is stored as {encoding.title}"
+                other = "write --dtype bf16, or " if key in replaced else ""
+                raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
             if job.rounding == "stochastic" and job.dtype == "keep" and not encoding.stochastic:
                 what = f"{encoding.title} is not rounded stochastically yet"
                 raise UsageError(what, where, "leave --rounding out, or write --dtype bf16")
@@ -211,6 +215,20 @@ def check_stored(matched: Matched) -> None:
                 small = not part.numbers and part.info.nbytes <= SMALL
                 if small and (fault := encoding.fault(role, values.numbers(part.info))):
                     raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
+
+
+IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that the base has"
+
+
+def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
+    """Raise InputError if a value cannot take the place of the base's: whole numbers, which may be codes without their
+    scales, replace only whole numbers of the same dtype that are no codes."""
+    for key, info in replaced.items():
+        own = base.tensors.get(key)
+        dtypes = {info.dtype} if own is None or key in base.packed else {info.dtype, own.dtype}
+        if own is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
+            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(own.dtype)}"
+            raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
 
 def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]:
@@ -289,6 +307,10 @@ def _target(
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else NO_OTHERS
+    if weight.shape != info.shape and packed is not None and packed.encoding.quantised and info.dtype not in BLOCKS:
+        raise FitError("an adapter changes the size of a quantised weight, whose scales have the old one",
+                       f"{info.file}: {name} is {list(info.shape)}, the adapter has {list(weight.shape)}",
+                       "write --dtype bf16")  # fmt: skip
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)

@@ -58,6 +58,10 @@ class Coded:
         """Return the ends of whole groups of `size` numbers around [low, high)."""
         return low // size * size, min(-(-high // size) * size, self.total)
 
+    def turned(self, low: int, high: int) -> tuple[int, int]:
+        """Return the ends of a range around [low, high) that can be rotated by itself."""
+        return self._around(low, high, self.packing.encoding.group)
+
     def rows(self, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return rows of the weight, seen as a matrix `cols` wide, and their grid."""
         found = [self.span(first * cols, (first + count) * cols) for first, count in runs(rows)]

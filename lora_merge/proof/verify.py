@@ -208,19 +208,24 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
-    made = target.packing.encoding
+    made, grid = target.packing.encoding, plain_grid(target.dtype)
     low, high = made.count(first), min(made.count(first + count), prod(target.shape))
+    if (output := merged.outputs.get(target.name)) is None:
+        got = decode(found, target.dtype)
+    else:
+        got, grid = output.span(low, high)
+        if grid.turn is not None:
+            low, high = output.turned(low, high)
+            got, grid = output.span(low, high)
     if (coded := merged.stored.coded(source)) is not None:
-        exact, grid = coded.span(low, high)
-        slack = grid.lost(exact)
+        exact, own = coded.span(low, high)
+        slack = own.lost(exact)
     else:
         scale = ITEM_BYTES[source.dtype]
         exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
         slack = np.asarray(DECODED * np.abs(exact) if target.packed else 0.0)
-    if target.name in merged.outputs:
-        got, grid = merged.outputs[target.name].span(low, high)
-    else:
-        got, grid = decode(found, target.dtype), plain_grid(target.dtype)
+    if grid.turn is not None:  # what is rounded lies rotated
+        exact, got, slack = grid.turn(exact), grid.turn(got), slack.max() + grid.lost(exact)
     with np.errstate(invalid="ignore", over="ignore"):
         over = grid.beyond(exact)
         right = grid.saturated(exact) if merged.saturate else exact

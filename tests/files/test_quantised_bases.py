@@ -442,3 +442,47 @@ def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str
         assert lora_merge.verify(out, full=True)["tensors"] == 1
     one, other = made.values()
     assert all(same(one[key], other[key]) for key in one if key != state)
+
+
+@pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "compressed-tensors int4", "mlx 4 bit"])
+def test_a_value_takes_the_place_of_codes(name: str, tmp_path: Path) -> None:
+    """Stored as they were; of another size only as plain numbers, and whole numbers without scales not at all."""
+    form, layer = FORMS[name], NAMES[0]
+    source, _ = base(form, tmp_path / "base", NAMES[:2])
+    out, file = tmp_path / ("out" if source.is_dir() else "out.safetensors"), tmp_path / "adapter.safetensors"
+
+    def merged(value: Tensor, dtype: str = "keep") -> Tensors:
+        save({**adapter(NAMES[1:2]), f"base_model.model.{layer}.weight": value}, file)
+        lora_merge.merge(source, file, out, dtype=dtype, overwrite=True)
+        return load(out / "model.safetensors" if source.is_dir() else out)
+
+    value, taller = rand(*SHAPE, seed=9, scale=0.02), rand(SHAPE[0] + 8, SHAPE[1])
+    made = merged(value)
+    want, got = form.turn(value.double()), form.turn(stored(form, made, layer))
+    assert ((got - want).abs() / form.half_step(parts(made, layer), want)).max() <= 1.001
+    with pytest.raises(InputError, match="whole numbers replace only"):
+        merged(value.to(torch.int8))
+    with pytest.raises(MergeError, match="changes the size of a quantised weight") as caught:
+        merged(taller)
+    assert caught.value.fix == "write --dtype bf16"
+    assert torch.equal(merged(taller, "bf16")[f"{layer}.weight"], taller.bfloat16())
+
+
+@pytest.mark.parametrize("of_head", ["lm_head", "Embedding"])
+def test_groups_of_compressed_tensors_count_in_the_order_of_the_library(of_head: str, tmp_path: Path) -> None:
+    """A name counts for that module alone, and before a class; a class is that of the module."""
+    few, many = FORMS["compressed-tensors int4"], FORMS["compressed-tensors int8 packed"]
+    other = "model.embed_tokens" if of_head == "Embedding" else "lm_head"
+    weights = {NAMES[0]: few, other: many}
+    found = {f"{n}.{last}": t for n, form in weights.items() for last, t in form.make(rand(*SHAPE, scale=0.02)).items()}
+    groups = ((many, of_head), (few, "Linear"))
+    rows = {target: {**form.config["config_groups"]["group_0"], "targets": [target]} for form, target in groups}
+    config = {**few.config, "config_groups": rows}
+    (tmp_path / "base").mkdir()
+    save(found, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    packed = open_checkpoint(tmp_path / "base").packed
+    titles = {key: packing.encoding.title for key, packing in packed.items()}
+    assert titles == {
+        f"{NAMES[0]}.weight": "compressed-tensors int4", f"{other}.weight": "compressed-tensors int8",
+    }  # fmt: skip

@@ -5,6 +5,7 @@ https://github.com/vllm-project/compressed-tensors src/compressed_tensors/compre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from .base import Checkpoint, Claim, Packing, claimed
 from .fp4 import Fp4Tensors, fp4
 from .packed_ints import PackedInts, packed_ints
 from .scaled import Stored, scaled
+
+EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
+"""Names of modules that are embeddings and no linear layers; files do not tell the class of a module."""
 
 METHOD: Final = "compressed-tensors"
 BESIDE: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
@@ -80,15 +84,20 @@ def _packed(found: Checkpoint, stem: str, args: Mapping[str, Any], form: str) ->
 
 
 def _settings(config: Mapping[str, Any], stem: str, steps: Steps) -> tuple[Mapping[str, Any], str]:
-    """Return how the weights of a module are quantised, and the format; ({}, "") where nothing says it."""
+    """Return how the weights of a module are quantised, and the format; ({}, "") where nothing says it.
+
+    A target is a name, a regular expression or a class, and counts in this order, as in the library (match_targets).
+    """
     groups = config.get("config_groups")
     rows = [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
-    by_name = [g for g in rows if any(_names(target, stem, steps) for target in _targets(g))]
-    by_class = [g for g in rows if any(isinstance(t, str) and t.isidentifier() for t in _targets(g))]
-    for group in (*by_name, *by_class):
-        args = group.get("weights")
+    found = {target: group for group in rows for target in _targets(group) if isinstance(target, str)}
+    named = sorted((t for t in found if _names(t, stem, steps)), key=lambda t: (t.startswith("re:"), t))
+    likely = "Embedding" if EMBEDDING.search(stem) else "Linear"
+    classes = sorted((t for t in found if t.isidentifier() and t[:1].isupper()), key=lambda t: (t != likely, t))
+    for target in (*named, *classes):
+        args = found[target].get("weights")
         if isinstance(args, Mapping):
-            return args, str(group.get("format") or config.get("format") or "")
+            return args, str(found[target].get("format") or config.get("format") or "")
     return {}, ""
 
 

@@ -35,6 +35,7 @@ class LowRank(Encoding):
     factors: str = "F32"  # dtype of the factors
     name: ClassVar[str] = "low_rank"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((UP, DOWN))
 
     @property

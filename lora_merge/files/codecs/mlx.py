@@ -40,6 +40,7 @@ class Affine(Encoding):
     numbers: str = "BF16"  # dtype of scales and biases
     name: ClassVar[str] = "mlx"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
 
     @property
     def block_of_scale(self) -> tuple[int, int]:

@@ -46,6 +46,7 @@ class Packed(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
     stochastic: ClassVar[bool] = True
+    afresh: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((ORDER,))
 
     @property
