@@ -221,29 +221,38 @@ def steps(act: Callable[[], object]) -> int:
 def in_process(*arguments: object, seconds: float = 60) -> tuple[int, str]:
     """Exit code and stderr of the command line in this process, where nothing is imported anew; TimeoutError where it
     has taken so much time of the processor."""
-    from lora_merge.cli.main import main
 
     def late(_number: int, _frame: object) -> None:
         raise TimeoutError(f"more than {seconds} s")
 
-    told, code = io.StringIO(), 0
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGVTALRM, late)
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(told):
-        patch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
+    try:
+        done = cli(*arguments)
+    finally:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return done.returncode, done.stderr
+
+
+def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line in this process, without a terminal: its exit code and what it says."""
+    from lora_merge.cli.main import main
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = ["lora-merge", *map(str, arguments)]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        finally:
-            if hasattr(signal, "setitimer"):
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    return code, told.getvalue()
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
-def cli(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command line as a user runs it, in a process of its own."""
+def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line as a user runs it, in a process of its own, where everything is imported anew."""
     command = [sys.executable, "-m", "lora_merge", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 

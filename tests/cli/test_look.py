@@ -12,7 +12,7 @@ import pytest
 
 from lora_merge.cli import merge_look
 
-from ..support import cli, kohya, rand, save, sd1
+from ..support import kohya, process, rand, save, sd1
 from .terminal import played_here
 
 MERGE = ["base.safetensors", "style.safetensors:0.8,te=0", "-o", "o.safetensors", "--overwrite"]
@@ -81,7 +81,7 @@ def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "modules_to_save": ["lm_head"]}
     (tmp_path / "a/adapter_config.json").write_text(json.dumps(config))
     words = ["b.safetensors", "a", "-o", "o.safetensors", "--overwrite"]
-    told = cli(*words, cwd=tmp_path).stdout
+    told = process(*words, cwd=tmp_path).stdout
     assert "verified all tensors were copied" in told
     found = played_here(words, monkeypatch, columns=160)
     assert any("proven" in row and "all tensors were copied" in row for row in found.screen)

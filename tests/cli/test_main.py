@@ -25,7 +25,7 @@ from lora_merge.errors import ResourceError
 from lora_merge.progress import Step
 
 from ..conftest import Nursery
-from ..support import Tensors, cli, kohya, load, metadata, rand, save, sd1, strays
+from ..support import Tensors, kohya, load, metadata, process, rand, save, sd1, strays
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 
 def test_two_paths_and_a_dtype_are_enough(tmp_path: Path, model: Path, style: Path) -> None:
-    done = cli(model, style, "--dtype", "bf16", cwd=tmp_path)
+    done = process(model, style, "--dtype", "bf16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "base+style.safetensors"
     assert {t.dtype for t in load(out).values() if t.is_floating_point()} == {torch.bfloat16}
@@ -653,7 +653,7 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
     said = ""
     for arguments, code in (([], 4), (["--unmatched", "skip", "-v"], 0), (["--unmatched", "skip", "--json"], 0)):
         argv = ["b.safetensors", "a.safetensors", "-o", "o.safetensors", "--dry-run", *arguments]
-        done = cli(*argv, cwd=tmp_path)
+        done = process(*argv, cwd=tmp_path)
         said = done.stdout + done.stderr
         assert done.returncode == code, said
         assert "\\u009b0m\\u0085" in said
