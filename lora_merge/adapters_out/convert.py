@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -18,6 +18,7 @@ from ..disk.destination import check_output
 from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError, UsageError
@@ -83,9 +84,8 @@ class Opened(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """The modules of a conversion, whose bytes are in the draft."""
+    """The modules of a conversion, whose bytes are in the draft of the output or wait."""
 
-    draft: Draft
     made: Sequence[Kept]
     whole: Sequence[Kept]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of those that change nothing
@@ -154,17 +154,19 @@ def run(
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
 
-        def draft() -> Draft:
-            return stack.enter_context(drafted(job, reader, rows, inputs, folder=task.to.folder))
-
+        begin = partial(drafted, job, reader, rows, inputs, folder=task.to.folder)
+        draft = stack.enter_context(begin())
         writing = _renamed(found, reader, draft, this.counted)
         if writing is None:
             load_library()
             from .conversion.making import made
 
-            writing = made(found, reader, draft(), this.counted)
+            draft = stack.enter_context(begin())
+            heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
+            into = heap if task.to.folder else draft  # PEFT may ask for other tensors when all are known
+            writing = made(found, reader, into, this.counted)
         entries = entries_of(task.to, writing.whole) + writing.beside
-        own = config(writing.made, _before(sources, before), found.everywhere) if task.to.folder else None
+        own = config(writing.whole, _before(sources, before), found.everywhere) if task.to.folder else None
         layers = {prefix_name(task.to, m): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
@@ -173,17 +175,17 @@ def run(
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         told = coverage(job, sources, [one.name for one in writing.beside])
         facts = Facts(told, dtype, notes, task.to.name, _weights(found.there))
-        return outcome.finish(reader, writing.draft, facts, writing.prove, this)
+        return outcome.finish(reader, draft, facts, writing.prove, this)
 
 
-def _renamed(found: Opened, reader: Reader, draft: Callable[[], Draft], begin: Counting) -> Writing | None:
+def _renamed(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
     """Return the modules of a conversion that changes no number; None for another one."""
     task, sources = found.task, found.sources
     whole = task.rules is None and not bundled(sources.adapters[0], task.to)
     factors = all_factors(found.there, task.to, task.job) if whole else []
     if not factors:
         return None
-    made = renamed(factors, task.to, reader, into := draft(), begin)
+    made = renamed(factors, task.to, reader, draft, begin)
 
     def prove(part: Path) -> Mapping[str, Any]:
         alike = proven(sources, claimed(task.job, part), reader, begin)
@@ -193,7 +195,7 @@ def _renamed(found: Opened, reader: Reader, draft: Callable[[], Draft], begin: C
 
         return proof(found, reader, made, begin)(part)
 
-    return Writing(into, made, made, [], [], prove) if made else None
+    return Writing(made, made, [], [], prove) if made else None
 
 
 def plan(task: Conversion) -> AdapterReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
@@ -16,6 +17,13 @@ from .joining.targets import Target
 
 HEAD: Final = "lm_head."
 """The head of a language model, which a base without a level above its layers may have too."""
+
+V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
+"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
+
+Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
+V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
 
 
 class Place(NamedTuple):
@@ -89,6 +97,8 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
             views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}
         level = dialect.level_of(part)
         for body, view in views.items():
+            if dialect.folder and V4.search(view.row_slices[0].key):
+                body = V4_WORDS.sub(lambda found: V4_LAYERS[found[0]], body)
             inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
                 HEAD
             )  # a head lies beside it

@@ -208,7 +208,12 @@ def _joined_target(
 
 
 def check_complete(file: AdapterFile) -> None:
-    """Raise InputError if a module lacks a tensor that the others have."""
-    lacking = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
+    """Raise InputError if a module lacks a tensor that the others have; UsageError if it changes stacked experts, as
+    its factors alone do not tell how many there are."""
+    known = rules(file.index.config, str(file.path), file.index.metadata)
+    for module in file.modules:
+        if not any(name.endswith("weight") for name in known.of(module.name).targets(module.name)):
+            raise UsageError("the adapter changes stacked experts", f"{file.path}: {module.where}", GIVE_BASE)
+    lacking = gaps(file.modules, known)
     for where, gap in lacking.items():
         raise incomplete(f"{where} has no {gap.key}", file.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import FitError
+from lora_merge.errors import FitError, UsageError
 from tests.support import Tensors
 
 transformers = pytest.importorskip("transformers")
@@ -23,6 +24,8 @@ KINDS = {
     "gpt_oss": dict(intermediate_size=8, num_local_experts=3, num_experts_per_tok=2),
     "qwen3_moe": dict(intermediate_size=8, moe_intermediate_size=8, num_experts=3, num_experts_per_tok=2),
 }
+MIXTRAL = {"mixtral": dict(intermediate_size=8, num_local_experts=3, num_experts_per_tok=2)}
+"""Its experts are called w1, w2 and w3 where PEFT looks for factors to stack."""
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -40,7 +43,7 @@ def loaded(base: Path, adapter: Path) -> Tensors:
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, Path]:
     """A base, an adapter of its stacked experts, and one of other layers too."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **SMALL, **KINDS[request.param])
+    config = transformers.AutoConfig.for_model(request.param, **SMALL, **(KINDS | MIXTRAL)[request.param])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     for name, modules in (("a", ["q_proj"]), ("b", ["q_proj", "v_proj"])):
         own = peft.LoraConfig(r=2, lora_alpha=3, target_modules=modules, target_parameters=STACKS[: 1 + (name == "a")])
@@ -78,17 +81,25 @@ def test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("files", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("files", ["qwen3_moe", "mixtral"], indirect=True)
 def test_peft_stacks_the_factors_of_all_experts(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    base = files[0]
+    """They have to have one rank, and also those of experts that do not change have to be there."""
+    base, before = files[0], model(files[0]).state_dict()
     tuned = model(base)
-    for value in tuned.parameters():
-        value.data += 0.05 * torch.randn_like(value) * (value.ndim > 1)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    tuned.get_parameter(experts).data[1] += 0.05 * torch.randn_like(before[experts][1])
+    tuned.get_parameter(experts).data[0, 0] += 0.05
+    tuned.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0] += 0.05
     tuned.save_pretrained(tmp_path / "tuned")
-    left = ["re:embed|lm_head|mlp.gate.weight"]
-    lora_merge.extract(base, tmp_path / "tuned", tmp_path / "out", rank=4, format="peft", exclude=left)
+    lora_merge.extract(base, tmp_path / "tuned", tmp_path / "out", rank=4)
     lora_merge.merge(base, tmp_path / "out", tmp_path / "merged", dtype="fp32")
-    merged, wanted = model(tmp_path / "merged").state_dict(), loaded(base, tmp_path / "out")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        wanted = loaded(base, tmp_path / "out")
+    assert not [one for one in told if "missing adapter keys" in str(one.message)]
+    merged = model(tmp_path / "merged").state_dict()
     assert all(torch.allclose(merged[name], wanted[name], atol=1e-6) for name in wanted)
-    experts = "model.layers.0.mlp.experts.down_proj"
-    assert not torch.equal(merged[experts], model(base).state_dict()[experts])
+    assert not torch.equal(merged[experts][0], before[experts][0])
+    assert torch.equal(merged[experts][2], before[experts][2])
+    with pytest.raises(UsageError, match="stacked experts"):  # only the base tells how many there are
+        lora_merge.combine(files[1:], tmp_path / "sum")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...disk.draft import Draft
 from ...disk.reader import Reader
+from ...disk.spool import Heap
 from ...engine.placement import HOST
 from ...engine.torch_state import undisturbed
 from ...errors import InputError
@@ -32,19 +33,19 @@ from .proof import Claim, prove
 
 
 @undisturbed()
-def made(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Writing:
-    """Return the tensors of every module; InputError where none of them changes anything."""
+def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
+    """Return the tensors of every module, which wait or are put into the draft; InputError where none of them changes anything."""
     task, sources, there, everywhere = found
     job = task.job
     alone = _evaluators(job, reader, sources)
     converter = Converter(job, task.to, task.rules, alone.get())
-    own, zeros = _made(converter, alone, there, draft, begin)
+    own, zeros = _made(converter, alone, there, put, begin)
     if not own:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-    whole = completed(own, everywhere, task.to, converter.value, lambda one: kept(one, draft))
+    whole = completed(own, everywhere, task.to, converter.value, lambda one: kept(one, put))
     cache = cache_of(job, reader, sources)
     beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
-    return Writing(draft, own, whole, zeros, beside, proof(found, reader, own, begin))
+    return Writing(own, whole, zeros, beside, proof(found, reader, own, begin))
 
 
 def proof(
@@ -77,7 +78,7 @@ def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: boo
 
 
 def _made(
-    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], draft: Draft, begin: Counting
+    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], put: Heap | Draft, begin: Counting
 ) -> tuple[list[Kept], list[str]]:
     """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
     thread."""
@@ -96,7 +97,7 @@ def _made(
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
-            found.append(kept(made, draft))
+            found.append(kept(made, put))
         told(weight_of(one))
     return found, zeros
 

@@ -17,17 +17,13 @@ from ..dialects import Dialect
 from ..job import WHOLE
 from ..outcome.layer import Kept, Layer
 from ..places import Place
+from .experts import EXPERT, together
 
 TABLE: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens|embed_positions|embed_in|wte|wpe|shared|tok_embeddings"
     r"|(?:word|position|token|token_type)_embeddings?|relative_attention_bias)$"
 )
 """Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
-
-
-EXPERT: Final = re.compile(r"\.experts\.\d+\.")
-"""In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves
-(peft/utils/transformers_weight_conversion.py); whole values it leaves out in silence."""
 
 
 def completed(
@@ -63,7 +59,7 @@ def completed(
     for key, place in own.items():
         if key[0] in whole and key not in stored:
             added.append(keep(_plain(place, f".{key[1]}", as_value(place, value(place)))))
-    return [*made, *added]
+    return together([*made, *added], own.values(), to, keep)
 
 
 KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"

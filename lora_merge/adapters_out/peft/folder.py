@@ -11,6 +11,7 @@ from ...errors import FitError, UsageError
 from ...models.tied_weights import DECODERS, HEADED
 from ..dialects import PRODUCTS
 from ..job import FACTORS
+from .experts import EXPERT
 from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def config(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Plac
     if kinds & {*PRODUCTS}:
         return _of_products(made, before, there)
     ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
-    usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
+    of_experts = [rank for name, rank in ranks.items() if EXPERT.search(name)]  # `rank_pattern` is not for them
+    usual = Counter(of_experts or ranks.values()).most_common(1)[0][0] if ranks else 1
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     whole = {m.place.module for m in made if not m.layer.rank}
     return {
