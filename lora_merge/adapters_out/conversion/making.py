@@ -34,7 +34,7 @@ from .proof import Claim, prove
 
 @undisturbed()
 def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
-    """Return the tensors of every module, which wait or are put into the draft; InputError where none of them changes anything."""
+    """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
     task, sources, there, everywhere = found
     job = task.job
     alone = _evaluators(job, reader, sources)

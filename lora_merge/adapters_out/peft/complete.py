@@ -17,7 +17,8 @@ from ..dialects import Dialect
 from ..job import WHOLE
 from ..outcome.layer import Kept, Layer
 from ..places import Place
-from .experts import EXPERT, together
+from .experts import together
+from .folder import EXPERT
 
 TABLE: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens|embed_positions|embed_in|wte|wpe|shared|tok_embeddings"

@@ -6,7 +6,6 @@ and up, whatever `rank_pattern` says; an expert without factors leaves the whole
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -20,10 +19,7 @@ from ..dialects import Dialect
 from ..outcome.layer import Kept, Layer
 from ..places import Place
 from ..written import Entry
-
-EXPERT: Final = re.compile(r"\.experts\.\d+\.")
-"""In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
-whole values it leaves out in silence."""
+from .folder import EXPERT
 
 NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Layers of an expert. The first two are one parameter in memory, which PEFT finds only where the third has factors

@@ -11,13 +11,16 @@ from ...errors import FitError, UsageError
 from ...models.tied_weights import DECODERS, HEADED
 from ..dialects import PRODUCTS
 from ..job import FACTORS
-from .experts import EXPERT
 from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
     from ..outcome.layer import Kept
     from ..places import Place
 
+
+EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
+whole values it leaves out in silence."""
 
 NO_LAYER: Final = "dummy-target-modules"
 """What PEFT 0.11 and later write for an adapter of whole modules alone: it refuses an empty list.
