@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..adapter_options import KEEP
-from ..adapters.file import BUNDLE, AdapterFile
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.draft import Draft
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..disk.spool import Heap
 from ..dtypes import spoken
@@ -34,6 +31,7 @@ from .conversion.assumed import NOWHERE, as_named, without_base
 from .conversion.own import own_dialect, own_places
 from .conversion.planned import planned_layer
 from .conversion.renamed import all_factors, claimed, proven, renamed
+from .conversion.task import Conversion, Opened, Writing, bundled, weight_of
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .joining.targets import is_plain
@@ -41,7 +39,7 @@ from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
 from .peft.folder import FLAG, config, expect_one, task_type
-from .places import Filled, Place, filled, places
+from .places import Filled, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
@@ -51,46 +49,6 @@ from .written import CONTENTS, Entry, drafted, unique, unread
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
 """The options of this command alone."""
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The request of one run of `convert`."""
-
-    job: AdapterJob
-    to: Dialect
-    rules: RankRules | None  # None: exactly
-    unnamed: bool = False  # whether the output gets its name from the dialect
-
-    def written_as(self, to: Dialect) -> Conversion:
-        """Return the conversion to the dialect that is written."""
-        job = self.job
-        if self.unnamed:
-            stem = job.adapters[0].path.name if is_folder(job.adapters[0].path) else job.adapters[0].path.stem
-            name = (f"{stem}-convert" if to.name == KEEP else f"{stem}.{to.name}") + (
-                "" if to.folder else ".safetensors"
-            )
-            job = replace(job, inputs=replace(job.inputs, output=job.output.parent / name))
-        return replace(self, job=job, to=to)
-
-
-class Opened(NamedTuple):
-    """A conversion whose inputs are open."""
-
-    task: Conversion  # with the dialect that is written
-    sources: Sources  # the adapter's changes of the base
-    there: list[Filled]  # the modules that they become
-    everywhere: list[Place]  # all modules that the dialect has
-
-
-class Writing(NamedTuple):
-    """The modules of a conversion, whose bytes are in the draft of the output or wait."""
-
-    made: Sequence[Kept]
-    whole: Sequence[Kept]  # with what the dialect asks for in addition
-    zeros: Sequence[str]  # the names of those that change nothing
-    beside: list[Entry]  # embeddings beside the adapter
-    prove: Callable[[Path], Mapping[str, Any]]
 
 
 def _writes_file(to: Dialect, adapter: Path) -> bool:
@@ -300,11 +258,6 @@ def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
-def weight_of(one: Filled) -> int:
-    """Return the bytes of the weight that a module changes, in fp64."""
-    return 8 * prod(one.place.view.shape)
-
-
 def _weights(there: Sequence[Filled]) -> int:
     return sum(map(weight_of, there))
 
@@ -314,11 +267,6 @@ def prefix_name(to: Dialect, made: Kept) -> str:
     name = to.key(made.place.prefix, made.place.module, "")
     name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
     return name if made.place.parameter == "weight" else f"{name}.{made.place.parameter}"
-
-
-def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
-    """Return the embeddings that OneTrainer stores beside an adapter, where the dialect has a place for them."""
-    return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
 
 
 def entries_of(to: Dialect, made: Sequence[Kept]) -> list[Entry]:

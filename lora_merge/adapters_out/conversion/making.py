@@ -16,7 +16,6 @@ from ...engine.torch_state import undisturbed
 from ...errors import InputError
 from ...progress import Counting
 from ..changes import SINGLE, Evaluator
-from ..convert import Opened, Writing, bundled, weight_of
 from ..converting import Converter
 from ..job import FACTORS, AdapterJob
 from ..joining.targets import is_plain
@@ -30,6 +29,7 @@ from .caches import cache_of
 from .kept import entry, kept
 from .made import Made
 from .proof import Claim, prove
+from .task import Opened, Writing, bundled, weight_of
 
 
 @undisturbed()
