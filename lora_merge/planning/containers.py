@@ -103,6 +103,8 @@ def stored_as(
     `form`: its new quantised form, if it gets one. In GGUF files of a language model vectors stay as they are.
     """
     packed = weight.packed or base.packed.get(info.name)
+    if info.name not in base.tensors and packed is not None and packed.encoding.quantised:
+        packed = None  # a head that was tied to embeddings of codes: it has no scales, loaders read plain numbers
     if form is not None and form.packing.codes is not None:
         return form.packing.codes.dtype, form.packing
     if job.dtype in FORMATS and (packed is None or in_gguf(job, base)):

@@ -286,7 +286,7 @@ def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path,
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in separated:
-            sibling = base.tensors[beside] if key in separated else neighbour(base, beside)
+            sibling = neighbour(base, beside)
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])

@@ -486,3 +486,30 @@ def test_groups_of_compressed_tensors_count_in_the_order_of_the_library(of_head:
     assert titles == {
         f"{NAMES[0]}.weight": "compressed-tensors int4", f"{other}.weight": "compressed-tensors int8",
     }  # fmt: skip
+
+
+def test_a_head_that_is_parted_from_embeddings_of_codes_is_plain_numbers(tmp_path: Path) -> None:
+    """mlx quantises embeddings too; a head in codes would need scales of its own."""
+    form, table, side = FORMS["mlx 8 bit"], "model.embed_tokens", "base_model.model.model.embed_tokens"
+    found = {f"{table}.{last}": value for last, value in form.make(rand(*SHAPE, scale=0.02)).items()}
+    (tmp_path / "base").mkdir()
+    save(found, tmp_path / "base" / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization": form.config}))
+    (lora := tmp_path / "lora").mkdir()
+    (lora / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["embed_tokens"]})
+    )
+    down, up, copy = rand(4, SHAPE[0]), rand(SHAPE[1], 4, scale=0.02), rand(*SHAPE, seed=3, scale=0.02)
+    factors = {f"{side}.lora_embedding_A": down, f"{side}.lora_embedding_B": up}
+    for more in ({}, {f"{side}.base_layer.weight": copy}):
+        save({**factors, **more}, lora / "adapter_model.safetensors")
+        lora_merge.merge(tmp_path / "base", lora, tmp_path / "out", overwrite=True)
+        made, old = (
+            load(tmp_path / "out" / "model.safetensors"),
+            copy if more else form.read(parts(found, table)).float(),
+        )
+        assert torch.equal(made["lm_head.weight"], old.bfloat16())
+        want = old.double() + (up.double() @ down.double()).t()
+        got = form.read(parts(made, table)).double()
+        assert ((got - want).abs() / form.half_step(parts(made, table), want)).max() <= 1.001
