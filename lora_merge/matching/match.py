@@ -245,9 +245,9 @@ class MatchBuilder:
         return patch
 
     def _is_for_no_bias(self, module: Module) -> bool:
-        """Return whether these are PEFT's zeros for a layer without bias (GLoRA); count the module if so."""
-        weight = self.places.named(module.name, "weight")
-        if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
+        """Return whether these are zeros for a layer without bias (PEFT's LoRA and GLoRA); count the module if so."""
+        weight, named = self.places.named(module.name, "weight"), (i.name for i in module.slots.values())
+        if weight is None or not (all(n.endswith(".zeros") for n in named) or is_zero(module, None, self.values)):
             return False
         self._leave_unused(module, ZEROS, {self.names.component(piece.key) for piece in weight.row_slices})
         return True

@@ -55,9 +55,11 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
 
 
 def is_zero(module: Module, own: StoredTensor | None, values: Values) -> bool:
-    """Return whether the module adds zeros to a tensor of whole numbers, such as a counter."""
+    """Return whether the module adds zeros to a tensor of whole numbers, such as a counter, or to an absent one.
+
+    `own`: the base's tensor; None where it has none."""
     info = module.slots.get("diff")
-    if info is None or own is None or own.dtype not in WHOLE:
+    if info is None or (own is not None and own.dtype not in WHOLE):
         return False
     return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 

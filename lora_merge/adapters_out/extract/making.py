@@ -104,7 +104,8 @@ class Extractor:
         target = Target(where.name, where.parameter, shape, (), (), "")
         layer = self._layer(target, found, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.endings:
-            raise FitError("the format has no place for whole matrices", where.name, "use --algorithm lora")
+            raise FitError("the format has no place for whole matrices", where.name,
+                           "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, layer)
 
     def _spelled(self, where: Place, layer: Layer) -> Made:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...algorithms.lokr import LOKR
 from ...disk.destination import check_output
 from ...disk.spool import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
@@ -30,7 +31,7 @@ from ..conversion.kept import kept
 from ..conversion.made import Made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
-from ..job import AUTO, FACTORS, WHOLE, form
+from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
 from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..outcome.layer import Kept, Layer
@@ -69,7 +70,7 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     """Return both checkpoints, from headers; errors as for `merge`, and where they are not of one model."""
     base, names = _model(task, task.base, cache)
     tuned, theirs = _model(task, task.tuned, cache)
-    to = task.to or _usual(names, task.job.output)
+    to = task.to or _usual(names, task.job)
     output = task.job.output
     if task.to is None and not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
         raise UsageError("the output is a file, and its name has no ending", str(output), f"name it {right.name}")
@@ -99,7 +100,7 @@ def prepared(
     task = make_extraction(base, tuned, output, options)
     if output is None or task.to is not None:
         return task
-    return task.written_as(_usual(_model(task, task.base, cache)[1], task.job.output), output)
+    return task.written_as(_usual(_model(task, task.base, cache)[1], task.job), output)
 
 
 def _model(task: Extraction, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
@@ -111,10 +112,12 @@ def _model(task: Extraction, path: Path, cache: CheckpointCache) -> tuple[Index,
                          "merge it first; lora-merge resize and convert write an adapter anew") from e  # fmt: skip
 
 
-def _usual(names: Names, output: Path) -> Dialect:
-    """Return the dialect of `--format auto`: kohya's for models of images and for a file, else a folder of PEFT."""
+def _usual(names: Names, job: AdapterJob) -> Dialect:
+    """Return the dialect of `--format auto`: kohya's for models of images, for a file and for what a folder of PEFT has
+    no place for, else that folder."""
     draws = any((p.role == "denoiser" and p.label != "model") or p.kind for p in names.parts)
-    return DIALECTS["kohya" if draws or output.suffix == ".safetensors" else "peft"]
+    file = job.output.suffix == ".safetensors" or job.algorithm in (WHOLE, LOKR.name)
+    return DIALECTS["kohya" if draws or file else "peft"]
 
 
 def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:

@@ -46,9 +46,7 @@ def completed(
         raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", lost, KOHYA)
     added = []
     for module in sorted(factored - biased) if biased else ():
-        place = own.get((module, "bias"))
-        if place is None:
-            raise FitError(f"{to.name} gives every layer a bias or none; this one has none in the base", module, KOHYA)
+        place = own.get((module, "bias"), own[module, "weight"])  # PEFT's own factor needs none in the model
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
     whole = {m.place.module for m in made if _stores_value(m)}
     if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
