@@ -10,6 +10,7 @@ from ...disk.destination import check_output
 from ...dtypes import ITEM_BYTES, spoken
 from ...methods import COMBINATIONS
 from ...text import Note
+from ..dialects import dialect
 from ..job import FACTORS, WHOLE, AdapterJob
 from ..joining.targets import Target
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
@@ -17,14 +18,16 @@ from ..rank_rules import COUNT, EXACT, SAME
 from ..report import AdapterReport
 from ..sources import Sources, open_sources
 from ..truncation.need import note
-from ..written import Spelling
+from ..written import CONTENTS, Spelling
 from .outcome import Facts, coverage, output_dtype, planned
 
 
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks where the rule alone tells them."""
     sources = open_sources(job)
-    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True)
+    to = dialect(job.format)
+    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True,
+                 folder=to is not None and to.folder, contents=CONTENTS)  # fmt: skip
     dtype = output_dtype(job, sources.adapters)
     layers: dict[str, dict[str, Any]] = {}
     for target in (part for whole in sources.targets for part in whole.stored):
