@@ -55,6 +55,10 @@ class StackedPatch:
         return replace(self, tensors=replace(self.tensors, **tensors), strength=_single(self.strength, number),
                        view=view, magnitude=magnitude)  # fmt: skip
 
+    def in_units(self, units: Tensor) -> StackedPatch:
+        """Return the formula, which does not read the base, for weights in units [n, 1, 1]."""
+        return replace(self, strength=self.strength / units)
+
     def part(self, rows: slice) -> StackedPatch | None:
         """Return the formula for some rows of a block that is changed by rows, which become a block of their own; None
         where it changes none of them."""

@@ -34,9 +34,9 @@ from .measuring.row_sample import Read, RowSample, SharedSums, bring_sums, fold_
 from .measuring.run_sample import RunSample
 from .measuring.sampling import Sampling
 from .patch_tensors import PatchTensors
-from .placement import HOST, DeviceStream, Placement, finite, host, land, odd, settle, sum_too_large
+from .placement import HOST, DeviceStream, Placement, host, land, numbers, odd, settle, sum_too_large
 from .storing.recoding import Codes, NewParts, recode
-from .tensors import Held, Item, base_values, codecs_on, computing, in_place, stored_numbers
+from .tensors import Held, Item, base_values, codecs_on, computing, in_place, in_units
 from .torch_state import exact_products
 
 STAGED: Final = 2**23
@@ -179,6 +179,8 @@ class BlockMerger:
 
     def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Outcome | str:
         """Fold blocks in one call; return the device's message if it is out of memory."""
+        if self.at[0].device.type == "cpu":
+            group = in_units(group, self.tensors.fetch)
         try:
             merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
         except DoesNotFit as e:
@@ -222,10 +224,12 @@ class BlockMerger:
         blocks = [i.block for i in group]
         stacks, one = self.tensors.stacks(blocks, at, lane), group[0]
         base = base_values(group, at, None if one.keep else lane, self.tensors.fetch)
+        if units := [i.unit for i in group if not i.block.target.packing.scaled]:
+            stacks = [s.in_units(numbers(units, at)) for s in stacks]
         sampling = None if one.measured and not one.keep else self.sampling
         merged, sample = fold_and_sample(blocks, base, stacks, sampling)
         if blocks[0].target.packed is not None:
-            return Folded(merged, sample)
+            return Folded(merged, replace(sample, units=units) if isinstance(sample, RowSample) else None)
         if self.draw is not None and one.into.dtype.itemsize < 4:
             drawn = [self.drawn(block, v) for block, v in zip(blocks, merged.unbind(), strict=True)]
             merged = drawn[0].unsqueeze(0) if len(drawn) == 1 else torch.stack(drawn)  # which copies also one
@@ -289,12 +293,17 @@ class BlockMerger:
         """Return how a merged block is stored, or its largest number where no scale covers it. `look`: how many numbers
         of the output are wanted."""
         target, own = item.block.target, values if codecs_on(values.device) else host(values)
-        if item.held is None and odd(own) and self._overflown(item, values):
+        looked = item.held is not None or (item.whole is not None and self.draw is None)
+        if not looked and odd(own) and self.tensors.overflown(item, values):
             raise sum_too_large(target.name, values.dtype)
         if item.measured:
             return Outcome(largest={target.name: largest(own)})
         codes = Codes(item.base, self._uniform(item.block, own.device), look)
         found = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
+        if found is None and item.whole is not None:  # or a sum is not finite, which no scale covers
+            again = self._attempt([replace(item.whole, measured=True, keep=True)])
+            assert isinstance(again, Outcome), "a CPU has room"
+            return Outcome(largest=again.largest)
         return Outcome(largest={target.name: largest(own)}) if found is None else found
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Outcome:
@@ -303,25 +312,10 @@ class BlockMerger:
         found: Counter[str] = Counter()
         for item, values in zip(group, merged.unbind(), strict=True):
             name = item.block.target.name
-            if self._overflown(item, values):
+            if self.tensors.overflown(item, values):
                 raise sum_too_large(name, values.dtype)
             found[name] += settle(name, host(values), item.into, saturate=self.saturate)
         return Outcome(+found)
-
-    def _overflown(self, item: Item, values: Tensor) -> bool:
-        """Return whether a sum is NaN or infinite where the base is finite.
-
-        False if a formula reads a base tensor that holds a NaN or infinite number, as sums may then rightly be NaN; the
-        proof checks those.
-        """
-        finite_sums = finite(values)
-        if finite_sums.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
-            return False
-        block, base = item.block, item.base
-        if base is item.into and block.target.packed is None:  # overwritten
-            base = stored_numbers(block.target.weight, *block.stored, self.tensors.fetch).view(item.into.shape)
-        finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.tensors.fetch)[0])
-        return bool((finite_base & ~finite_sums).any())
 
     def _lane(self) -> DeviceStream:
         """Return the calling thread's lane; lanes are distributed over the placements in turn."""

@@ -4,7 +4,7 @@ them, and weights of the base that formulas read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -20,9 +20,9 @@ from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .device.adapters import AdaptersOnDevice
 from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
-from .placement import DeviceStream, Placement, move, numbers, one_number, stage, stage_indices, whole
+from .placement import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
-from .tensors import DeviceCache, Fetch, gathered, weight_values
+from .tensors import DeviceCache, Fetch, Item, base_values, gathered, stored_numbers, weight_values
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
@@ -46,6 +46,21 @@ class PatchTensors:
     def whole(self, key: str) -> Tensor:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
+
+    def overflown(self, item: Item, values: Tensor) -> bool:
+        """Return whether a sum of a merged block is NaN or infinite where the base is finite.
+
+        False if a formula reads a base tensor that holds a NaN or infinite number, as sums may then rightly be NaN; the
+        proof checks those.
+        """
+        finite_sums = finite(values)
+        if finite_sums.all() or not all(finite(self.whole(key)).all() for key in item.block.reads):
+            return False
+        block, base = item.block, item.base
+        if base is item.into and block.target.packed is None:  # overwritten
+            base = stored_numbers(block.target.weight, *block.stored, self.fetch).view(item.into.shape)
+        finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.fetch)[0])
+        return bool((finite_base & ~finite_sums).any())
 
     def stacks(
         self, blocks: Sequence[Block], at: Placement, lane: DeviceStream, stacked: Stack = torch.stack

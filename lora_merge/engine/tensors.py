@@ -4,7 +4,7 @@ tensors that many blocks use."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,6 +30,9 @@ Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 
 KEPT: Final = 2**24
 """The most numbers that a `DeviceCache` keeps, of all tensors together."""
+
+LEAST_UNIT: Final = 2.0**-30
+"""The factor from which on, up to its inverse, changes of a weight in units of it stay in the range of fp32."""
 
 
 class TensorCache:
@@ -122,6 +125,30 @@ def computing(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else device
 
 
+def in_units(group: Sequence[Item], fetch: Fetch) -> Sequence[Item]:
+    """Return blocks of one kind in units of the factor of all numbers of their weights, where codes are kept, every
+    weight has one, and no change depends on W; else the blocks as they are.
+
+    Such numbers need no product where they are decoded, and no division where they are encoded.
+    """
+    block, encoding = group[0].block, group[0].block.target.packing.encoding
+    common, targets = encoding.common, [item.block.target for item in group]
+    reads = block.target.combining is not None or any(s.use.patch.reads_base for s in block.slices)
+    if (
+        not common
+        or reads
+        or group[0].measured
+        or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets)
+    ):
+        return group  # a scale that is made anew is not that of the base
+    with suppress(InvalidPart):  # whoever decodes the weight raises the error
+        units = [encoding.factor_of({common: fetch(t.packing.parts[common].info)}) for t in targets]
+        if all(LEAST_UNIT < unit < 1 / LEAST_UNIT for unit in units):
+            made = zip(group, targets, units, strict=True)
+            return [replace(i, block=replace(i.block, target=t.in_units), unit=u, whole=i) for i, t, u in made]
+    return group
+
+
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
     """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
 
@@ -133,7 +160,7 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
     try:
         with computing(numbers.device):
             values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
-        if encoding.quantised and odd(values):
+        if encoding.quantised and weight.packing.scaled and odd(values):
             raise InvalidPart("its scales are too large for fp32")
     except InvalidPart as e:
         where = f"{weight.stored.file}: {weight.stored.name}"
@@ -192,6 +219,8 @@ class Item:
     measured: bool = False  # whether the largest number of a weight of codes is wanted, and nothing is written
     keep: bool = False  # whether the merged numbers of a measured block are wanted too
     held: Held | None = None  # the same block, where it is merged already
+    unit: float = 1.0  # of its numbers, the base's and the merged ones
+    whole: Item | None = None  # the same block, where its numbers are in units of another number than 1
 
 
 def item_of(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:

@@ -77,6 +77,14 @@ class OutputTensor(NamedTuple):
         return not self.uses and not self.recoded
 
     @property
+    def in_units(self) -> OutputTensor:
+        """Return the same tensor of numbers in units of their common factor."""
+        assert self.packed is not None, "it holds codes"
+        return self._replace(
+            weight=self.weight._replace(packed=self.weight.packing.in_units), packed=self.packed.in_units
+        )
+
+    @property
     def padding(self) -> int:
         """The bytes of stored rows behind those of the weight, which are copied."""
         if self.packed is None or self.recoded:

@@ -270,6 +270,15 @@ def test_sums_that_overflow_end_with_3_and_name_the_output(dtype: torch.dtype, h
     assert load(out)["x.m.weight"].isfinite().all()
 
 
+def test_sums_that_overflow_beside_a_scale_of_the_weight_end_with_3(tmp_path: Path) -> None:
+    """There the new codes tell of them: no scale is made for the numbers that are left."""
+    codes = rand(8, 8, scale=100.0).to(torch.float8_e4m3fn)
+    base = {"scaled_fp8": torch.zeros(2).to(codes.dtype), "x.m.weight": codes, "x.m.scale_weight": torch.tensor(0.05)}
+    inputs = save(base, tmp_path / "b.safetensors"), (save(lora(scale=10.0), tmp_path / "a.safetensors"), 1e38)
+    with pytest.raises(TooLarge, match="too large for fp32, the compute dtype"):
+        lora_merge.merge(*inputs, tmp_path / "o.safetensors")
+
+
 def test_lengths_that_overflow_end_with_3_in_files_and_in_memory(tmp_path: Path) -> None:
     """Divided by an infinite length, all factors are 0, and DeLoRA seems to change nothing."""
     ends = {"delora_A": (2, 8), "delora_B": (8, 2), "delora_lambda": (1,), "delora_w_norm": (8,)}

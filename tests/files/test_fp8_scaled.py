@@ -120,6 +120,22 @@ def test_what_no_adapter_changes_stays_and_the_rest_is_rounded_once(
     assert report.verified["tensors"] == 3
 
 
+def test_a_change_that_depends_on_the_weight_is_made_of_the_weight_with_its_scale(tmp_path: Path) -> None:
+    """DoRA; other changes are added in units of the scale. Scales far from 1 make no difference to either."""
+    tensors, entries = base("old")
+    for n, layer in enumerate(LAYERS):
+        tensors[scale_name("old", layer)] *= (1, 2.0**-40, 2.0**20)[n % 3]
+    magnitude = {f"base_model.model.{LAYERS[0]}.lora_magnitude_vector": torch.full((48,), 0.15)}
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    lora = save(adapter(LAYERS[:3], **magnitude), tmp_path / "lora.safetensors")
+    report = lora_merge.merge(source, lora, tmp_path / "out.safetensors")
+    want = lora_merge.verify(tmp_path / "out.safetensors", full=True)["numbers"]["tensors"]
+    assert len(want) == 3
+    for key, numbers in report.numbers["tensors"].items():
+        assert numbers["weight"] == pytest.approx(want[key]["weight"], rel=1e-3)
+        assert numbers["change"] == pytest.approx(want[key]["change"], rel=1e-3)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_an_ordinary_checkpoint_comes_out_of_another_dtype(style: str, tmp_path: Path) -> None:
     tensors, entries = base(style)

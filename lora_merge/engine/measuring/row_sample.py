@@ -64,6 +64,7 @@ class RowSample:
     found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
     step: int = 1  # one row in so many is added up; the others are here because they are encoded together
+    units: Sequence[float] = ()  # of the numbers of each block, where they are not 1
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
@@ -134,6 +135,7 @@ class RowSample:
         return RowSample(
             [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
             self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts], step=self.step,
+            units=[self.units[n] for n in numbers] if self.units else (),
         )  # fmt: skip
 
     def thinned(self) -> RowSample:
@@ -194,6 +196,10 @@ class RowSample:
         return tuple(self._measure(n, found[n::count], known=known) for n in range(count))
 
     def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
+        if self.units:
+            unit, changed, largest = self.units[n], own[4], own[5]
+            own = [unit * unit * x for x in own]
+            own[4:SUMS] = changed, unit * largest
         weight, change, left, square, changed, largest = own[:SUMS]
         block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
         elements = len(rows) * block.cols if stands_for else 0
@@ -246,7 +252,8 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
     for w in every:
         target = w.blocks[0].target
         apart = id(w) if w.parts else None
-        kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), w.found is None, w.before is None, apart
+        known = w.found is None, w.before is None, bool(w.units)
+        kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), *known, apart
         kinds.setdefault(kind, []).append(w)
     for alike in kinds.values():
         first = alike[0]
@@ -260,6 +267,7 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
                 torch.cat([w.work for w in alike], 1),
                 found=None if first.found is None else torch.cat([w.found for w in alike if w.found is not None]),
                 before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
+                units=[unit for w in alike for unit in w.units],
             )
         )
 

@@ -94,13 +94,14 @@ def last_byte(raw: Tensor) -> int:
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
-    """Return the nearest fp8 numbers as bytes, ties to even; None if a number rounds to one beyond the range."""
+    """Return the nearest fp8 numbers as bytes, ties to even; None if a number rounds to one beyond the range, or is
+    NaN."""
     codes = single(values).to(FP8[dtype]).view(torch.uint8)
     # The bytes are looked at first, at a quarter of the cost: versions of torch differ in what they write beyond.
     if last_byte(codes) < LAST[dtype]:
         return codes
     ends = float(values.amin()), float(values.amax())  # abs() takes half as long again
-    return None if max(-ends[0], ends[1]) > TABLE[dtype].room else codes
+    return codes if max(-ends[0], ends[1]) <= TABLE[dtype].room else None
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
@@ -172,11 +173,11 @@ def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
 
 
 def to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor | None:
-    """Return the nearest codes as bytes; None if a number is more than half a step beyond the range."""
+    """Return the nearest codes as bytes; None if a number is more than half a step beyond the range, or NaN."""
     if dtype != "I8":
         return to_fp8(levels, dtype)
     low, high = levels.aminmax() if levels.numel() else (0, 0)
-    return None if high > ends[1] + 0.5 or low < ends[0] - 0.5 else cut_to_bytes(levels, dtype, ends)
+    return cut_to_bytes(levels, dtype, ends) if ends[0] - 0.5 <= low and high <= ends[1] + 0.5 else None
 
 
 def cut_to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor:

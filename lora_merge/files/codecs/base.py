@@ -95,6 +95,12 @@ class Encoding:
         return False
 
     @property
+    def common(self) -> str:
+        """Role of the part that holds one factor of all numbers; "" without one. Where `decode` and `encode` do not get
+        it, the numbers are in units of this factor."""
+        return ""
+
+    @property
     def title(self) -> str:
         """Name of the format, for the user."""
         return self.label or self.name
@@ -132,6 +138,10 @@ class Encoding:
         """Return `count` numbers of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
         raise NotImplementedError
 
+    def factor_of(self, parts: Parts) -> float:
+        """Return the factor of all numbers, 1 without one; InvalidPart if it is not a positive number."""
+        return 1.0
+
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
 
@@ -163,6 +173,16 @@ class Packing(NamedTuple):
         """Return the names of the tensors beside the codes that new numbers may change."""
         fixed = frozenset[str]() if self.encoding.fresh else self.encoding.fixed
         return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the numbers are not in units of their common factor, or have none."""
+        return not self.encoding.common or self.encoding.common in self.parts
+
+    @property
+    def in_units(self) -> Packing:
+        """Return how numbers in units of their common factor are stored: without the part that holds it."""
+        return self._replace(parts={role: part for role, part in self.parts.items() if role != self.encoding.common})
 
 
 class Claim(NamedTuple):

@@ -61,6 +61,15 @@ class Scaled(Encoding):
         """Whether there is one new scale for the whole weight."""
         return self.fresh and not self.block[0]
 
+    @property
+    def common(self) -> str:
+        """Role of the scale of the whole weight; "" where new numbers may need another."""
+        return "" if self.block[0] or self.fresh else SCALE
+
+    def factor_of(self, parts: Parts) -> float:
+        """Return the scale of the whole weight; 1 for numbers in units of it."""
+        return float(self._scale(parts, 0) * self.factor) if SCALE in parts else 1.0
+
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
         bad = role == SCALE and not all(0 < n < inf for n in numbers)
@@ -75,9 +84,9 @@ class Scaled(Encoding):
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
-        scale = self._scale(parts, count) * self.factor
         if not self.block[0]:
-            return arithmetic.from_bytes(parts[CODES], self.dtype, scale)
+            return arithmetic.from_bytes(parts[CODES], self.dtype, self.factor_of(parts))
+        scale = self._scale(parts, count) * self.factor
         # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
         step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
         values = arithmetic.from_bytes(parts[CODES], self.dtype, 1 / step)
@@ -97,7 +106,8 @@ class Scaled(Encoding):
         if self.measured and not parts[SCALE].item():
             return None
         if not self.block[0]:
-            levels = values / (self._scale(parts, count) * self.factor)
+            unit = self.factor_of(parts)
+            levels = values if unit == 1 else values / unit
             drawn = self._drawn(levels, parts)
             if self.fresh:  # the scale was made for the largest of all numbers
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
