@@ -25,6 +25,22 @@ Handler: TypeAlias = Callable[[int, FrameType | None], None]
 TORCH_ROOM: Final = 768 << 20
 """Bytes of address space that torch and a small merge take beside torch's libraries: modules, stacks, arenas."""
 
+_workers = 1
+"""The number of workers that share the cores of this machine; a worker sets it once, in its process."""
+
+
+def share_cores(workers: int) -> None:
+    """Let this process use its share of the cores, as one of several workers on this machine."""
+    global _workers
+    _workers = workers
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, own // _workers)
+
+
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
 

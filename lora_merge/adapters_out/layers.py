@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,6 @@ class Wanted:
     before: int  # the largest rank of the inputs
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
-    products: Grams | None = None  # of the factors, where they are known
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -102,16 +100,7 @@ class Wanted:
     @cached_property
     def grams(self) -> Grams:
         """LᵀL and R Rᵀ of the factors."""
-        return self.products or Grams.of(*self.factors)
-
-    def norms_of(self, changes: Sequence[Change]) -> Norms:
-        """Return the norms of the changes whose factors stand side by side, of those that are not zero."""
-        (left, right), first, found = self.factors, 0, {}
-        for one in changes:
-            own = slice(first, first := first + (one.rank or 0))
-            if squares := squares_of(left[:, own], right[own], self.grams.part(own)):
-                found[one.adapter] = math.sqrt(squares)
-        return found
+        return Grams.of(*self.factors)
 
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:

@@ -1,42 +1,49 @@
-"""Runs `combine` and `resize`: layer by layer, changes are computed, combined, cut to a rank and stored."""
+"""Runs `combine` and `resize`: layer by layer, changes are computed, combined, cut to a rank and stored. No torch,
+unless a layer needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Final
 
-import torch
+import numpy as np
 
 from ..disk.destination import check_output
+from ..disk.draft import Draft
 from ..disk.reader import Reader
-from ..dtypes import spoken
-from ..engine.placement import TORCH_DTYPES
-from ..engine.tensors import TensorCache
-from ..engine.torch_state import undisturbed
+from ..dtypes import ITEM_BYTES, spoken
+from ..engine.torch_preload import load_library
 from ..errors import FitError, InputError
-from ..proof.stored import Stored
+from ..progress import Counting
 from ..text import Note
-from .changes import Evaluator
-from .conversion.kept import waiting
 from .job import AdapterJob
-from .making import Maker
+from .joining.concatenated import Concatenation
+from .joining.targets import Target
+from .joining.weight_norms import weight_norms
 from .metadata.sizes import tensors_of
-from .outcome.layer import Layer
+from .outcome.layer import Layer, Stored, held
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, output_dtype
-from .outcome.planned import memory_note, planned_layers
+from .outcome.planned import memory_note, nbytes, planned_layers, weights_of
 from .proof import Claims, prove
 from .rank_rules import EXACT
 from .report import AdapterReport
+from .side_by_side import side_by_side
 from .sources import Sources
 from .written import Entry, Spelling, drafted, unique
+
+if TYPE_CHECKING:
+    from .making import Maker
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
 
 
-@undisturbed()
 def run(job: AdapterJob, sources: Sources, this: Run, reader: Reader) -> AdapterReport:
     """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
     all. `this`: begun before the sources were opened, so that its times include that. `reader`: of the sources."""
@@ -45,31 +52,78 @@ def run(job: AdapterJob, sources: Sources, this: Run, reader: Reader) -> Adapter
     inputs = [a.index for a in sources.adapters]
     dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
-        own = frozenset(p for i in inputs for p in i.files)
-        base = Stored(reader, sources.inputs.base) if sources.inputs else None
-        maker = Maker(
-            job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), TORCH_DTYPES[dtype], base
-        )
-        own_layers = planned_layers(job, sources, dtype)
-        draft = stack.enter_context(drafted(job, reader, tensors_of(own_layers), inputs, folder=False))
-        kept: dict[str, dict[str, Entry]] = {}
-        stores_alpha = Spelling.of(sources.adapters[0]).alpha
+        if "torch" in sys.modules:  # else its settings are those of its import
+            from ..engine.torch_state import undisturbed
 
-        def keep(name: str, layer: Layer) -> None:
-            alpha = {"alpha": torch.tensor(layer.alpha, dtype=torch.float32)} if layer.rank and stores_alpha else {}
-            kept[name] = waiting({**layer.tensors, **alpha}, draft)
-
-        layers, zeros = maker.layers(this.counted, keep)
+            stack.enter_context(undisturbed())
+        rows = tensors_of(planned_layers(job, sources, dtype))
+        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
+        making = Making(job, sources, reader, dtype)
+        layers, kept, zeros = making.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
+        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *making.notes, *left_out(zeros))
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
         made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
         claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
-        facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=maker.weights)
+        facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
         return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
+
+
+class Making:
+    """Makes the layers of one job: by numpy where factors are put side by side, else by torch, which is imported for
+    the first of the others."""
+
+    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader, dtype: str) -> None:
+        self.job, self.sources, self.reader, self.dtype = job, sources, reader, dtype
+        self.weight = weight_norms(sources, reader)
+        self.concatenation = Concatenation(job, reader, dtype, self.weight)
+        self._maker: Maker | None = None
+        self._lock = Lock()
+
+    @property
+    def maker(self) -> Maker:
+        """The way of everything that is not put side by side."""
+        with self._lock:
+            if self._maker is None:
+                load_library()
+                from .making import made_by
+
+                self._maker = made_by(self.job, self.sources, self.reader, self.dtype, self.weight)
+        return self._maker
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how layers were made."""
+        return [] if self._maker is None else [*self._maker.notes]
+
+    def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
+        """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
+        told = begin("make", weights_of(self.job, self.sources, self.dtype))
+        ranks = self.maker.shared_out(told) if self.job.rules.together else {}
+        stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
+        layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
+
+        def work(target: Target) -> list[Stored | None]:
+            alone = self.concatenation.layer(target)
+            return [alone] if alone is not None else self.maker.made(target, ranks)
+
+        targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
+        made = side_by_side(targets, work, partial(nbytes, self.job), bound)
+        for target, found in zip(targets, made, strict=True):
+            for part, one in zip(target.stored, found, strict=True):
+                if one is None:
+                    zeros.append(part.label)
+                    continue
+                layers[part.label], entries = one.layer, dict(one.entries)
+                if one.layer.rank and stores_alpha:
+                    alpha = np.float32(one.layer.alpha).tobytes()
+                    entries["alpha"] = Entry("alpha", "F32", (), memoryview(alpha))
+                kept[part.label] = {slot: held(entries[slot], draft) for slot in sorted(entries)}
+            told(prod(target.shape) * ITEM_BYTES[self.dtype])
+        return layers, kept, zeros
 
 
 def _entries(

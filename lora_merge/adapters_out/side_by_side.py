@@ -1,16 +1,19 @@
-"""Works at several layers at a time, each on one core: their results do not depend on the number of cores."""
+"""Works at several layers at a time, each on one core: their results do not depend on the number of cores. No torch."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import local
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from ..engine.devices import one_core, threads
-from ..engine.placement import HOST, Placement
-from ..proof.reference.one_core import one_core as products_on_one_core
+from ..process import cores
+from ..proof.reference.one_core import one_core
+
+if TYPE_CHECKING:
+    from ..engine.placement import Placement
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +40,7 @@ class PerThread(Generic[T]):
 
 
 def side_by_side(
-    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, at: Placement = HOST
+    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, at: Placement | None = None
 ) -> Iterator[R]:  # fmt: skip
     """Yield the result of each task, in the order of the tasks; the first error ends the work.
 
@@ -46,17 +49,17 @@ def side_by_side(
         work: Makes the result of one; it is called in several threads.
         nbytes: How many bytes a task takes while it is under way.
         bound: How many bytes all tasks under way may take; one alone may take more.
-        at: Where most of the work is done: each device has as many threads as it can use.
+        at: Where most of the work is done, if not on the processor: each device has as many threads as it can use.
     """
-    count = threads([at])
+    count = _threads(at)
     waiting: deque[tuple[Future[list[R]], int]] = deque()
     left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
 
     def all_of(errand: Sequence[T]) -> list[R]:
         return [work(task) for task in errand]
 
-    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=one_core)
-    with products_on_one_core():
+    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=_on_one_core)
+    with one_core():
         try:
             while left or waiting:
                 taken = sum(size for future, size in waiting if not future.done())
@@ -82,3 +85,20 @@ def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
         total += size
     if some:
         yield some, total
+
+
+def _threads(at: Placement | None) -> int:
+    if at is None and "torch" not in sys.modules:
+        return cores()
+    from ..engine.devices import threads
+    from ..engine.placement import HOST
+
+    return threads([at or HOST])
+
+
+def _on_one_core() -> None:
+    """Let operations that this thread starts run on this thread alone: numpy's do already."""
+    if "torch" in sys.modules:
+        from ..engine.devices import one_core as torch_on_one_core
+
+        torch_on_one_core()

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from threading import Lock
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 
+from .. import process
 from ..algorithms import ALGORITHMS
 from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
@@ -230,15 +231,9 @@ def nth_device(device: str, number: int) -> str:
     return device if own != device and device == "auto" and unusable(torch.device(own)) else own
 
 
-class _Sharing:
-    """The number of workers that share the cores of this machine; a worker sets it once, in its process."""
-
-    workers: ClassVar[int] = 1
-
-
 def share_cores(workers: int) -> None:
     """Let this process use its share of the cores, as one of several workers on this machine."""
-    _Sharing.workers = workers
+    process.share_cores(workers)
     torch.set_num_threads(1)
 
 
@@ -247,8 +242,7 @@ def threads(at: Sequence[Placement], max_vram: int | None = None) -> int:
     elsewhere one for each lane."""
     if at[0].device.type != "cpu":
         return len(at) * lanes(at[0], device_bytes(max_vram))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // _Sharing.workers // (1 if _omp_set_num_threads() else torch.get_num_threads()))
+    return max(1, process.cores() // (1 if _omp_set_num_threads() else torch.get_num_threads()))
 
 
 def one_core() -> None:

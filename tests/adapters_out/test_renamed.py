@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import convert
-from lora_merge.adapters_out.conversion import renamed
+from lora_merge.adapters_out.outcome.single import WIDEN, is_finite
 from lora_merge.disk.draft import Draft, Drafted
 from lora_merge.errors import InputError, VerificationFailed
 from tests.support import strays
@@ -110,11 +110,12 @@ def test_bits_of_16_become_the_same_numbers_in_fp32(bits: list[int]) -> None:
     raw = bytearray(np.array(bits, np.uint16).tobytes())
     halves = np.frombuffer(raw, np.float16).astype(np.float32)
     finite = np.isfinite(halves)
-    found = renamed.WIDEN["F16"](raw)
+    found = WIDEN["F16"](raw)
     assert np.array_equal(found[finite].view(np.uint32), halves[finite].view(np.uint32))
-    assert (np.abs(found[~finite]) >= renamed.INFINITE).all()
+    assert is_finite(raw, "F16") == finite.all()
     wide = torch.frombuffer(raw, dtype=torch.bfloat16).float().numpy()
-    assert np.array_equal(renamed.WIDEN["BF16"](raw).view(np.uint32), wide.view(np.uint32))
+    assert np.array_equal(WIDEN["BF16"](raw).view(np.uint32), wide.view(np.uint32))
+    assert is_finite(raw, "BF16") == np.isfinite(wide).all()
 
 
 def test_factors_that_cancel_are_measured_by_the_other_way(base: Path, tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ from ...files.checkpoint import Index, open_checkpoint
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
 from ..changes import Change, Evaluator, norms_of, squares_between
-from ..conversion.kept import entry, held
+from ..conversion.kept import entry
 from ..job import AdapterJob
 from ..joining.targets import Target
 from ..layers import Wanted, combine
-from ..outcome.layer import Layer
+from ..outcome.layer import Layer, held
 from ..outcome.outcome import Facts, Outcome, Run, coverage, model_of, output_dtype
 from ..proof import BUDGET, REDO
 from ..report import AdapterReport

@@ -13,7 +13,6 @@ from typing import Any
 
 from ...adapter_options import KEEP
 from ...dtypes import spoken
-from ...engine.torch_preload import load_library
 from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
@@ -30,6 +29,7 @@ from ..outcome.planned import ranks
 from ..places import places
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
+from ..run import run as run_in_own
 from ..sources import Sources, open_sources
 from ..written import unread
 
@@ -77,13 +77,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
 
 
 def _run_in_own(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
-    """Run a job in the words of the first adapter. Its inputs are hashed while torch is imported."""
+    """Run a job in the words of the first adapter."""
     with ExitStack() as stack:
-        reader = this.reading(stack, sources.indexes)
-        load_library()
-        from ..run import run as run_in_own
-
-        return run_in_own(job, sources, this, reader)
+        return run_in_own(job, sources, this, this.reading(stack, sources.indexes))
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:

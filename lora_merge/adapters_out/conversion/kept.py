@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...disk.draft import Draft
 from ...disk.spool import Heap
 from ...engine.placement import FILE_DTYPES
-from ..outcome.layer import Kept, without_bytes
+from ..outcome.layer import Kept, held, without_bytes
 from ..written import Entry
 from .made import Made
 
@@ -24,12 +23,6 @@ def kept(made: Made, put: Heap | Draft) -> Kept:
 def waiting(tensors: Mapping[str, Tensor], put: Heap | Draft) -> dict[str, Entry]:
     """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
     return {slot: held(entry(slot, tensors[slot]), put) for slot in sorted(tensors)}
-
-
-def held(one: Entry, put: Heap | Draft) -> Entry:
-    """Return a tensor that is in memory as it waits, or as it is in the draft."""
-    assert isinstance(one.data, memoryview), "it was just made"
-    return replace(one, data=put.put(one.data))
 
 
 def entry(name: str, tensor: Tensor) -> Entry:

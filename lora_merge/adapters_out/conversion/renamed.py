@@ -7,16 +7,12 @@ bytes of the input's, it means the same change.
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite, prod
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...adapter_options import KEEP
 from ...disk.draft import Draft
@@ -24,31 +20,20 @@ from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...job import Adapter
 from ...progress import Counting
-from ...proof.reference.one_core import one_core
 from ..dialects import Dialect
 from ..job import FACTORS, AdapterJob
 from ..joining.targets import Target, is_plain
 from ..outcome.layer import Kept, Layer
+from ..outcome.single import WIDEN, is_finite, product
 from ..places import Filled, Place
+from ..side_by_side import side_by_side
 from ..sources import Sources
-from ..truncation.effect import LARGE, SMALL
 from ..written import Entry
 from .assumed import same_base
 from .planned import written_dtype
 
-OF_HALF: Final = np.int32(-0x70002000)
-"""The bits of fp32 that an exponent of five bits, ten bits of a significand and a sign take."""
-
-INFINITE: Final = 2.0**16
-"""What infinity of fp16 becomes; NaN becomes more."""
-
-AT_ONCE: Final = 8
-"""Modules that are in memory at once, for each core."""
-
-CANCELS: Final = 1e-2
-"""The share of the squares of all columns from which on the square of their sum has digits enough in fp32."""
-
-Matrix = npt.NDArray[np.float32]
+AT_ONCE: Final = 2**28
+"""Bytes of modules that are worked at at once."""
 
 
 class Factors(NamedTuple):
@@ -104,7 +89,7 @@ def renamed(
         up, down = (reader.read(info) for info in (one.up, one.down))
         return Read(up, down, _squares(one, up, down))
 
-    for one, read in zip(factors, _side_by_side(factors, work), strict=True):
+    for one, read in zip(factors, side_by_side(factors, work, _nbytes, AT_ONCE), strict=True):
         if read.squares is None:
             return []
         ones, alpha = (1,) * (len(one.place.view.shape) - 2), np.float32(one.rank * one.scale)
@@ -140,7 +125,7 @@ def proven(
                 for old, new in own
             )
 
-        for own, same in zip(pairs, _side_by_side(pairs, work), strict=True):
+        for own, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
             if not same:
                 return None
             told(sum(new.nbytes for _, new in own))
@@ -171,52 +156,19 @@ def same_factors(target: Target, written: Target | None) -> Pairs:
     return [(patch.module.slots[slot], made.module.slots[slot]) for slot in ("up", "down")]
 
 
-def _side_by_side(tasks: Sequence[Any], work: Any) -> Iterator[Any]:
-    """Yield the results in the order of the tasks, some of which are worked at at a time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with one_core(), ThreadPoolExecutor(cores) as pool:
-        waiting = deque(pool.submit(work, task) for task in tasks[: AT_ONCE * cores])
-        for task in tasks[AT_ONCE * cores :]:
-            yield waiting.popleft().result()
-            waiting.append(pool.submit(work, task))
-        yield from (one.result() for one in waiting)
+def _nbytes(one: Factors) -> int:
+    return 3 * (one.up.nbytes + one.down.nbytes)  # as stored, and in fp32
+
+
+def _both(pairs: Pairs) -> int:
+    return 2 * sum(new.nbytes for _, new in pairs)
 
 
 def _squares(one: Factors, up: bytearray, down: bytearray) -> float | None:
-    """Return ‖ΔW‖² of factors in fp32 with sums in fp64; None where a number is not finite, or fp32 does not do."""
-    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank)
+    """Return ‖ΔW‖² of factors; None where a number is not finite, or fp32 does not tell it."""
+    if not is_finite(up, one.up.dtype) or not is_finite(down, one.down.dtype):
+        return None
+    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank) * np.float32(one.scale)
     right = WIDEN[one.down.dtype](down).reshape(one.rank, -1)
     with np.errstate(all="ignore"):
-        columns, rows = left.T @ left, right @ right.T
-        every = one.scale**2 * float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
-        found = one.scale**2 * float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
-    for numbers, products, info in ((left, columns, one.up), (right, rows, one.down)):
-        largest = np.abs(numbers).max() if info.dtype == "F16" and products.diagonal().max() >= INFINITE**2 else 0.0
-        if largest >= INFINITE:
-            return None
-    return found if isfinite(every) and SMALL < found < LARGE and found > CANCELS * every else None
-
-
-def _of_half(raw: bytearray) -> Matrix:
-    """Return numbers of fp16 in fp32, in a seventh of numpy's time: the bits are moved, and the exponent is corrected
-    by a product, which is exact for subnormals too. Infinity and NaN become numbers from 65536 on."""
-    bits = np.frombuffer(raw, np.int16).astype(np.int32)
-    bits <<= 13
-    bits &= OF_HALF  # without the copies of the sign
-    numbers: Matrix = bits.view(np.float32)
-    numbers *= np.float32(2.0**112)
-    return numbers
-
-
-def _of_bfloat(raw: bytearray) -> Matrix:
-    bits = np.frombuffer(raw, np.uint16).astype(np.uint32)
-    bits <<= 16
-    return bits.view(np.float32)
-
-
-def _of_single(raw: bytearray) -> Matrix:
-    return np.frombuffer(raw, np.float32)
-
-
-WIDEN: Final = {"F16": _of_half, "BF16": _of_bfloat, "F32": _of_single}
-"""dtype → function that returns stored numbers in fp32."""
+        return product(left.T @ left, right @ right.T)

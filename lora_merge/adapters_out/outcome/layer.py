@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ...disk.draft import Draft
+from ...disk.spool import Heap
 from ...text import Note
 from ..places import Place
 from ..truncation.effect import Effect
@@ -55,6 +57,19 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     if layer.norms:
         found["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
     return found if layer.effect is None else {**found, **layer.effect.told}
+
+
+class Stored(NamedTuple):
+    """One layer of an output, and its tensors by their slots as they are written."""
+
+    layer: Layer
+    entries: Mapping[str, Entry]
+
+
+def held(one: Entry, put: Heap | Draft) -> Entry:
+    """Return a tensor that is in memory as it waits, or as it is in the draft."""
+    assert isinstance(one.data, memoryview), "it was just made"
+    return replace(one, data=put.put(one.data))
 
 
 @dataclass(frozen=True)

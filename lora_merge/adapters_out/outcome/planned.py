@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import prod
 from typing import Any
 
@@ -98,3 +99,11 @@ def ranks(target: Target) -> list[int | None]:
         low = ALGORITHMS[use.patch.algorithm].low_rank
         found.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
     return found
+
+
+def nbytes(job: AdapterJob, target: Target) -> int:
+    """Return about how many bytes the change of a weight takes: factors several times, or matrices."""
+    out, cols = target.matrix
+    factored = COMBINATIONS[job.method].linear and None not in ranks(target) and not target.values
+    return 8 * min(6 * most_rank(target) * (out + cols) if factored else sys.maxsize,
+                   (len(target.uses) + 3) * out * cols)  # fmt: skip

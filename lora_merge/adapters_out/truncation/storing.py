@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from ...engine.by_rows.rows import Rows
+from ..outcome.single import CANCELS as SINGLE
+from ..outcome.single import ROOM
 from .effect import NOTHING, Totals, squares, totals_of
 
-CANCELS: Final = {torch.float64: 1e-9, torch.float32: 1e-2}
+CANCELS: Final = {torch.float64: 1e-9, torch.float32: SINGLE}
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
 
 
 FINE: Final = 1e-10
 """The share of ‖Δ‖² from which on a difference that is formed in fp32 has digits enough."""
-
-ROOM: Final = 8.0
-"""By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
 
 
 class Grams(NamedTuple):
@@ -35,10 +34,6 @@ class Grams(NamedTuple):
             one, other = left.numpy(), right.numpy()
             return cls(torch.from_numpy(one.T @ one), torch.from_numpy(other @ other.T))
         return cls(left.mT @ left, right @ right.mT)
-
-    def part(self, some: slice) -> Grams:
-        """Return those of some columns of L and the rows of R that belong to them."""
-        return Grams(self.columns[some, some], self.rows[some, some])
 
     def squares(self) -> float:
         """Return ‖L R‖²."""

@@ -209,7 +209,7 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
     with reporting(printed["report"]) as told, watching(quiet=printed["quiet"]) as display:
         if command == "extract":
             preload(wait=True)  # it is imported first of all
-        elif command == "convert" or printed["dry_run"]:
+        elif command in ("combine", "convert") or printed["dry_run"]:
             keep_freed_memory()  # most of them need no torch
         else:
             preload()

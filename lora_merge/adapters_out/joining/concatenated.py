@@ -1,0 +1,177 @@
+"""The exact sum of adapters that are stored as factors in 16 bits: these are put side by side, by numpy in fp32.
+
+No torch: its import takes as long as all of this. A sum that fp32 does not hold, or whose terms cancel, is left to the
+general way (making.py), and so is every other kind of change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...disk.files import StoredTensor
+from ...disk.reader import Reader
+from ...dtypes import TABLE
+from ...methods import SUM
+from ..job import FACTORS, AdapterJob
+from ..outcome.layer import Layer, Stored
+from ..outcome.single import ROOM, TINY, WIDEN, Matrix, is_finite, narrowed, product
+from ..rank_rules import EXACT
+from ..truncation.effect import LEAST, WORK, Effect
+from ..written import Entry
+from .targets import Target, is_plain
+
+MEAN: Final = "mean"
+
+
+class Factors(NamedTuple):
+    """The stored factors of one adapter's change of a weight."""
+
+    adapter: int
+    up: StoredTensor
+    down: StoredTensor
+    rank: int
+    scale: float  # α / rank
+    strength: float
+
+
+class Sum(NamedTuple):
+    """Δ of a weight: both factors, the products of all columns and of all rows, and ‖Δ‖²."""
+
+    left: Matrix  # [out, R]
+    right: Matrix  # [R, cols]
+    columns: Matrix  # LᵀL [R, R]
+    rows: Matrix  # R Rᵀ [R, R]
+    squares: float
+
+
+class Concatenation:
+    """Makes the layers of one job. `dtype`: of the output. `weight`: as for `Maker`."""
+
+    def __init__(self, job: AdapterJob, reader: Reader, dtype: str, weight: Callable[[Target], float | None]) -> None:
+        self.job, self.reader, self.dtype, self.weight = job, reader, dtype, weight
+        given = job.command, job.algorithm, job.alpha, job.compute_dtype
+        plain = given == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
+        self.possible = plain and job.method in (SUM, MEAN) and dtype in ("F16", "BF16")
+
+    def layer(self, target: Target) -> Stored | None:
+        """Return the layer of a weight; None for one that is not such a sum."""
+        factors = self._factors(target) if self.possible else []
+        raws = [(self.reader.read(one.up), self.reader.read(one.down)) for one in factors]
+        downs = [down for _, down in raws]
+        if not factors or any(one == other for n, one in enumerate(downs) for other in downs[:n]):
+            return None  # factors of two adapters become one
+        if not all(is_finite(raw, self.dtype) for pair in raws for raw in pair):
+            return None
+        whole = 1.0 if self.job.method == SUM else sum(one.strength for one in factors)
+        if not whole:
+            return None
+        weights = [self.job.numbers.scale * (one.strength / whole) for one in factors]
+        lefts = [_scaled(one, up, weight) for one, (up, _), weight in zip(factors, raws, weights, strict=True)]
+        rights = [WIDEN[self.dtype](down).reshape(one.rank, -1) for one, down in zip(factors, downs, strict=True)]
+        found = _sum(np.concatenate(lefts, 1), np.concatenate(rights))
+        norms = {} if found is None else _norms(factors, weights, found)
+        return self._stored(target, factors, found, norms) if found is not None and norms else None
+
+    def _factors(self, target: Target) -> list[Factors]:
+        """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
+        rule = self.job.rules.of_layer(target.name, kernel=any(n > 1 for n in target.shape[2:]))
+        if rule.name != EXACT or target.vector or target.values or target.parts or target.turned or target.stacked:
+            return []
+        found = []
+        for use in sorted((u for u in target.uses if u.strength), key=lambda u: u.patch.adapter):
+            patch, piece = use.patch, use.piece
+            whole = (use.start, piece.start, piece.rows) == (0, 0, target.matrix[0]) and not piece.transposed
+            plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and not patch.reads_base
+            if not plain or not whole or patch.view.matrix != target.matrix:
+                return []
+            up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
+            if {up.dtype, down.dtype} != {self.dtype} or not rank:
+                return []
+            found.append(Factors(patch.adapter, up, down, rank, patch.numbers.get("scale", 1.0), use.strength))
+        apart = len({one.adapter for one in found}) == len(found)
+        return found if apart and sum(one.rank for one in found) <= min(target.matrix) else []
+
+    def _stored(
+        self, target: Target, factors: Sequence[Factors], wanted: Sum, norms: Mapping[int, float]
+    ) -> Stored | None:
+        """Return both factors, rounded once; None where a number is too large for the dtype."""
+        left, right, _, rows, squares = wanted
+        if (shift := _shift(wanted, self.dtype)) is not None:
+            left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
+        up, down = narrowed(left, self.dtype), narrowed(right, self.dtype)
+        if up is None or down is None:
+            return None
+        held = WIDEN[self.dtype](up).reshape(left.shape), WIDEN[self.dtype](down).reshape(right.shape)
+        off, rank, ones = _apart((left, right), held, rows), right.shape[0], (1,) * len(target.shape[2:])
+        layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), squares, off,
+                      effect=_effect(wanted), norms=norms, weight=self.weight(target))  # fmt: skip
+        return Stored(layer, {
+            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), memoryview(down)),
+            "up": Entry("up", self.dtype, (len(left), rank, *ones), memoryview(up)),
+        })  # fmt: skip
+
+
+def _scaled(one: Factors, raw: bytearray, weight: float) -> Matrix:
+    """Return the up factor [out, rank] times α / rank and its weight in the sum."""
+    up = WIDEN[one.up.dtype](raw).reshape(-1, one.rank)
+    up *= np.float32(one.scale)
+    if weight != 1:
+        up *= np.float32(weight)
+    return up
+
+
+def _sum(left: Matrix, right: Matrix) -> Sum | None:
+    """Return Δ; None where fp32 does not tell ‖Δ‖²."""
+    with np.errstate(all="ignore"):
+        columns, rows = left.T @ left, right @ right.T
+    squares = product(columns, rows)
+    return None if squares is None else Sum(left, right, columns, rows, squares)
+
+
+def _norms(factors: Sequence[Factors], weights: Sequence[float], found: Sum) -> dict[int, float]:
+    """Return the norm of each adapter's change at its strength; {} where fp32 does not tell one."""
+    norms, first = {}, 0
+    for one, weight in zip(factors, weights, strict=True):
+        own = slice(first, first := first + one.rank)
+        squares = product(found.columns[own, own], found.rows[own, own])
+        if squares is None or not weight:
+            return {}
+        norms[one.adapter] = sqrt(squares) * abs(one.strength / weight)
+    return norms
+
+
+def _shift(wanted: Sum, dtype: str) -> Matrix | None:
+    """Return powers of two by which columns of L are multiplied, and rows of R divided, so that a narrow dtype holds
+    the digits of both; None where it does already."""
+    if dtype not in TINY:
+        return None  # of the range of fp32
+    one = np.sqrt(wanted.columns.diagonal().astype(np.float64) / len(wanted.left))
+    other = np.sqrt(wanted.rows.diagonal().astype(np.float64) / wanted.right.shape[1])
+    bad = (np.minimum(one, other) < ROOM * TINY[dtype]) | (np.maximum(one, other) > TABLE[dtype].largest / ROOM)
+    bad &= (one > 0) & (other > 0)
+    if not bad.any():
+        return None
+    ratios = np.where(bad, other, 1.0) / np.where(bad, one, 1.0)
+    return np.exp2(np.round(np.log2(ratios) / 2)).astype(np.float32)
+
+
+def _apart(wanted: tuple[Matrix, Matrix], held: tuple[Matrix, Matrix], rows: Matrix) -> float:
+    """Return ‖L R − B A‖², as `storing.apart` does."""
+    (left, right), (up, down) = wanted, held
+    first, second = left - up, right - down
+    if not second.any():
+        first = first[np.abs(first).max(1) > 0]  # few rows, where the dtype holds most numbers
+        return max(0.0, float(np.sum((first.T @ first) * rows, dtype=np.float64)))
+    off = (first.T @ first) * rows + 2 * (first.T @ up) * (right @ second.T) + (up.T @ up) * (second @ second.T)
+    return max(0.0, float(np.sum(off, dtype=np.float64)))
+
+
+def _effect(wanted: Sum) -> Effect:
+    """Return the effect of Δ, by some of its rows."""
+    count = max(LEAST, WORK // max(wanted.right.size, 1))
+    some = wanted.left[:: max(1, len(wanted.left) // count)] @ wanted.right
+    return Effect(len(wanted.left) * wanted.right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))

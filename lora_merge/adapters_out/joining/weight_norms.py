@@ -1,0 +1,36 @@
+"""‖W‖² of the rows of the base that a layer changes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from ...disk.reader import Reader
+from ...proof.stored import Stored
+from ..sources import Sources
+from .targets import Target
+
+LOOKED_AT: Final = 2**14
+"""The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
+
+
+def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
+    """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
+    are spread evenly; None without a base, and of a weight that is not stored whole."""
+    base = Stored(reader, sources.inputs.base) if sources.inputs else None
+
+    def squares(part: Target) -> float | None:
+        weight = sources.weights.get(part.key)
+        if base is None or weight is None or weight.padded:
+            return None
+        _, cols = part.matrix
+        shape = (prod(weight.shape) // max(cols, 1), cols)
+        rows = np.concatenate([np.arange(*run) for run in part.runs or ((0, shape[0]),)])
+        some = rows[:: max(1, len(rows) // max(1, -(-LOOKED_AT // max(cols, 1))))]
+        values = base(weight.stored, shape, some)
+        return float(np.vdot(values, values)) * len(rows) / max(len(some), 1)
+
+    return squares
