@@ -51,7 +51,7 @@ def side_by_side(
         bound: How many bytes all tasks under way may take; one alone may take more.
         at: Where most of the work is done, if not on the processor: each device has as many threads as it can use.
     """
-    count = _threads(at)
+    count = threads(at)
     waiting: deque[tuple[Future[list[R]], int]] = deque()
     left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
 
@@ -87,13 +87,14 @@ def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
         yield some, total
 
 
-def _threads(at: Placement | None) -> int:
+def threads(at: Placement | None) -> int:
+    """Return how many tasks are worked at side by side."""
     if at is None and "torch" not in sys.modules:
         return cores()
-    from ..engine.devices import threads
+    from ..engine import devices
     from ..engine.placement import HOST
 
-    return threads([at or HOST])
+    return devices.threads([at or HOST])
 
 
 def _on_one_core() -> None:

@@ -1,0 +1,140 @@
+"""`combine` of factors in 16 bits: without torch, and with the result of the general way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.adapters_out.joining import concatenated
+from lora_merge.adapters_out.outcome.single import narrowed
+from lora_merge.errors import InputError, ResourceError, TooLarge
+from tests.support import rand, strays
+
+SHAPES = {"lora_unet_a": (12, 7), "lora_unet_b": (5, 9), "lora_unet_c": (6, 4, 3, 3)}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def stored(path: Path, dtype: torch.dtype, rank: int, scale: float, seed: int) -> Path:
+    found = {}
+    for n, (name, shape) in enumerate(SHAPES.items()):
+        ones = (1,) * len(shape[2:])
+        found[f"{name}.lora_up.weight"] = (rand(shape[0], rank, *ones, seed=seed + n) * scale).to(dtype)
+        found[f"{name}.lora_down.weight"] = rand(rank, *shape[1:], seed=seed + n + 50).to(dtype)
+        found[f"{name}.alpha"] = torch.tensor(1.5)
+    save_file(found, path)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[tuple[Path, float]]]:
+    yield [(stored(tmp_path / "a.safetensors", torch.float16, 2, 1.0, 1), 0.7),
+           (stored(tmp_path / "b.safetensors", torch.float16, 3, 1.0, 9), -1.25)]  # fmt: skip
+
+
+def deltas(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    tensors, found = {k: v.double().numpy() for k, v in load_file(path).items()}, {}
+    for name in SHAPES:
+        up, down = tensors[f"{name}.lora_up.weight"], tensors[f"{name}.lora_down.weight"]
+        rank = len(down)
+        found[name] = float(tensors[f"{name}.alpha"]) / rank * up.reshape(-1, rank) @ down.reshape(rank, -1)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5, 3e4])
+@pytest.mark.parametrize("method", ["sum", "mean"])
+def test_the_sum_is_that_of_numbers_in_fp64(
+    dtype: str, scale: float, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [stored(tmp_path / f"{n}.safetensors", DTYPES[dtype], n + 2, scale, 7 * n) for n in range(3)]
+    weights = [0.7, -1.25, 0.1] if method == "sum" else [0.5, 1.0, 2.5]
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    own = lora_merge.combine([*zip(inputs, weights, strict=True)], one, method=method)
+    with monkeypatch.context() as patched:
+        patched.setattr(concatenated.Concatenation, "layer", lambda *_: None)
+        their = lora_merge.combine([*zip(inputs, weights, strict=True)], other, method=method)
+    total = 1.0 if method == "sum" else sum(weights)
+    made, changes = deltas(one), [deltas(path) for path in inputs]
+    for name, change in made.items():
+        wanted = sum(w / total * c[name] for w, c in zip(weights, changes, strict=True))
+        size = float(np.linalg.norm(wanted))
+        step = 2.0 ** -(11 if dtype == "fp16" else 8)
+        residual = float(np.linalg.norm(change - wanted)) / size
+        assert residual < step
+        told, general = own.layers[name], their.layers[name]
+        assert told["residual"] == pytest.approx(residual, rel=1e-2, abs=1e-6)
+        assert told["norm"] == pytest.approx(size, rel=1e-5)
+        for number, (weight, own_change) in enumerate(zip(weights, changes, strict=True)):
+            norm = abs(weight) * float(np.linalg.norm(own_change[name]))
+            assert told["adapters"][number]["change"] == pytest.approx(norm, rel=1e-5)
+        assert {k: told[k] for k in ("algorithm", "rank", "rank_before", "alpha", "of", "elements")} == {
+            k: general[k] for k in ("algorithm", "rank", "rank_before", "alpha", "of", "elements")
+        }
+        assert told["largest"] == pytest.approx(general["largest"], rel=1e-5)
+    assert load_file(one).keys() == load_file(other).keys()
+
+
+def test_no_torch_is_imported(pair: list[tuple[Path, float]], tmp_path: Path) -> None:
+    code = ("import sys, lora_merge; done = lora_merge.combine(sys.argv[1:], 'c.safetensors'); "
+            "sys.exit('torch' in sys.modules or not done.verified['ok'])")  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", code, *(str(path) for path, _ in pair)], cwd=tmp_path, check=False)
+    assert ran.returncode == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_refused_by_name(
+    value: float, pair: list[tuple[Path, float]], tmp_path: Path
+) -> None:
+    held = load_file(pair[1][0])
+    held["lora_unet_b.lora_up.weight"].view(-1)[-1] = value
+    save_file(held, pair[1][0])
+    with pytest.raises(InputError, match=r"NaN or infinite[\s\S]*lora_unet_b.lora_up.weight"):
+        lora_merge.combine(pair, tmp_path / "c.safetensors")
+    assert not strays(tmp_path)
+
+
+def test_a_sum_beyond_the_dtype_and_a_device_that_is_not_there_are_refused(
+    pair: list[tuple[Path, float]], tmp_path: Path
+) -> None:
+    with pytest.raises(TooLarge):
+        lora_merge.combine([(pair[0][0], 1e30)], tmp_path / "c.safetensors")
+    with pytest.raises(ResourceError):
+        lora_merge.combine(pair, tmp_path / "c.safetensors", device="cuda:7")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
+def test_terms_that_cancel_are_left_to_the_general_way(pair: list[tuple[Path, float]], tmp_path: Path) -> None:
+    """B and B plus a little, with down factors that differ in one number."""
+    held = load_file(pair[0][0])
+    held["lora_unet_a.lora_down.weight"][0, 0] += 2.0**-9
+    save_file(held, tmp_path / "b.safetensors")
+    report = lora_merge.combine([(pair[0][0], 1), (tmp_path / "b.safetensors", -1)], tmp_path / "c.safetensors")
+    assert report.layers.keys() == {"lora_unet_a"}
+    wanted = deltas(pair[0][0])["lora_unet_a"] - deltas(tmp_path / "b.safetensors")["lora_unet_a"]
+    assert report.layers["lora_unet_a"]["norm"] == pytest.approx(float(np.linalg.norm(wanted)), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrays.arrays(
+        np.float32, 6, elements=st.floats(-70000, 70000, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
+    )
+)
+def test_numbers_are_rounded_to_the_nearest_of_16_bits(numbers: np.ndarray[Any, Any]) -> None:
+    for dtype, kind in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        wanted = torch.from_numpy(numbers).to(kind)
+        found = narrowed(numbers, dtype)
+        assert (found is not None) == bool(wanted.isfinite().all())
+        assert found is None or torch.equal(torch.frombuffer(found, dtype=kind), wanted)
