@@ -15,6 +15,7 @@ import numpy as np
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import TABLE
+from ...method_numbers import SMALLEST
 from ...methods import SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
@@ -48,6 +49,14 @@ class Sum(NamedTuple):
     squares: float
 
 
+class Rounded(NamedTuple):
+    """Both factors as they are stored, and ‖Δ − Δ̂‖²."""
+
+    up: bytearray
+    down: bytearray
+    off: float
+
+
 class Concatenation:
     """Makes the layers of one job. `dtype`: of the output. `weight`: as for `Maker`."""
 
@@ -60,21 +69,28 @@ class Concatenation:
     def layer(self, target: Target) -> Stored | None:
         """Return the layer of a weight; None for one that is not such a sum."""
         factors = self._factors(target) if self.possible else []
+        with np.errstate(all="ignore"):  # numbers beyond fp32 are seen in the sums
+            return self._layer(target, factors) if factors else None
+
+    def _layer(self, target: Target, factors: Sequence[Factors]) -> Stored | None:
         raws = [(self.reader.read(one.up), self.reader.read(one.down)) for one in factors]
         downs = [down for _, down in raws]
-        if not factors or any(one == other for n, one in enumerate(downs) for other in downs[:n]):
+        if any(one == other for n, one in enumerate(downs) for other in downs[:n]):
             return None  # factors of two adapters become one
         if not all(is_finite(raw, self.dtype) for pair in raws for raw in pair):
             return None
         whole = 1.0 if self.job.method == SUM else sum(one.strength for one in factors)
-        if not whole:
+        if abs(whole) < SMALLEST:
             return None
         weights = [self.job.numbers.scale * (one.strength / whole) for one in factors]
         lefts = [_scaled(one, up, weight) for one, (up, _), weight in zip(factors, raws, weights, strict=True)]
         rights = [WIDEN[self.dtype](down).reshape(one.rank, -1) for one, down in zip(factors, downs, strict=True)]
         found = _sum(np.concatenate(lefts, 1), np.concatenate(rights))
         norms = {} if found is None else _norms(factors, weights, found)
-        return self._stored(target, factors, found, norms) if found is not None and norms else None
+        if found is None or not norms:
+            return None
+        stored = _rounded(found, self.dtype, b"".join(downs))
+        return None if stored is None else self._stored(target, factors, found, stored, norms)
 
     def _factors(self, target: Target) -> list[Factors]:
         """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
@@ -96,22 +112,14 @@ class Concatenation:
         return found if apart and sum(one.rank for one in found) <= min(target.matrix) else []
 
     def _stored(
-        self, target: Target, factors: Sequence[Factors], wanted: Sum, norms: Mapping[int, float]
-    ) -> Stored | None:
-        """Return both factors, rounded once; None where a number is too large for the dtype."""
-        left, right, _, rows, squares = wanted
-        if (shift := _shift(wanted, self.dtype)) is not None:
-            left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
-        up, down = narrowed(left, self.dtype), narrowed(right, self.dtype)
-        if up is None or down is None:
-            return None
-        held = WIDEN[self.dtype](up).reshape(left.shape), WIDEN[self.dtype](down).reshape(right.shape)
-        off, rank, ones = _apart((left, right), held, rows), right.shape[0], (1,) * len(target.shape[2:])
-        layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), squares, off,
+        self, target: Target, factors: Sequence[Factors], wanted: Sum, made: Rounded, norms: Mapping[int, float]
+    ) -> Stored:
+        rank, ones = wanted.right.shape[0], (1,) * len(target.shape[2:])
+        layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), wanted.squares, made.off,
                       effect=_effect(wanted), norms=norms, weight=self.weight(target))  # fmt: skip
         return Stored(layer, {
-            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), memoryview(down)),
-            "up": Entry("up", self.dtype, (len(left), rank, *ones), memoryview(up)),
+            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), memoryview(made.down)),
+            "up": Entry("up", self.dtype, (len(wanted.left), rank, *ones), memoryview(made.up)),
         })  # fmt: skip
 
 
@@ -126,10 +134,25 @@ def _scaled(one: Factors, raw: bytearray, weight: float) -> Matrix:
 
 def _sum(left: Matrix, right: Matrix) -> Sum | None:
     """Return Δ; None where fp32 does not tell ‖Δ‖²."""
-    with np.errstate(all="ignore"):
-        columns, rows = left.T @ left, right @ right.T
+    columns, rows = left.T @ left, right @ right.T
     squares = product(columns, rows)
     return None if squares is None else Sum(left, right, columns, rows, squares)
+
+
+def _rounded(wanted: Sum, dtype: str, downs: bytes) -> Rounded | None:
+    """Return both factors, rounded once; None where a number is too large for the dtype. `downs`: the bytes of the
+    right factor, which stay as they are where its rows need no other scale."""
+    left, right, _, rows, _ = wanted
+    if (shift := _shift(wanted, dtype)) is None:
+        up, down = narrowed(left, dtype), bytearray(downs)
+    else:
+        left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
+        up, down = narrowed(left, dtype), narrowed(right, dtype) or bytearray()
+    if up is None or not down:
+        return None
+    first = left - WIDEN[dtype](up).reshape(left.shape)
+    second = None if shift is None else right - WIDEN[dtype](down).reshape(right.shape)
+    return Rounded(up, down, _apart((left, right), (first, second), rows))
 
 
 def _norms(factors: Sequence[Factors], weights: Sequence[float], found: Sum) -> dict[int, float]:
@@ -159,13 +182,13 @@ def _shift(wanted: Sum, dtype: str) -> Matrix | None:
     return np.exp2(np.round(np.log2(ratios) / 2)).astype(np.float32)
 
 
-def _apart(wanted: tuple[Matrix, Matrix], held: tuple[Matrix, Matrix], rows: Matrix) -> float:
-    """Return ‖L R − B A‖², as `storing.apart` does."""
-    (left, right), (up, down) = wanted, held
-    first, second = left - up, right - down
-    if not second.any():
+def _apart(factors: tuple[Matrix, Matrix], errors: tuple[Matrix, Matrix | None], rows: Matrix) -> float:
+    """Return ‖L R − B A‖² from L − B and R − A, as `storing.apart` does; None for R − A: zeros."""
+    (left, right), (first, second) = factors, errors
+    if second is None or not second.any():
         first = first[np.abs(first).max(1) > 0]  # few rows, where the dtype holds most numbers
         return max(0.0, float(np.sum((first.T @ first) * rows, dtype=np.float64)))
+    up = left - first
     off = (first.T @ first) * rows + 2 * (first.T @ up) * (right @ second.T) + (up.T @ up) * (second @ second.T)
     return max(0.0, float(np.sum(off, dtype=np.float64)))
 
