@@ -108,8 +108,8 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
                 return _squares(job, *layer, again.get(), lambda rows: whole[rows])
             return _squares(job, *layer, again.get(), held)
 
-        compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
-        for (_, target), squares in zip(chosen, compared, strict=True):
+        bound = job.inputs.max_memory // 2
+        for (_, target), squares in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
             told(8 * _count(target))
             if squares is None:
                 continue

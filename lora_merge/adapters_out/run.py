@@ -111,8 +111,8 @@ class Making:
             return [alone] if alone is not None else self.maker.made(target, ranks)
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
-        made = side_by_side(targets, work, partial(nbytes, self.job), bound)
-        for target, found in zip(targets, made, strict=True):
+        size = partial(nbytes, self.job)
+        for target, found in zip(targets, side_by_side(targets, work, size, bound), strict=True):
             for part, one in zip(target.stored, found, strict=True):
                 if one is None:
                     zeros.append(part.label)

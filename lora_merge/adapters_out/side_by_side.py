@@ -44,6 +44,9 @@ def side_by_side(
 ) -> Iterator[R]:  # fmt: skip
     """Yield the result of each task, in the order of the tasks; the first error ends the work.
 
+    A loop over it that ends early ends the work too, unless a name keeps this iterator: then the garbage collector
+    would end it, in any thread and at any time.
+
     Parameters:
         tasks: What is worked at.
         work: Makes the result of one; it is called in several threads.

@@ -81,8 +81,8 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
             other.forget()
             return off
 
-        compared = side_by_side(chosen, work, _nbytes, job.inputs.max_memory // 2)
-        for target, off in zip(chosen, compared, strict=True):
+        bound = job.inputs.max_memory // 2
+        for target, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
             worst, name = max((worst, name), (off.share, target.key))
             if isnan(off.size):  # infinite on both sides
                 raise beyond_fp64(target.key)

@@ -75,8 +75,8 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
             evaluator.forget()
             return off
 
-        compared = side_by_side(chosen, work, _nbytes, task.job.inputs.max_memory // 2)
-        for one, off in zip(chosen, compared, strict=True):
+        bound = task.job.inputs.max_memory // 2
+        for one, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
             pair, stated = own[id(one.place)], sqrt(one.layer.lost / one.layer.squares)
             if not abs(off - stated) <= TOLERANCE * max(off, stated) + FLOOR:
                 where = f"{pair.name}: residual {off:.6g}, stated {stated:.6g}"

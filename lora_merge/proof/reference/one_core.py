@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any, Final
 
-_lock: Final = Lock()
+_lock: Final = RLock()  # a user that was left open may end while another begins, when memory is collected
 _set: Final = ExitStack()
 _users = 0
 
@@ -30,9 +30,9 @@ def one_core() -> Iterator[None]:
     """
     global _users  # the setting is one of the process: the first user makes it, the last one takes it back
     with _lock:
-        if not _users:
-            _set.enter_context(_libraries().limit(limits=1, user_api="blas"))
         _users += 1
+        if _users == 1:
+            _set.enter_context(_libraries().limit(limits=1, user_api="blas"))
     try:
         yield
     finally:
