@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from threading import Thread
+from typing import Any
+
 import numpy  # noqa: F401  its library has to be loaded
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from lora_merge.proof.reference import one_core as module
 from lora_merge.proof.reference.one_core import one_core
 
 
@@ -33,3 +37,26 @@ def test_the_setting_comes_back_after_an_error() -> None:
         with pytest.raises(ZeroDivisionError), one_core():
             raise ZeroDivisionError
         assert count() == before
+
+
+def test_a_user_that_was_left_open_may_end_while_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the garbage collector ends it, in the thread that holds the lock."""
+    left, found = one_core(), module._libraries
+    left.__enter__()
+
+    def libraries() -> Any:
+        left.__exit__(None, None, None)
+        return found()
+
+    monkeypatch.setattr(module, "_libraries", libraries)
+    monkeypatch.setattr(module, "_users", 0)
+    done = []
+
+    def use() -> None:
+        with one_core():
+            done.append(True)
+
+    thread = Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert done
