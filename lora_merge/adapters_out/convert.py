@@ -44,7 +44,7 @@ from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
 from .truncation.need import note
-from .written import CONTENTS, Entry, drafted, unique, unread
+from .written import CONTENTS, Entry, drafted, expect_room, unique, unread
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
@@ -109,6 +109,8 @@ def run(
     job, this = task.job, Run(task.job, progress)
     inputs = [a.index for a in sources.adapters]
     rows = tensors_of(planned_layers(task, found.there))
+    if task.rules is None:  # else numbers decide
+        expect_room(job, rows)
     with ExitStack() as stack:
         reader = this.reading(stack, sources.indexes)
 

@@ -206,6 +206,10 @@ class RankRules:
             raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
         return cls(linear, kernels, parts)
 
+    def all_are(self, name: str) -> bool:
+        """Return whether all rules have this name."""
+        return {rule.name for rule in (self.linear, self.kernels, *(rule for _, rule in self.parts))} == {name}
+
     def of_layer(self, name: str, *, kernel: bool) -> Rule:
         """Return the rule of a layer; the last part that fits its name wins."""
         for part, rule in reversed(self.parts):

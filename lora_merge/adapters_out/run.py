@@ -35,7 +35,7 @@ from .rank_rules import EXACT
 from .report import AdapterReport
 from .side_by_side import side_by_side
 from .sources import Sources
-from .written import Entry, Spelling, drafted, unique
+from .written import Entry, Spelling, drafted, expect_room, unique
 
 if TYPE_CHECKING:
     from .making import Maker
@@ -57,6 +57,8 @@ def run(job: AdapterJob, sources: Sources, this: Run, reader: Reader) -> Adapter
 
             stack.enter_context(undisturbed())
         rows = tensors_of(planned_layers(job, sources, dtype))
+        if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
+            expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
         making = Making(job, sources, reader, dtype)
         layers, kept, zeros = making.layers(this.counted, draft)

@@ -16,6 +16,7 @@ from ..disk.publish import replacing
 from ..disk.reader import Reader
 from ..disk.spool import Waiting
 from ..disk.writer import require_space
+from ..dtypes import bytes_of
 from ..files.checkpoint import Index
 from ..files.headers import layout, padded
 from ..files.layouts import PEFT
@@ -128,6 +129,11 @@ def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CONTENTS: Final = (CONFIG, WEIGHTS)
 """The files of a PEFT folder."""
+
+
+def expect_room(job: AdapterJob, rows: Iterable[Tensor]) -> None:
+    """Raise ResourceError unless the disk has room for an output of these tensors: name, dtype and shape."""
+    require_space(job.output, sum(bytes_of(dtype, shape) for _, dtype, shape in rows))
 
 
 def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Sequence[Index], *, folder: bool) -> Draft:

@@ -138,3 +138,18 @@ def test_numbers_are_rounded_to_the_nearest_of_16_bits(numbers: np.ndarray[Any, 
         found = narrowed(numbers, dtype)
         assert (found is not None) == bool(wanted.isfinite().all())
         assert found is None or torch.equal(torch.frombuffer(found, dtype=kind), wanted)
+
+
+@pytest.mark.parametrize("command", ["combine", "convert"])
+def test_a_disk_without_room_is_told_before_anything_is_made(
+    command: str, pair: list[tuple[Path, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_merge.disk.writer.free_bytes", lambda _: 10)
+    stages: list[str] = []
+    given: Any = pair if command == "combine" else pair[0][0]
+    options: dict[str, Any] = {} if command == "combine" else {"dtype": "bf16"}
+    with pytest.raises(ResourceError, match=r"no space left on the disk: .* needed, 10 B free"):
+        getattr(lora_merge, command)(given, tmp_path / "c.safetensors", **options,
+                                     progress=lambda step: stages.append(step.stage))  # fmt: skip
+    assert "make" not in stages
+    assert not strays(tmp_path)

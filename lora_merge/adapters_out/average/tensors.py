@@ -42,7 +42,7 @@ from ..proof import BUDGET, REDO
 from ..report import AdapterReport
 from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
-from ..written import Entry, drafted
+from ..written import Entry, drafted, expect_room
 
 NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
 
@@ -111,6 +111,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])
         layers = dict(_layers(sources, job, means, cache, this.counted))
         rows, entries = [(i.name, dtype, i.shape) for i in snapshots[0].tensors.values()], list[Entry]()
+        expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False))
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         for name, info in snapshots[0].tensors.items():

@@ -43,7 +43,7 @@ from ..rank_rules import COUNT
 from ..report import AdapterReport
 from ..side_by_side import side_by_side
 from ..truncation.need import note
-from ..written import CONTENTS, drafted, unread
+from ..written import CONTENTS, drafted, expect_room, unread
 from .batches import Batch, batches, nbytes
 from .difference import Side, difference, differences
 from .making import Extractor, measured
@@ -160,6 +160,7 @@ def run(
         notes += unread(e.name for e in entries) if own is None else ()
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
+        expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, [found.tuned], folder=found.to.folder))
         return outcome.finish(
             reader, draft, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted),
