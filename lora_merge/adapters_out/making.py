@@ -13,7 +13,7 @@ from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
 from ..engine.by_rows.rows import Rows
-from ..engine.devices import one_core, places
+from ..engine.devices import places
 from ..engine.placement import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import TensorCache
 from ..methods import ADDED, COMBINATIONS, UNDIRECTED
@@ -82,7 +82,6 @@ class Maker:
         """Return Δ of a weight; each thread reads with evaluators of its own."""
         own = self._here.__dict__.setdefault("evaluators", {})
         if at not in own:
-            one_core()
             own[at] = self.evaluator(at)
         changes = [c for c in own[at].changes(target) if c.strength]
         own[at].forget()

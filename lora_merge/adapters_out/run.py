@@ -33,7 +33,7 @@ from .outcome.planned import memory_note, nbytes, planned_layers, weights_of
 from .proof import Claims, prove
 from .rank_rules import EXACT
 from .report import AdapterReport
-from .side_by_side import side_by_side
+from .side_by_side import on_one_core, side_by_side
 from .sources import Sources
 from .written import Entry, Spelling, drafted, expect_room, unique
 
@@ -109,8 +109,11 @@ class Making:
         layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[Stored | None]:
-            alone = self.concatenation.layer(target)
-            return [alone] if alone is not None else self.maker.made(target, ranks)
+            if (alone := self.concatenation.layer(target)) is not None:
+                return [alone]
+            maker = self.maker
+            on_one_core()
+            return maker.made(target, ranks)
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         size = partial(nbytes, self.job)

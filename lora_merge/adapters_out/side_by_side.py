@@ -61,7 +61,7 @@ def side_by_side(
     def all_of(errand: Sequence[T]) -> list[R]:
         return [work(task) for task in errand]
 
-    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=_on_one_core)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=on_one_core)
     with one_core():
         try:
             while left or waiting:
@@ -100,9 +100,10 @@ def threads(at: Placement | None) -> int:
     return devices.threads([at or HOST])
 
 
-def _on_one_core() -> None:
-    """Let operations that this thread starts run on this thread alone: numpy's do already."""
+def on_one_core() -> None:
+    """Let operations that this thread starts run on this thread alone: numpy's do already. A thread that began before
+    torch was loaded asks again."""
     if "torch" in sys.modules:
-        from ..engine.devices import one_core as torch_on_one_core
+        from ..engine.devices import one_core as torchon_one_core
 
-        torch_on_one_core()
+        torchon_one_core()
