@@ -104,6 +104,6 @@ def on_one_core() -> None:
     """Let operations that this thread starts run on this thread alone: numpy's do already. A thread that began before
     torch was loaded asks again."""
     if "torch" in sys.modules:
-        from ..engine.devices import one_core as torchon_one_core
+        from ..engine.devices import one_core as torch_on_one_core
 
-        torchon_one_core()
+        torch_on_one_core()
