@@ -27,7 +27,7 @@ from .joining.concatenated import Concatenation
 from .joining.targets import Target
 from .joining.weight_norms import weight_norms
 from .metadata.sizes import tensors_of
-from .outcome.layer import Layer, Stored, held
+from .outcome.layer import Layer, Stored, waiting
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, output_dtype
 from .outcome.planned import memory_note, nbytes, planned_layers, weights_of
 from .proof import Claims, prove
@@ -44,9 +44,9 @@ HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
 
 
-def run(job: AdapterJob, sources: Sources, this: Run, reader: Reader) -> AdapterReport:
+def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
     """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
-    all. `this`: begun before the sources were opened, so that its times include that. `reader`: of the sources."""
+    all. `this`: begun before the sources were opened, so that its times include that."""
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite)
     inputs = [a.index for a in sources.adapters]
@@ -56,6 +56,7 @@ def run(job: AdapterJob, sources: Sources, this: Run, reader: Reader) -> Adapter
             from ..engine.torch_state import undisturbed
 
             stack.enter_context(undisturbed())
+        reader = this.reading(stack, sources.indexes)
         rows = tensors_of(planned_layers(job, sources, dtype))
         if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
             expect_room(job, rows)
@@ -126,7 +127,7 @@ class Making:
                 if one.layer.rank and stores_alpha:
                     alpha = np.float32(one.layer.alpha).tobytes()
                     entries["alpha"] = Entry("alpha", "F32", (), memoryview(alpha))
-                kept[part.label] = {slot: held(entries[slot], draft) for slot in sorted(entries)}
+                kept[part.label] = waiting(entries, draft)
             told(prod(target.shape) * ITEM_BYTES[self.dtype])
         return layers, kept, zeros
 

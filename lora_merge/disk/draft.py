@@ -70,7 +70,7 @@ class Draft:
         self._part: Path | None = None
 
     def __enter__(self) -> Draft:
-        """Nothing is made until it has to be."""
+        """Return the draft. The temporary file is made when it is needed first."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:

@@ -109,14 +109,13 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
         means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])
-        layers = dict(_layers(sources, job, means, cache, this.counted))
-        rows, entries = [(i.name, dtype, i.shape) for i in snapshots[0].tensors.values()], list[Entry]()
-        expect_room(job, rows)
-        draft = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False))
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
-        for name, info in snapshots[0].tensors.items():
-            if name in unchosen:
-                continue
+        chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
+        rows = [(name, dtype, info.shape) for name, info in chosen.items()]
+        expect_room(job, rows)
+        layers = dict(_layers(sources, job, means, cache, this.counted))
+        draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
+        for name, info in chosen.items():
             entries.append(held(entry(name, means.of(info)), draft))
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))

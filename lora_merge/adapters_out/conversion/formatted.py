@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -45,7 +44,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     sources = open_sources(job)
     name = sources.fused if job.format == KEEP else job.format
     if name == KEEP:
-        done = _run_in_own(job, sources, this)
+        done = run_in_own(job, sources, this)
         return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
     to = dialect(name)
     if to is None:
@@ -64,7 +63,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             later |= {"dtype": spoken(output_dtype(job, sources.adapters)), "alpha": alpha}
             exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
             own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype="fp32"))
-        first = _run_in_own(own, sources, this)
+        first = run_in_own(own, sources, this)
         again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
@@ -74,12 +73,6 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
     return _together(first, second, cut=bool(later))
-
-
-def _run_in_own(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
-    """Run a job in the words of the first adapter."""
-    with ExitStack() as stack:
-        return run_in_own(job, sources, this, this.reading(stack, sources.indexes))
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from ...disk.draft import Draft
 from ...disk.spool import Heap
 from ...engine.placement import FILE_DTYPES
-from ..outcome.layer import Kept, held, without_bytes
+from ..outcome.layer import Kept, waiting, without_bytes
 from ..written import Entry
 from .made import Made
 
 
 def kept(made: Made, put: Heap | Draft) -> Kept:
     """Return a module whose bytes wait, or are in the draft of the output."""
-    return Kept(made.place, waiting(made.tensors, put), without_bytes(made.layer), made.copied)
-
-
-def waiting(tensors: Mapping[str, Tensor], put: Heap | Draft) -> dict[str, Entry]:
-    """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
-    return {slot: held(entry(slot, tensors[slot]), put) for slot in sorted(tensors)}
+    entries = {ending: entry(ending, tensor) for ending, tensor in made.tensors.items()}
+    return Kept(made.place, waiting(entries, put), without_bytes(made.layer), made.copied)
 
 
 def entry(name: str, tensor: Tensor) -> Entry:

@@ -4,7 +4,6 @@ input's in float64."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import isnan, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,7 +14,6 @@ from torch import Tensor
 from ...disk.reader import Reader
 from ...engine.placement import HOST
 from ...errors import VerificationFailed
-from ...job import Adapter
 from ...progress import Counting
 from ..changes import Change, Evaluator, squares_between, sum_of
 from ..job import AdapterJob
@@ -27,7 +25,7 @@ from ..truncation.effect import squares_of_rows
 from ..truncation.storing import alike, squares_of
 from .assumed import same_base
 from .caches import cache_of
-from .renamed import same_factors
+from .renamed import claimed, same_factors
 
 BUDGET: Final = 2**30
 """Multiplications of the comparison; weights are taken evenly over the file."""
@@ -58,7 +56,7 @@ class Claim(NamedTuple):
 def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
     """Compare the changes of an output with those of the input; VerificationFailed where one differs by more than it
     should. `before`: computes those of the input, of a base that is drawn where none was given."""
-    job = replace(claim.job, inputs=replace(claim.job.inputs, adapters=(Adapter(claim.part),)))
+    job = claimed(claim.job, claim.part)
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}

@@ -23,7 +23,7 @@ from ...progress import Counting
 from ..dialects import Dialect
 from ..job import FACTORS, AdapterJob
 from ..joining.targets import Target, is_plain
-from ..outcome.layer import Kept, Layer
+from ..outcome.layer import Kept, Layer, waiting
 from ..outcome.single import WIDEN, is_finite, product
 from ..places import Filled, Place
 from ..side_by_side import side_by_side
@@ -98,9 +98,7 @@ def renamed(
             to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), memoryview(read.down)),
             to.endings.get("alpha", ".alpha"): ("F32", (), memoryview(alpha.tobytes())),
         }
-        entries = {
-            name: Entry(name, dtype, shape, draft.put(data)) for name, (dtype, shape, data) in sorted(rows.items())
-        }
+        entries = waiting({name: Entry(name, *row) for name, row in rows.items()}, draft)
         layer = Layer({}, FACTORS, one.rank, one.rank, one.rank * one.scale, read.squares, 0.0)
         found.append(Kept(one.place, entries, layer))
         told(8 * prod(one.place.view.shape))

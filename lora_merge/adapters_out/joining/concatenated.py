@@ -49,7 +49,7 @@ class Sum(NamedTuple):
     squares: float
 
 
-class Rounded(NamedTuple):
+class StoredPair(NamedTuple):
     """Both factors as they are stored, and ‖Δ − Δ̂‖²."""
 
     up: bytearray
@@ -112,7 +112,7 @@ class Concatenation:
         return found if apart and sum(one.rank for one in found) <= min(target.matrix) else []
 
     def _stored(
-        self, target: Target, factors: Sequence[Factors], wanted: Sum, made: Rounded, norms: Mapping[int, float]
+        self, target: Target, factors: Sequence[Factors], wanted: Sum, made: StoredPair, norms: Mapping[int, float]
     ) -> Stored:
         rank, ones = wanted.right.shape[0], (1,) * len(target.shape[2:])
         layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), wanted.squares, made.off,
@@ -139,7 +139,7 @@ def _sum(left: Matrix, right: Matrix) -> Sum | None:
     return None if squares is None else Sum(left, right, columns, rows, squares)
 
 
-def _rounded(wanted: Sum, dtype: str, downs: bytes) -> Rounded | None:
+def _rounded(wanted: Sum, dtype: str, downs: bytes) -> StoredPair | None:
     """Return both factors, rounded once; None where a number is too large for the dtype. `downs`: the bytes of the
     right factor, which stay as they are where its rows need no other scale."""
     left, right, _, rows, _ = wanted
@@ -152,7 +152,7 @@ def _rounded(wanted: Sum, dtype: str, downs: bytes) -> Rounded | None:
         return None
     first = left - WIDEN[dtype](up).reshape(left.shape)
     second = None if shift is None else right - WIDEN[dtype](down).reshape(right.shape)
-    return Rounded(up, down, _apart((left, right), (first, second), rows))
+    return StoredPair(up, down, _apart((left, right), (first, second), rows))
 
 
 def _norms(factors: Sequence[Factors], weights: Sequence[float], found: Sum) -> dict[int, float]:

@@ -72,6 +72,11 @@ def held(one: Entry, put: Heap | Draft) -> Entry:
     return replace(one, data=put.put(one.data))
 
 
+def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]:
+    """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
+    return {slot: held(entries[slot], put) for slot in sorted(entries)}
+
+
 @dataclass(frozen=True)
 class Kept:
     """The stored tensors of one module by their ending, and the facts of its layer, which holds no tensors."""

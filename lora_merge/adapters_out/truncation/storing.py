@@ -29,10 +29,7 @@ class Grams(NamedTuple):
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor) -> Grams:
-        """Return those of two factors. numpy computes half of a symmetric product, torch all of it."""
-        if left.dtype == torch.float32 and left.dim() == 2 and left.device.type == right.device.type == "cpu":
-            one, other = left.numpy(), right.numpy()
-            return cls(torch.from_numpy(one.T @ one), torch.from_numpy(other @ other.T))
+        """Return those of two factors."""
         return cls(left.mT @ left, right @ right.mT)
 
     def squares(self) -> float:
@@ -92,10 +89,9 @@ def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, gram
 def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | None = None) -> float:
     """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels.
     `rows`: R Rᵀ, where it is known."""
-    first, same = left - up, alike(right, down)
     rows = right @ right.mT if rows is None else rows
-    if same:
-        first = first[first.abs().amax(1) > 0] if first.numel() else first  # few rows, where it holds most numbers
+    first = left - up
+    if alike(right, down):
         if first.dtype == torch.float32:  # squares that it cannot hold are nothing beside ‖L R‖² > SMALL
             return Grams(first.mT @ first, rows).squares()
         size = float(first.abs().max()) if first.numel() else 0.0
