@@ -18,7 +18,7 @@ from typing import Final
 
 from .spool import COPIED
 from .system import PLAIN_FLAGS, read_at, write_at
-from .writer import failure
+from .writer import failure, start_writing
 
 HELD: Final = 32 << 20
 """Bytes of a file that waits in memory."""
@@ -186,11 +186,13 @@ class Draft:
             raise failure(e, self._target, self.nbytes) from e
 
     def _store(self, batch: list[memoryview], first: int) -> None:
+        begin = first
         for data in batch:
             self._write(data, self._room + first)
             first += data.nbytes
             if self._digest is not None:
                 self._digest.update(data)
+        start_writing(self._fd, self._room + begin, first - begin)
 
     def _write(self, data: memoryview, at: int) -> None:
         while data:

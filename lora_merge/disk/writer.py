@@ -83,6 +83,12 @@ def _sync(fd: int, at: int, size: int, flags: int) -> None:
             raise OSError(error, os.strerror(error))
 
 
+def start_writing(fd: int, at: int, size: int) -> None:
+    """Let the system start to write a range of a file from the page cache to the disk, so that a later sync is short."""
+    if _sync_range is not None:
+        _sync(fd, at, size, 2)  # 2: start writing, do not wait
+
+
 def require_space(path: Path, size: int) -> None:
     """Raise ResourceError unless `size` bytes are free where `path` is or would be created."""
     free = free_bytes(path)
@@ -248,7 +254,7 @@ class Writer:
             sync_data(self._fd)
             self._dirty.clear()
             return
-        _sync(self._fd, at, size, 2)  # 2: start writing, do not wait
+        start_writing(self._fd, at, size)
         while sum(size for _, size in self._dirty) > BEHIND // 2:
             at, size = self._dirty.popleft()
             _sync(self._fd, at, size, 7)  # 7: wait until written

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.joining import concatenated
-from lora_merge.adapters_out.outcome.single import narrowed
+from lora_merge.adapters_out.outcome.single import is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.support import rand, strays
 
@@ -136,8 +136,17 @@ def test_numbers_are_rounded_to_the_nearest_of_16_bits(numbers: np.ndarray[Any, 
     for dtype, kind in (("F16", torch.float16), ("BF16", torch.bfloat16)):
         wanted = torch.from_numpy(numbers).to(kind)
         found = narrowed(numbers, dtype)
-        assert (found is not None) == bool(wanted.isfinite().all())
-        assert found is None or torch.equal(torch.frombuffer(found, dtype=kind), wanted)
+        assert is_finite(found, dtype) == bool(wanted.isfinite().all())
+        assert torch.equal(torch.from_numpy(found).view(kind), wanted)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, -0.7, 1e-3, 3.0, 0.0])
+def test_products_are_looked_up_by_the_bits_of_a_number(weight: float) -> None:
+    for dtype, kind in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        every = torch.arange(2**16).to(torch.uint16).view(kind)
+        wanted = (every.double() * weight).float().to(kind)
+        found = torch.from_numpy(products(dtype, weight)).view(kind)
+        assert torch.equal(found[every.isfinite()], wanted[every.isfinite()])
 
 
 @pytest.mark.parametrize("command", ["combine", "convert"])

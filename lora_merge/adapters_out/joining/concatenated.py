@@ -7,6 +7,7 @@ general way (making.py), and so is every other kind of change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ from ...method_numbers import SMALLEST
 from ...methods import SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
-from ..outcome.single import ROOM, TINY, WIDEN, Matrix, is_finite, narrowed, product
+from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, Raw, is_finite, narrowed, product, products
 from ..rank_rules import EXACT
 from ..truncation.effect import LEAST, WORK, Effect
 from ..written import Entry
@@ -39,6 +40,16 @@ class Factors(NamedTuple):
     strength: float
 
 
+class Part(NamedTuple):
+    """The part of one adapter in a sum."""
+
+    adapter: int
+    columns: slice  # of the up factor
+    weight: float  # in the sum; its change at strength 1 is multiplied by it
+    scale: float  # α / rank, by which the stored up factor is multiplied too
+    strength: float
+
+
 class Sum(NamedTuple):
     """Δ of a weight: both factors, the products of all columns and of all rows, and ‖Δ‖²."""
 
@@ -52,8 +63,8 @@ class Sum(NamedTuple):
 class StoredPair(NamedTuple):
     """Both factors as they are stored, and ‖Δ − Δ̂‖²."""
 
-    up: bytearray
-    down: bytearray
+    up: Bits
+    down: Raw
     off: float
 
 
@@ -73,23 +84,25 @@ class Concatenation:
             return self._layer(target, factors) if factors else None
 
     def _layer(self, target: Target, factors: Sequence[Factors]) -> Stored | None:
-        raws = [(self.reader.read(one.up), self.reader.read(one.down)) for one in factors]
-        downs = [down for _, down in raws]
+        downs = [self.reader.read(one.down) for one in factors]
         if any(one == other for n, one in enumerate(downs) for other in downs[:n]):
             return None  # factors of two adapters become one
-        if not all(is_finite(raw, self.dtype) for pair in raws for raw in pair):
+        raws = [np.frombuffer(self.reader.read(one.up), np.uint16).reshape(-1, one.rank) for one in factors]
+        up, down = np.concatenate(raws, 1), bytearray().join(downs)
+        if not is_finite(up, self.dtype) or not is_finite(down, self.dtype):
             return None
         whole = 1.0 if self.job.method == SUM else sum(one.strength for one in factors)
         if abs(whole) < SMALLEST:
             return None
-        weights = [self.job.numbers.scale * (one.strength / whole) for one in factors]
-        lefts = [_scaled(one, up, weight) for one, (up, _), weight in zip(factors, raws, weights, strict=True)]
-        rights = [WIDEN[self.dtype](down).reshape(one.rank, -1) for one, down in zip(factors, downs, strict=True)]
-        found = _sum(np.concatenate(lefts, 1), np.concatenate(rights))
-        norms = {} if found is None else _norms(factors, weights, found)
+        parts, ends = [], accumulate(one.rank for one in factors)
+        for one, end in zip(factors, ends, strict=True):
+            weight = self.job.numbers.scale * (one.strength / whole)
+            parts.append(Part(one.adapter, slice(end - one.rank, end), weight, one.scale, one.strength))
+        found = _sum(WIDEN[self.dtype](up).reshape(up.shape), WIDEN[self.dtype](down).reshape(up.shape[1], -1), parts)
+        norms = {} if found is None else _norms(parts, found)
         if found is None or not norms:
             return None
-        stored = _rounded(found, self.dtype, b"".join(downs))
+        stored = _rounded(found, self.dtype, up, down, parts)
         return None if stored is None else self._stored(target, factors, found, stored, norms)
 
     def _factors(self, target: Target) -> list[Factors]:
@@ -123,47 +136,48 @@ class Concatenation:
         })  # fmt: skip
 
 
-def _scaled(one: Factors, raw: bytearray, weight: float) -> Matrix:
-    """Return the up factor [out, rank] times α / rank and its weight in the sum."""
-    up = WIDEN[one.up.dtype](raw).reshape(-1, one.rank)
-    up *= np.float32(one.scale)
-    if weight != 1:
-        up *= np.float32(weight)
-    return up
-
-
-def _sum(left: Matrix, right: Matrix) -> Sum | None:
-    """Return Δ; None where fp32 does not tell ‖Δ‖²."""
+def _sum(left: Matrix, right: Matrix, parts: Sequence[Part]) -> Sum | None:
+    """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖²."""
+    for one in parts:
+        left[:, one.columns] *= np.float32(one.weight * one.scale)
     columns, rows = left.T @ left, right @ right.T
     squares = product(columns, rows)
     return None if squares is None else Sum(left, right, columns, rows, squares)
 
 
-def _rounded(wanted: Sum, dtype: str, downs: bytes) -> StoredPair | None:
-    """Return both factors, rounded once; None where a number is too large for the dtype. `downs`: the bytes of the
-    right factor, which stay as they are where its rows need no other scale."""
+def _rounded(wanted: Sum, dtype: str, up: Bits, down: Raw, parts: Sequence[Part]) -> StoredPair | None:
+    """Return both factors, rounded once; None where a number is too large for the dtype. `up`, `down`: the inputs'
+    numbers; those of the right factor stay as they are where its rows need no other scale."""
     left, right, _, rows, _ = wanted
     if (shift := _shift(wanted, dtype)) is None:
-        up, down = narrowed(left, dtype), bytearray(downs)
+        made = _multiplied(up, dtype, parts)
     else:
         left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
-        up, down = narrowed(left, dtype), narrowed(right, dtype) or bytearray()
-    if up is None or not down:
+        made, down = narrowed(left, dtype), narrowed(right, dtype)
+    if not is_finite(made, dtype) or not is_finite(down, dtype):
         return None
-    first = left - WIDEN[dtype](up).reshape(left.shape)
+    first = left - WIDEN[dtype](made).reshape(left.shape)
     second = None if shift is None else right - WIDEN[dtype](down).reshape(right.shape)
-    return StoredPair(up, down, _apart((left, right), (first, second), rows))
+    return StoredPair(made, down, _apart((left, right), (first, second), rows))
 
 
-def _norms(factors: Sequence[Factors], weights: Sequence[float], found: Sum) -> dict[int, float]:
+def _multiplied(up: Bits, dtype: str, parts: Sequence[Part]) -> Bits:
+    """Return the stored up factors, each times its weight in the sum, rounded once."""
+    made = np.empty_like(up)
+    for one in parts:
+        table = products(dtype, one.weight * one.scale)
+        made[:, one.columns] = table.take(up[:, one.columns], mode="clip")  # a check of the indices takes as long
+    return made
+
+
+def _norms(parts: Sequence[Part], found: Sum) -> dict[int, float]:
     """Return the norm of each adapter's change at its strength; {} where fp32 does not tell one."""
-    norms, first = {}, 0
-    for one, weight in zip(factors, weights, strict=True):
-        own = slice(first, first := first + one.rank)
-        squares = product(found.columns[own, own], found.rows[own, own])
-        if squares is None or not weight:
+    norms = {}
+    for one in parts:
+        squares = product(found.columns[one.columns, one.columns], found.rows[one.columns, one.columns])
+        if squares is None or not one.weight:
             return {}
-        norms[one.adapter] = sqrt(squares) * abs(one.strength / weight)
+        norms[one.adapter] = sqrt(squares) * abs(one.strength / one.weight)
     return norms
 
 
@@ -186,7 +200,7 @@ def _apart(factors: tuple[Matrix, Matrix], errors: tuple[Matrix, Matrix | None],
     """Return ‖L R − B A‖² from L − B and R − A, as `storing.apart` does; None for R − A: zeros."""
     (left, right), (first, second) = factors, errors
     if second is None or not second.any():
-        first = first[np.abs(first).max(1) > 0]  # few rows, where the dtype holds most numbers
+        first = first[first.any(1)]  # few rows, where the dtype holds most numbers
         return max(0.0, float(np.sum((first.T @ first) * rows, dtype=np.float64)))
     up = left - first
     off = (first.T @ first) * rows + 2 * (first.T @ up) * (right @ second.T) + (up.T @ up) * (second @ second.T)
