@@ -104,16 +104,17 @@ def run(
     `recipe`, `before`: of a command whose result is converted; they stand in place of the conversion's recipe and of
     the configuration of its adapter.
     """
-    found = opened(task)
-    task, sources = found.task, found.sources
-    job, this = task.job, Run(task.job, progress)
-    inputs = [a.index for a in sources.adapters]
-    rows = tensors_of(planned_layers(task, found.there))
-    if task.rules is None:  # else numbers decide
-        expect_room(job, rows)
     with ExitStack() as stack:
-        reader = this.reading(stack, sources.indexes)
-
+        this, cache = stack.enter_context(Run(task.job, progress)), CheckpointCache()
+        this.hash_adapters(cache)
+        found = opened(task, cache)
+        task, sources, job = found.task, found.sources, found.task.job
+        this.name(job.output)
+        inputs = [a.index for a in sources.adapters]
+        rows = tensors_of(planned_layers(task, found.there))
+        if task.rules is None:  # else numbers decide
+            expect_room(job, rows)
+        reader = this.reading(sources.indexes)
         begin = partial(drafted, job, reader, rows, inputs, folder=task.to.folder)
         draft = stack.enter_context(begin())
         writing = _renamed(found, reader, draft, this.counted)
@@ -160,7 +161,7 @@ def _renamed(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Wr
 
 def plan(task: Conversion) -> AdapterReport:
     """Return what `run` would do, from headers alone."""
-    found = opened(task)
+    found = opened(task, CheckpointCache())
     task, sources, there, job = found.task, found.sources, found.there, found.task.job
     layers = {one.place.label: _planned(one, task) for one in there}
     own = planned_layers(task, there)
@@ -204,12 +205,15 @@ def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
     return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
 
 
-def opened(given: Conversion) -> Opened:
+def opened(given: Conversion, cache: CheckpointCache) -> Opened:
     """Return the adapter of a conversion, and the modules that its changes become."""
     job, kept = given.job, given.to is OF_INPUT
-    to = own_dialect(CheckpointCache().adapter(job.adapters[0].path)) if kept else given.to
-    alone = as_named if kept else partial(without_base, to=to)
-    sources = chosen_of(job, alone(job)) if job.base is None else open_sources(job)
+    file = cache.adapter(job.adapters[0].path)
+    to = own_dialect(file) if kept else given.to
+    if job.base is None:
+        sources = chosen_of(job, as_named(job, file) if kept else without_base(job, file, to))
+    else:
+        sources = open_sources(job, cache)
     assert sources.inputs is not None, "it has a base, or one is assumed"
     task = given.written_as(to.of(sources.inputs.names.known))
     read = [f for index in sources.indexes for f in index.files]

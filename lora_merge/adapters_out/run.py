@@ -56,7 +56,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
             from ..engine.torch_state import undisturbed
 
             stack.enter_context(undisturbed())
-        reader = this.reading(stack, sources.indexes)
+        reader = this.reading(sources.indexes)
         rows = tensors_of(planned_layers(job, sources, dtype))
         if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
             expect_room(job, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
 from ..adapters.file import AdapterFile, FileValues, Module
@@ -25,13 +25,13 @@ from ..models.chosen import Chosen
 from ..models.module_blocks import network_of
 from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import Inputs, match, open_inputs
-from ..planning.plan import weights
 from ..text import Note, listed, plural
 from .job import AdapterJob
 from .joining.names import GIVE_BASE, body_of, check_joined, shape_of
-from .joining.naming import Naming
 from .joining.targets import Target
+
+if TYPE_CHECKING:
+    from ..planning.make_plan import Inputs
 
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 
@@ -61,8 +61,11 @@ def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sour
     """Return the weights that the job's adapters change, from headers; errors as for `merge`. `opened`: checkpoints
     that are open already."""
     opened = opened or CheckpointCache()
-    found = on_base(open_inputs(job.inputs, opened, merged=False)) if job.base else _without_base(job, opened)
-    return chosen_of(job, found)
+    if job.base is None:
+        return chosen_of(job, _without_base(job, opened))
+    from ..planning.make_plan import open_inputs
+
+    return chosen_of(job, on_base(open_inputs(job.inputs, opened, merged=False)))
 
 
 def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
@@ -102,6 +105,10 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     `stored`: whether the base is a checkpoint whose weights can be read. `every_setting`: whether a setting that no
     formula uses is a mistake.
     """
+    from ..planning.make_plan import match  # not needed without a base
+    from ..planning.plan import weights
+    from .joining.naming import Naming
+
     matched = match(inputs, every_setting=every_setting)
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):

@@ -98,7 +98,7 @@ class RunningHashes:
             if file in self._done:
                 self.reader.expect_all(file)
             else:
-                self._read_up_to(file, self._sizes[file], GAP, self._closed)
+                self._read_up_to(file, self._sizes[file], PIECE, self._closed)
 
     def _read_up_to(self, file: Path, end: int, most: int = GAP, until: Event | None = None) -> None:
         """Hash `file` up to `end`. Its bytes stay in the page cache, since the merge reads them again."""

@@ -218,8 +218,10 @@ def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
     if file.direct < 0 or file.refused:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
-    if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
-        return read_at(file.fd, buffer[: lead or len(buffer)], offset)
+    if buffer.readonly or len(buffer) < lead + PAGE or (address(buffer) + lead) % PAGE:
+        return read_at(file.fd, buffer, offset)
+    if lead:
+        return read_at(file.fd, buffer[:lead], offset)
     whole = buffer[: len(buffer) // PAGE * PAGE]
     missing = _missing(file, whole, offset)
     if not missing:

@@ -84,7 +84,7 @@ def _sync(fd: int, at: int, size: int, flags: int) -> None:
 
 
 def start_writing(fd: int, at: int, size: int) -> None:
-    """Let the system start to write a range of a file from the page cache to the disk, so that a later sync is short."""
+    """Let the system start to write a range of a file to the disk from the page cache: a later sync is short."""
     if _sync_range is not None:
         _sync(fd, at, size, 2)  # 2: start writing, do not wait
 

@@ -34,11 +34,16 @@ class CheckpointCache:
             found = self._keep(("base", path, table), replace(index, notes=notes), lookup)
         return found
 
+    def index(self, path: Path) -> Index:
+        """Return the tensors of an adapter by name, from its header."""
+        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path), None)
+        return found[0]
+
     def adapter(self, path: Path) -> AdapterFile:
         """Return an adapter as modules; InputError if the file is not an adapter."""
+        index = self.index(path)
         found = self._get(("adapter", path))
-        if found is None:
-            index = open_checkpoint(path)
+        if found is None or found[0] is not index:
             found = self._keep(("adapter", path), index, group(index))
         file: AdapterFile = found[1]
         return file
@@ -53,14 +58,21 @@ class CheckpointCache:
         return self._kept[key]
 
     def _keep(self, key: tuple[Any, ...], index: Index, made: Any) -> tuple[Index, Any]:
+        self._drop(key)
         self._kept[key] = index, made
-        self._size += len(index.tensors)
+        self._size += _size(key, index)
         while self._size > MOST_TENSORS and len(self._kept) > 2:
             self._drop(next(iter(self._kept)))
         return index, made
 
     def _drop(self, key: tuple[Any, ...]) -> None:
-        self._size -= len(self._kept.pop(key)[0].tensors)
+        if key in self._kept:
+            self._size -= _size(key, self._kept.pop(key)[0])
+
+
+def _size(key: tuple[Any, ...], index: Index) -> int:
+    """Return how many tensors an entry adds to what is kept: the modules of an adapter have those of its index."""
+    return 0 if key[0] == "adapter" else len(index.tensors)
 
 
 def _unchanged(index: Index) -> bool:

@@ -21,6 +21,7 @@ from lora_merge.errors import FitError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
+from lora_merge.planning.cache import CheckpointCache
 from tests.support import Tensors, in_process, kohya, rand, sd1
 
 HEADERS = Path(__file__).parents[1] / "headers"
@@ -379,7 +380,7 @@ def test_a_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any]
     base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
     save_file(flux(), base)
     save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
-    task, _, there, _ = opened(make_conversion(adapter, out, base, {**options, "overwrite": True}))
+    task, _, there, _ = opened(make_conversion(adapter, out, base, {**options, "overwrite": True}), CheckpointCache())
     try:
         made = lora_merge.convert(adapter, out, base=base, **options)
     except FitError:

@@ -29,6 +29,7 @@ from ...engine.tensors import Fetch, TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, VerificationFailed
 from ...files.checkpoint import Index, open_checkpoint
+from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
 from ..changes import Change, Evaluator, norms_of, squares_between
@@ -97,15 +98,16 @@ def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[fl
 @undisturbed()
 def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
-    this = Run(job, progress)
-    sources = open_sources(job)
-    files = [p for i in sources.indexes for p in i.files]
-    check_output(job.output, files, overwrite=job.inputs.overwrite)
-    snapshots = tuple(a.index for a in sources.adapters)
-    _expect_alike(snapshots)
-    dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
-        reader = this.reading(stack, sources.indexes)
+        this, opened = stack.enter_context(Run(job, progress)), CheckpointCache()
+        this.hash_adapters(opened)
+        sources = open_sources(job, opened)
+        files = [p for i in sources.indexes for p in i.files]
+        check_output(job.output, files, overwrite=job.inputs.overwrite)
+        snapshots = tuple(a.index for a in sources.adapters)
+        _expect_alike(snapshots)
+        dtype = output_dtype(job, sources.adapters)
+        reader = this.reading(sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
         means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])

@@ -30,15 +30,14 @@ GIVE_BASE: Final = "give the base model that it was trained on: --base MODEL"
 NOWHERE: Final = Path("the base that was not given")
 
 
-def without_base(job: AdapterJob, to: Dialect) -> Sources:
+def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
     """Return the sources of a job whose base is assumed; UsageError where the adapter does not tell enough of it.
 
     Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
     has the names of the model that was wrapped, which an adapter in PEFT's words has already.
     """
-    file = CheckpointCache().adapter(job.adapters[0].path)
     if to.folder and all(module.name.startswith(PEFT) for module in file.modules):
-        return as_named(job)
+        return as_named(job, file)
     changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         for architecture in candidates(changes):
@@ -61,9 +60,8 @@ def without_base(job: AdapterJob, to: Dialect) -> Sources:
     return _on_shapes(job, next(iter(found.values()))[0], file)
 
 
-def as_named(job: AdapterJob) -> Sources:
+def as_named(job: AdapterJob, file: AdapterFile) -> Sources:
     """Return the sources of a job on a base whose weights have the adapter's names, and are [out, in] as its are."""
-    file = CheckpointCache().adapter(job.adapters[0].path)
     shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(file)}
     part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
     return _on_shapes(job, Names([part], shapes), file, UPRIGHT)

@@ -16,16 +16,14 @@ from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
 from ...methods import COMBINATIONS
+from ...planning.cache import CheckpointCache
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
-from ..convert import RANKS, make_conversion
-from ..convert import run as run_conversion
 from ..dialects import Dialect, dialect
 from ..job import AUTO, WHOLE, AdapterJob, form
 from ..outcome.outcome import Run, output_dtype
 from ..outcome.planned import plan as plan_in_own
 from ..outcome.planned import ranks
-from ..places import places
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
 from ..run import run as run_in_own
@@ -40,12 +38,22 @@ def plan(job: AdapterJob) -> AdapterReport:
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    this = Run(job, progress)
-    sources = open_sources(job)
-    name = sources.fused if job.format == KEEP else job.format
-    if name == KEEP:
+    with Run(job, progress) as this:
+        opened = CheckpointCache()
+        this.hash_adapters(opened)
+        sources = open_sources(job, opened)
+        name = sources.fused if job.format == KEEP else job.format
+        if name != KEEP:
+            return _converted(job, sources, this, name)
         done = run_in_own(job, sources, this)
-        return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
+    return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
+
+
+def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> AdapterReport:
+    """Run a job in the words of the first adapter, and convert its result to a dialect."""
+    from ..convert import make_conversion
+    from ..convert import run as run_conversion
+
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
@@ -68,7 +76,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
         try:
-            second = run_conversion(again, progress, recipe=told, before=sources.adapters[0].index.config)
+            second = run_conversion(again, this.progress, recipe=told, before=sources.adapters[0].index.config)
         except MergeError as e:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
@@ -78,6 +86,8 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:
     """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs.
     `factored`: what `_has_factors` says."""
+    from ..convert import RANKS
+
     given = {name: value for name, value in job.options if name in RANKS}
     if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
         return {}
@@ -102,6 +112,8 @@ def _fuses(sources: Sources, to: Dialect) -> bool:
     """Return whether a dialect has one module for several of the weights that change."""
     if sources.inputs is None:
         return False
+    from ..places import places
+
     changed = {t.key for t in sources.targets}
     views = (place.view.row_slices for place in places(sources.inputs.names, to))
     return any(len(keys := {piece.key for piece in view}) > 1 and keys & changed for view in views)

@@ -143,11 +143,11 @@ def run(
 
     `cache`: holds the checkpoints that are open already."""
     cache = cache or CheckpointCache()
-    this = Run(task.job, progress)
-    found = opened(task, cache)
-    task, job = found.task, task.job
     with ExitStack() as stack:
-        reader = this.reading(stack, (found.base, found.tuned))
+        this = stack.enter_context(Run(task.job, progress))
+        found = opened(task, cache)
+        task, job = found.task, task.job
+        reader = this.reading((found.base, found.tuned))
         sides = Side(found.base, reader), Side(found.tuned, reader)
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
         made, heads, notes = _made(found, sides, heap, this.counted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from math import sqrt
+from math import prod, sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ...method_numbers import SMALLEST
 from ...methods import SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
-from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, Raw, is_finite, narrowed, product, products
+from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, is_finite, is_told, narrowed, products
 from ..rank_rules import EXACT
 from ..truncation.effect import LEAST, WORK, Effect
 from ..written import Entry
@@ -44,10 +44,10 @@ class Part(NamedTuple):
     """The part of one adapter in a sum."""
 
     adapter: int
-    columns: slice  # of the up factor
-    weight: float  # in the sum; its change at strength 1 is multiplied by it
-    scale: float  # α / rank, by which the stored up factor is multiplied too
-    strength: float
+    up: Bits  # its stored up factor [out, rank]
+    columns: slice  # of the up factor of the sum
+    factor: float  # by which `up` is multiplied: α / rank times its weight in the sum
+    ratio: float  # of its strength to its weight in the sum
 
 
 class Sum(NamedTuple):
@@ -58,13 +58,14 @@ class Sum(NamedTuple):
     columns: Matrix  # LᵀL [R, R]
     rows: Matrix  # R Rᵀ [R, R]
     squares: float
+    norms: Mapping[int, float]  # of each adapter's change at its strength
 
 
 class StoredPair(NamedTuple):
     """Both factors as they are stored, and ‖Δ − Δ̂‖²."""
 
     up: Bits
-    down: Raw
+    down: Bits
     off: float
 
 
@@ -84,26 +85,30 @@ class Concatenation:
             return self._layer(target, factors) if factors else None
 
     def _layer(self, target: Target, factors: Sequence[Factors]) -> Stored | None:
-        downs = [self.reader.read(one.down) for one in factors]
-        if any(one == other for n, one in enumerate(downs) for other in downs[:n]):
-            return None  # factors of two adapters become one
-        raws = [np.frombuffer(self.reader.read(one.up), np.uint16).reshape(-1, one.rank) for one in factors]
-        up, down = np.concatenate(raws, 1), bytearray().join(downs)
-        if not is_finite(up, self.dtype) or not is_finite(down, self.dtype):
-            return None
         whole = 1.0 if self.job.method == SUM else sum(one.strength for one in factors)
-        if abs(whole) < SMALLEST:
+        if abs(whole) < SMALLEST or not self.job.numbers.scale:
             return None
-        parts, ends = [], accumulate(one.rank for one in factors)
-        for one, end in zip(factors, ends, strict=True):
-            weight = self.job.numbers.scale * (one.strength / whole)
-            parts.append(Part(one.adapter, slice(end - one.rank, end), weight, one.scale, one.strength))
-        found = _sum(WIDEN[self.dtype](up).reshape(up.shape), WIDEN[self.dtype](down).reshape(up.shape[1], -1), parts)
-        norms = {} if found is None else _norms(parts, found)
-        if found is None or not norms:
-            return None
-        stored = _rounded(found, self.dtype, up, down, parts)
-        return None if stored is None else self._stored(target, factors, found, stored, norms)
+        down = self._downs(factors)
+        if down is None:
+            return None  # factors of two adapters become one
+        parts, end = list[Part](), 0
+        for one in factors:
+            up = np.frombuffer(self.reader.read(one.up), np.uint16).reshape(-1, one.rank)
+            weight, own = self.job.numbers.scale * (one.strength / whole), slice(end, end := end + one.rank)
+            parts.append(Part(one.adapter, up, own, weight * one.scale, abs(one.strength / weight)))
+        found = _sum(parts, down, self.dtype)
+        stored = _rounded(found, parts, down, self.dtype) if found else None
+        return self._stored(target, factors, found, stored) if found and stored else None
+
+    def _downs(self, factors: Sequence[Factors]) -> Bits | None:
+        """Return the down factors below each other [R, cols]; None where two are equal."""
+        sizes = [prod(one.down.shape) for one in factors]
+        down = np.empty(sum(sizes), np.uint16)
+        raws = [own.data.cast("B") for own in np.split(down, [*accumulate(sizes)][:-1])]
+        for one, raw in zip(factors, raws, strict=True):
+            self.reader.read_into(raw, one.down.source, one.down.offset)
+        alike = any(one == other for n, one in enumerate(raws) for other in raws[:n])
+        return None if alike else down.reshape(sum(one.rank for one in factors), -1)
 
     def _factors(self, target: Target) -> list[Factors]:
         """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
@@ -124,61 +129,53 @@ class Concatenation:
         apart = len({one.adapter for one in found}) == len(found)
         return found if apart and sum(one.rank for one in found) <= min(target.matrix) else []
 
-    def _stored(
-        self, target: Target, factors: Sequence[Factors], wanted: Sum, made: StoredPair, norms: Mapping[int, float]
-    ) -> Stored:
+    def _stored(self, target: Target, factors: Sequence[Factors], wanted: Sum, made: StoredPair) -> Stored:
         rank, ones = wanted.right.shape[0], (1,) * len(target.shape[2:])
         layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), wanted.squares, made.off,
-                      effect=_effect(wanted), norms=norms, weight=self.weight(target))  # fmt: skip
+                      effect=_effect(wanted), norms=wanted.norms, weight=self.weight(target))  # fmt: skip
         return Stored(layer, {
-            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), memoryview(made.down)),
-            "up": Entry("up", self.dtype, (len(wanted.left), rank, *ones), memoryview(made.up)),
+            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), made.down.data),
+            "up": Entry("up", self.dtype, (len(wanted.left), rank, *ones), made.up.data),
         })  # fmt: skip
 
 
-def _sum(left: Matrix, right: Matrix, parts: Sequence[Part]) -> Sum | None:
-    """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖²."""
+def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
+    """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖², or where a number may be too large for the
+    dtype or not finite: none is larger than the norm of its column or row."""
+    up = np.concatenate([one.up for one in parts], 1)
+    left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
+    largest = np.full(len(down), TABLE[dtype].largest)
     for one in parts:
-        left[:, one.columns] *= np.float32(one.weight * one.scale)
+        left[:, one.columns] *= np.float32(one.factor)
+        largest[one.columns] *= min(abs(one.factor), 1.0)
     columns, rows = left.T @ left, right @ right.T
-    squares = product(columns, rows)
-    return None if squares is None else Sum(left, right, columns, rows, squares)
+    if not ((columns.diagonal() < largest**2).all() and (rows.diagonal() < TABLE[dtype].largest ** 2).all()):
+        return None
+    both, starts = np.multiply(columns, rows, dtype=np.float64), [one.columns.start for one in parts]
+    squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩
+    alone = np.add.reduceat(both.diagonal(), starts)
+    whole, own = float(squares.sum()), squares.diagonal().tolist()
+    if not (is_told(whole, float(alone.sum())) and all(map(is_told, own, alone.tolist()))):
+        return None
+    norms = {one.adapter: sqrt(n) * one.ratio for one, n in zip(parts, own, strict=True)}
+    return Sum(left, right, columns, rows, whole, norms)
 
 
-def _rounded(wanted: Sum, dtype: str, up: Bits, down: Raw, parts: Sequence[Part]) -> StoredPair | None:
-    """Return both factors, rounded once; None where a number is too large for the dtype. `up`, `down`: the inputs'
-    numbers; those of the right factor stay as they are where its rows need no other scale."""
-    left, right, _, rows, _ = wanted
-    if (shift := _shift(wanted, dtype)) is None:
-        made = _multiplied(up, dtype, parts)
+def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> StoredPair | None:
+    """Return both factors, rounded once; None where a number is too large for the dtype. `down`: the inputs' numbers,
+    which stay as they are where no row needs another scale."""
+    left, right, rows = wanted.left, wanted.right, wanted.rows
+    if (shift := _shift(wanted, dtype)) is None:  # "clip": a check of the indices would take as long as the rest
+        up = np.concatenate([products(dtype, one.factor).take(one.up, mode="clip") for one in parts], 1)
+        first, second = left - WIDEN[dtype](up).reshape(left.shape), None
     else:
         left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
-        made, down = narrowed(left, dtype), narrowed(right, dtype)
-    if not is_finite(made, dtype) or not is_finite(down, dtype):
-        return None
-    first = left - WIDEN[dtype](made).reshape(left.shape)
-    second = None if shift is None else right - WIDEN[dtype](down).reshape(right.shape)
-    return StoredPair(made, down, _apart((left, right), (first, second), rows))
-
-
-def _multiplied(up: Bits, dtype: str, parts: Sequence[Part]) -> Bits:
-    """Return the stored up factors, each times its weight in the sum, rounded once."""
-    made = np.empty_like(up)
-    for one in parts:
-        table = products(dtype, one.weight * one.scale)
-        made[:, one.columns] = table.take(up[:, one.columns], mode="clip")  # a check of the indices takes as long
-    return made
-
-
-def _norms(parts: Sequence[Part], found: Sum) -> dict[int, float]:
-    """Return the norm of each adapter's change at its strength; {} where fp32 does not tell one."""
-    norms = {}
-    for one in parts:
-        squares = product(found.columns[one.columns, one.columns], found.rows[one.columns, one.columns])
-        if squares is None or not one.weight:
-            return {}
-        norms[one.adapter] = sqrt(squares) * abs(one.strength / one.weight)
-    return norms
+        up, down = narrowed(left, dtype), narrowed(right, dtype)
+        if not is_finite(up, dtype) or not is_finite(down, dtype):
+            return None
+        first = left - WIDEN[dtype](up).reshape(left.shape)
+        second = right - WIDEN[dtype](down).reshape(right.shape)
+    return StoredPair(up, down, _apart((left, right), (first, second), rows))
 
 
 def _shift(wanted: Sum, dtype: str) -> Matrix | None:

@@ -9,7 +9,6 @@ from typing import Final
 import numpy as np
 
 from ...disk.reader import Reader
-from ...proof.stored import Stored
 from ..sources import Sources
 from .targets import Target
 
@@ -20,11 +19,15 @@ LOOKED_AT: Final = 2**14
 def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
     """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
     are spread evenly; None without a base, and of a weight that is not stored whole."""
-    base = Stored(reader, sources.inputs.base) if sources.inputs else None
+    if sources.inputs is None:
+        return lambda _: None
+    from ...proof.stored import Stored
+
+    base = Stored(reader, sources.inputs.base)
 
     def squares(part: Target) -> float | None:
         weight = sources.weights.get(part.key)
-        if base is None or weight is None or weight.padded:
+        if weight is None or weight.padded:
             return None
         _, cols = part.matrix
         shape = (prod(weight.shape) // max(cols, 1), cols)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ...adapters.file import AdapterFile, weight_shape
@@ -20,6 +21,7 @@ from ...dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ...errors import UsageError
 from ...files.checkpoint import Index
 from ...models.names import denoiser_of
+from ...planning.cache import CheckpointCache
 from ...planning.recipe import sha256
 from ...progress import Progress, Stage, Step, counted
 from ...shapes import Shape
@@ -91,13 +93,19 @@ class Outcome:
 
 
 class Run:
-    """A run that has begun."""
+    """A run that has begun. While it lasts, its inputs are open and are hashed beside all other work."""
 
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
-        self._watcher, self._output = progress, str(job.output)
+        self._job, self._watcher, self._output = job, progress, str(job.output)
         self._began: list[tuple[Stage, float]] = []
-        self.digest: Callable[[Path], str] = sha256
+        self._open, self._hashes = ExitStack(), dict[Path, RunningHashes]()
         self.progress(Step("load", self._output))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.__exit__(kind, e, tb)
 
     def progress(self, step: Step) -> None:
         """Pass a step on, and note when its stage began."""
@@ -113,13 +121,27 @@ class Run:
             found[stage] = found.get(stage, 0.0) + end - start
         return found
 
-    def reading(self, stack: ExitStack, indexes: Iterable[Index]) -> Reader:
-        """Return the reader of the inputs, which are hashed from now on beside all other work."""
+    def hash_adapters(self, opened: CheckpointCache) -> None:
+        """Begin to hash the adapters, beside the planning, which uses one core. `opened`: keeps their headers."""
+        self.reading([opened.index(ref.path) for ref in self._job.adapters])
+
+    def reading(self, indexes: Iterable[Index]) -> Reader:
+        """Return a reader of inputs. Those that are not hashed yet are hashed from now on."""
         indexes = [*indexes]
-        reader = stack.enter_context(Reader(indexes))
-        files = dict.fromkeys(f for index in indexes for f in index.files)
-        self.digest = stack.enter_context(RunningHashes(reader, (), [*files])).hexdigest
+        reader = self._open.enter_context(Reader(indexes))
+        files = [f for index in indexes for f in index.files if f not in self._hashes]
+        if files:
+            hashes = self._open.enter_context(RunningHashes(reader, (), files))
+            self._hashes |= dict.fromkeys(files, hashes)
         return reader
+
+    def digest(self, file: Path) -> str:
+        """Return the SHA-256 of a file."""
+        return self._hashes[file].hexdigest(file) if file in self._hashes else sha256(file)
+
+    def name(self, output: Path) -> None:
+        """Name the output, which is known only when the inputs are open, in the steps from now on."""
+        self._output = str(output)
 
     def counted(self, stage: Stage, total: int) -> Callable[[int], object]:
         """Begin a stage of so many bytes; see `progress.counted`."""

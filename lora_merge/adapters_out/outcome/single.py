@@ -90,8 +90,13 @@ def is_finite(raw: Raw, dtype: str) -> bool:
 
 
 def product(columns: Matrix, rows: Matrix) -> float | None:
-    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where it is not finite, beyond what fp32 holds, or the difference
-    of larger numbers."""
-    whole = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
+    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
+    alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
     found = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
-    return found if isfinite(whole) and SMALL < found < LARGE and found > CANCELS * whole else None
+    return found if is_told(found, alone) else None
+
+
+def is_told(squares: float, alone: float) -> bool:
+    """Return whether fp32 tells a sum of squares: it is finite, of its range, and no difference of larger numbers.
+    `alone`: the sum of the squares of its terms."""
+    return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELS * alone
