@@ -18,13 +18,14 @@ from ...adapter_options import KEEP
 from ...disk.draft import Draft
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
+from ...dtypes import TABLE
 from ...job import Adapter
 from ...progress import Counting
 from ..dialects import Dialect
 from ..job import FACTORS, AdapterJob
 from ..joining.targets import Target, is_plain
 from ..outcome.layer import Kept, Layer, waiting
-from ..outcome.single import WIDEN, is_finite, product
+from ..outcome.single import WIDEN, Bytes, is_below, product, stored
 from ..places import Filled, Place
 from ..side_by_side import side_by_side
 from ..sources import Sources
@@ -49,8 +50,8 @@ class Factors(NamedTuple):
 class Read(NamedTuple):
     """Their bytes, and ‖ΔW‖²; None where numpy in fp32 does not tell it."""
 
-    up: bytearray
-    down: bytearray
+    up: Bytes
+    down: Bytes
     squares: float | None
 
 
@@ -86,7 +87,7 @@ def renamed(
     told, found = begin("make", sum(8 * prod(one.place.view.shape) for one in factors)), []
 
     def work(one: Factors) -> Read:
-        up, down = (reader.read(info) for info in (one.up, one.down))
+        up, down = stored(reader, one.up), stored(reader, one.down)
         return Read(up, down, _squares(one, up, down))
 
     for one, read in zip(factors, side_by_side(factors, work, _nbytes, AT_ONCE), strict=True):
@@ -94,8 +95,8 @@ def renamed(
             return []
         ones, alpha = (1,) * (len(one.place.view.shape) - 2), np.float32(one.rank * one.scale)
         rows = {
-            to.endings["up"]: (one.up.dtype, (prod(one.up.shape) // one.rank, one.rank, *ones), memoryview(read.up)),
-            to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), memoryview(read.down)),
+            to.endings["up"]: (one.up.dtype, (prod(one.up.shape) // one.rank, one.rank, *ones), read.up.data),
+            to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), read.down.data),
             to.endings.get("alpha", ".alpha"): ("F32", (), memoryview(alpha.tobytes())),
         }
         entries = waiting({name: Entry(name, *row) for name, row in rows.items()}, draft)
@@ -119,8 +120,7 @@ def proven(
 
         def work(own: Pairs) -> bool:
             return bool(own) and all(
-                old.dtype == new.dtype and old.nbytes == new.nbytes and reader.read(old) == written.read(new)
-                for old, new in own
+                old.dtype == new.dtype and np.array_equal(stored(reader, old), stored(written, new)) for old, new in own
             )
 
         for own, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
@@ -162,11 +162,13 @@ def _both(pairs: Pairs) -> int:
     return 2 * sum(new.nbytes for _, new in pairs)
 
 
-def _squares(one: Factors, up: bytearray, down: bytearray) -> float | None:
-    """Return ‖ΔW‖² of factors; None where a number is not finite, or fp32 does not tell it."""
-    if not is_finite(up, one.up.dtype) or not is_finite(down, one.down.dtype):
-        return None
-    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank) * np.float32(one.scale)
+def _squares(one: Factors, up: Bytes, down: Bytes) -> float | None:
+    """Return ‖ΔW‖² of factors; None where fp32 does not tell it, or where a number may not be finite."""
+    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank)
     right = WIDEN[one.down.dtype](down).reshape(one.rank, -1)
     with np.errstate(all="ignore"):
-        return product(left.T @ left, right @ right.T)
+        columns, rows = left.T @ left, right @ right.T
+        if not is_below(columns, TABLE[one.up.dtype].largest) or not is_below(rows, TABLE[one.down.dtype].largest):
+            return None
+        squares = product(columns, rows)
+    return None if squares is None else squares * one.scale**2

@@ -20,7 +20,7 @@ from ...method_numbers import SMALLEST
 from ...methods import SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
-from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, is_finite, is_told, narrowed, products
+from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, is_below, is_finite, is_told, narrowed, products, stored
 from ..rank_rules import EXACT
 from ..truncation.effect import LEAST, WORK, Effect
 from ..written import Entry
@@ -93,12 +93,12 @@ class Concatenation:
             return None  # factors of two adapters become one
         parts, end = list[Part](), 0
         for one in factors:
-            up = np.frombuffer(self.reader.read(one.up), np.uint16).reshape(-1, one.rank)
+            up = stored(self.reader, one.up).view(np.uint16).reshape(-1, one.rank)
             weight, own = self.job.numbers.scale * (one.strength / whole), slice(end, end := end + one.rank)
             parts.append(Part(one.adapter, up, own, weight * one.scale, abs(one.strength / weight)))
         found = _sum(parts, down, self.dtype)
-        stored = _rounded(found, parts, down, self.dtype) if found else None
-        return self._stored(target, factors, found, stored) if found and stored else None
+        made = _rounded(found, parts, down, self.dtype) if found else None
+        return self._stored(target, factors, found, made) if found and made else None
 
     def _downs(self, factors: Sequence[Factors]) -> Bits | None:
         """Return the down factors below each other [R, cols]; None where two are equal."""
@@ -141,7 +141,7 @@ class Concatenation:
 
 def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖², or where a number may be too large for the
-    dtype or not finite: none is larger than the norm of its column or row."""
+    dtype or is not finite."""
     up = np.concatenate([one.up for one in parts], 1)
     left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
     largest = np.full(len(down), TABLE[dtype].largest)
@@ -149,7 +149,7 @@ def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
         left[:, one.columns] *= np.float32(one.factor)
         largest[one.columns] *= min(abs(one.factor), 1.0)
     columns, rows = left.T @ left, right @ right.T
-    if not ((columns.diagonal() < largest**2).all() and (rows.diagonal() < TABLE[dtype].largest ** 2).all()):
+    if not is_below(columns, largest) or not is_below(rows, TABLE[dtype].largest):
         return None
     both, starts = np.multiply(columns, rows, dtype=np.float64), [one.columns.start for one in parts]
     squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩

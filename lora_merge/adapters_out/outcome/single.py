@@ -11,11 +11,14 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...disk.files import StoredTensor
+from ...disk.reader import Reader
 from ..truncation.effect import LARGE, SMALL
 
 Matrix = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
-Raw: TypeAlias = bytearray | Bits
+Bytes = npt.NDArray[np.uint8]
+Raw: TypeAlias = bytearray | Bits | Bytes
 
 OF_HALF: Final = np.int32(-0x70002000)
 """The bits of fp32 that an exponent of five bits, ten bits of a significand and a sign take."""
@@ -89,11 +92,24 @@ def is_finite(raw: Raw, dtype: str) -> bool:
     return int((bits & (np.iinfo(kind).max >> 1)).max(initial=0)) < PATTERNS[dtype]
 
 
+def stored(reader: Reader, info: StoredTensor) -> Bytes:
+    """Return the bytes of a tensor, in memory that was not zeroed first."""
+    raw = np.empty(info.nbytes, np.uint8)
+    reader.read_into(raw.data, info.source, info.offset)
+    return raw
+
+
 def product(columns: Matrix, rows: Matrix) -> float | None:
     """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
     alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
     found = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
     return found if is_told(found, alone) else None
+
+
+def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:
+    """Return whether all numbers of columns are surely below a limit, from the products of the columns: none is larger
+    than the norm of its column. Infinity and NaN are not below a limit that their dtype holds."""
+    return bool((products.diagonal() < np.square(largest)).all())
 
 
 def is_told(squares: float, alone: float) -> bool:
