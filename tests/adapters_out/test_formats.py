@@ -15,6 +15,7 @@ from lora_merge.adapters_out.conversion import formatted
 from lora_merge.adapters_out.job import AdapterJob
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
+from lora_merge.planning.cache import CheckpointCache
 from tests.adapters_out.test_convert import flux, of_flux
 from tests.support import in_process
 
@@ -102,9 +103,9 @@ def test_the_stage_that_loads_is_the_time_in_which_inputs_are_opened(
 ) -> None:
     opened = formatted.open_sources
 
-    def slowly(job: AdapterJob) -> Sources:
+    def slowly(job: AdapterJob, cache: CheckpointCache) -> Sources:
         time.sleep(0.05)
-        return opened(job)
+        return opened(job, cache)
 
     monkeypatch.setattr(formatted, "open_sources", slowly)
     report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", format=to, device="cpu")
