@@ -153,7 +153,7 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
 def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on both models if the adapter is for another architecture; else ""."""
     in_adapter, in_base = seen(modules), seen(stored)
-    found, own = architectures(in_adapter), [base] if base else architectures(in_base)
+    found, own = architectures(in_adapter), (base,) if base else architectures(in_base)
     if not found or any(a in found for a in own):
         return ""
     return _sentence(described(found, in_adapter), described(own, in_base))

@@ -56,7 +56,7 @@ class OtherModel(NotTold):
     """A name that the architecture lacks."""
 
 
-def candidates(changes: Sequence[Change]) -> list[Architecture]:
+def candidates(changes: Sequence[Change]) -> Sequence[Architecture]:
     """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
     bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
     if not (fitting := architectures(seen(bodies))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TypeAlias
 
 from ..shapes import Shape
@@ -26,9 +27,10 @@ def seen(modules: Mapping[str, Shape]) -> Seen:
     )
 
 
-def architectures(modules: Seen) -> list[Architecture]:
+@lru_cache(maxsize=16)
+def architectures(modules: Seen) -> tuple[Architecture, ...]:
     """Return all architectures that the names fit; several if the adapter has too few modules to decide."""
-    return [a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter)]
+    return tuple(a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter))
 
 
 def variants(architecture: Architecture, modules: Seen) -> list[str]:

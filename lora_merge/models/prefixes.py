@@ -7,7 +7,8 @@ Every tool has its own prefix, and some tools add theirs to another's, so prefix
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from ..files.layouts import PEFT
@@ -80,28 +81,31 @@ COMPONENTS: Final = {
 """Network that a name means → possible names of that component in a pipeline of diffusers."""
 
 
-def prefixed(name: str) -> Iterator[tuple[str, str]]:
-    """Yield (network that the prefix means, rest) for the name itself and with known prefixes removed."""
+@lru_cache(maxsize=2**14)
+def prefixed(name: str) -> tuple[tuple[str, str], ...]:
+    """Return (network that the prefix means, rest) for the name itself and with known prefixes removed."""
+    found: list[tuple[str, str]] = []
     pending: list[tuple[str, str]] = [("any", name)]
     for at in range(MOST_READINGS):
         if at == len(pending):
-            return
+            break
         hint, body = pending[at]
         if (hint, body) in pending[:at]:
             continue
-        yield hint, body
+        found.append((hint, body))
         for prefix, network in _BY_START.get(body[:1], ()):
             if body.startswith(prefix):
                 pending.append((network if network != "any" else hint, body[len(prefix) :]))
         if m := ENCODER.match(body):
             pending.append((f"={m[1]}", body[m.end() :]))
+    return tuple(found)
 
 
 def innermost(name: str) -> tuple[str, str]:
     """Return (network, rest) of a name without any of its prefixes."""
     if not name.startswith(_STARTS):
         return "any", name
-    found = [*prefixed(name)]
+    found = prefixed(name)
     return max((hint for hint, _ in found), key=lambda hint: hint != "any"), min((b for _, b in found), key=len)
 
 
