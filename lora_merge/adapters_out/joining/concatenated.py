@@ -144,10 +144,9 @@ def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     dtype or is not finite."""
     up = np.concatenate([one.up for one in parts], 1)
     left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
-    largest = np.full(len(down), TABLE[dtype].largest)
-    for one in parts:
-        left[:, one.columns] *= np.float32(one.factor)
-        largest[one.columns] *= min(abs(one.factor), 1.0)
+    factors = np.repeat([one.factor for one in parts], [one.up.shape[1] for one in parts])
+    largest = TABLE[dtype].largest * np.minimum(np.abs(factors), 1.0)
+    left *= factors.astype(np.float32)
     columns, rows = left.T @ left, right @ right.T
     if not is_below(columns, largest) or not is_below(rows, TABLE[dtype].largest):
         return None
@@ -165,8 +164,8 @@ def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> Stor
     """Return both factors, rounded once; None where a number is too large for the dtype. `down`: the inputs' numbers,
     which stay as they are where no row needs another scale."""
     left, right, rows = wanted.left, wanted.right, wanted.rows
-    if (shift := _shift(wanted, dtype)) is None:  # "clip": a check of the indices would take as long as the rest
-        up = np.concatenate([products(dtype, one.factor).take(one.up, mode="clip") for one in parts], 1)
+    if (shift := _shift(wanted, dtype)) is None:
+        up = _multiplied(parts, dtype)
         first, second = left - WIDEN[dtype](up).reshape(left.shape), None
     else:
         left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
@@ -176,6 +175,14 @@ def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> Stor
         first = left - WIDEN[dtype](up).reshape(left.shape)
         second = right - WIDEN[dtype](down).reshape(right.shape)
     return StoredPair(up, down, _apart((left, right), (first, second), rows))
+
+
+def _multiplied(parts: Sequence[Part], dtype: str) -> Bits:
+    """Return the up factors beside each other, each times its factor, rounded once."""
+    tables = [products(dtype, one.factor) for one in parts]  # "clip": a check of the indices would take as long again
+    if all(table is tables[0] for table in tables):
+        return tables[0].take(np.concatenate([one.up for one in parts], 1), mode="clip")
+    return np.concatenate([table.take(one.up, mode="clip") for one, table in zip(parts, tables, strict=True)], 1)
 
 
 def _shift(wanted: Sum, dtype: str) -> Matrix | None:
