@@ -32,6 +32,7 @@ from .job import FACTORS, WHOLE, AdapterJob, form
 from .joining.targets import Target, is_plain
 from .layers import Cut, Storage, Wanted, shared_out
 from .outcome.layer import Layer
+from .peft.complete import is_table
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
@@ -52,6 +53,7 @@ class Converter:
     to: Dialect
     rules: RankRules | None
     evaluator: Evaluator
+    tables: frozenset[str] = frozenset()  # modules of the adapter that are known to be embeddings
 
     @cached_property
     def at(self) -> Placement:
@@ -243,9 +245,10 @@ class Converter:
             (share.patch.magnitude or ("out",))[0] == "in"
             and not others
             and share.is_all(place)
-            and (share.strength == 1 and self.to.copies and "magnitude" in self.to.endings)
+            and (share.strength == 1 and self._holds_columns(place, shares))
         ):
-            return self._stored(share.patch.module.shared["magnitude"]).reshape(_magnitude(share.patch))
+            shape = _magnitude(share.patch) if self.to.copies else (-1,)
+            return self._stored(share.patch.module.shared["magnitude"]).reshape(shape)
         total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
@@ -261,15 +264,30 @@ class Converter:
         found = total.to(self._dtype(shares))
         return found.reshape(-1, *(1 for _ in place.view.shape[1:])) if self.to.alpha else found.reshape(-1)
 
+    def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
+        """Return whether a parameter is a table of embeddings."""
+        return is_table(place, shares, self.tables)
+
+    def _holds_columns(self, place: Place, shares: Sequence[Share]) -> bool:
+        """Return whether the dialect has a place for DoRA's magnitudes of the columns: PEFT's of embeddings are."""
+        return self.to.copies or ("table_up" in self.to.endings and self.is_table(place, shares))
+
     def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
         """Return the change of a bias or a norm."""
-        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
-        ending, change = vector_ending(place, self.to), sum_of(place.view.matrix, changes)
+        ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
         return whole_made(place, ending, change, self._dtype(shares))
+
+    def renewed(self, filled: Filled) -> Made:
+        """Return the new value of a vector, for a dialect that cannot hold its change."""
+        return self._new_value(filled.place, filled.shares, self._whole_change(filled.place, filled.shares))
+
+    def _whole_change(self, place: Place, shares: Sequence[Share]) -> Rows:
+        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
+        return sum_of(place.view.matrix, changes)
 
     def _new_value(self, place: Place, shares: Sequence[Share], change: Rows) -> Made:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...adapter_options import KEEP
+from ...algorithms import ALGORITHMS
 from ...dtypes import spoken
 from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
@@ -68,11 +69,14 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> Adapt
         factored = _has_factors(job, sources)
         later = _later(job, sources, to, factored=factored)
         if later and factored:
-            later |= {"dtype": spoken(output_dtype(job, sources.adapters)), "alpha": alpha}
+            dtype = spoken(output_dtype(job, sources.adapters))
+            widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
+            later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
             exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
-            own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype="fp32"))
+            own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
         first = run_in_own(own, sources, this)
         again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
+        again = replace(again, tables=_tables(sources))
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
         try:
@@ -81,6 +85,12 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> Adapt
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
     return _together(first, second, cut=bool(later))
+
+
+def _tables(sources: Sources) -> frozenset[str]:
+    """Return the layers of the result that are embeddings, whose factors have the endings of other layers there."""
+    own = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
+    return frozenset(own)
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from ..job import FACTORS, AdapterJob
 from ..joining.targets import is_plain
 from ..layers import expect_finite
 from ..outcome.layer import Kept
+from ..peft.biases import with_biases
 from ..peft.complete import as_table, completed
-from ..places import Filled
+from ..places import Filled, Place
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
+from .assumed import NOWHERE
 from .caches import cache_of
 from .kept import entry, kept
 from .made import Made
@@ -38,10 +40,16 @@ def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> W
     task, sources, there, everywhere = found
     job = task.job
     alone = _evaluators(job, reader, sources)
-    converter = Converter(job, task.to, task.rules, alone.get())
+    converter = Converter(job, task.to, task.rules, alone.get(), task.tables)
     own, zeros = _made(converter, alone, there, put, begin)
     if not own:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
+
+    def renewed(place: Place) -> Made:
+        return converter.renewed(next(one for one in there if one.place == place))
+
+    at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
+    own = with_biases(own, everywhere, task.to, renewed if at_hand else None, lambda one: kept(one, put))
     whole = completed(own, everywhere, task.to, converter.value, lambda one: kept(one, put))
     cache = cache_of(job, reader, sources)
     beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
@@ -90,7 +98,7 @@ def _made(
         made = here.made(one, ranks.get(one.place.label))
         here.evaluator.forget()
         expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
-        return as_table(made, converter.to)
+        return as_table(made, converter.to, table=converter.is_table(one.place, one.shares))
 
     bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
     for one, made in zip(there, side_by_side(there, work, _nbytes, bound), strict=True):

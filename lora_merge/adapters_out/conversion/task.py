@@ -29,6 +29,7 @@ class Conversion:
     to: Dialect
     rules: RankRules | None  # None: exactly
     unnamed: bool = False  # whether the output gets its name from the dialect
+    tables: frozenset[str] = frozenset()  # modules of the adapter that are embeddings, which their endings do not say
 
     def written_as(self, to: Dialect) -> Conversion:
         """Return the conversion to the dialect that is written."""

@@ -28,7 +28,7 @@ from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
 from ..conversion.kept import kept
-from ..conversion.made import Made
+from ..conversion.made import Made, value_made
 from ..convert import entries_of, prefix_name
 from ..dialects import DIALECTS, Dialect
 from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
@@ -36,7 +36,8 @@ from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..outcome.layer import Kept, Layer
 from ..outcome.outcome import Facts, Outcome, Run, planned
-from ..peft.complete import as_table, completed
+from ..peft.biases import with_biases
+from ..peft.complete import as_table, completed, is_table
 from ..peft.folder import config, expect_one, task_type
 from ..places import Place
 from ..rank_rules import COUNT
@@ -151,10 +152,10 @@ def run(
         sides = Side(found.base, reader), Side(found.tuned, reader)
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
         made, heads, notes = _made(found, sides, heap, this.counted)
-        whole = _completed(found, [*made, *heads], sides[1], heap)
+        made, whole = _completed(found, made, heads, sides, heap)
         entries = entries_of(found.to, whole)
         layers = {prefix_name(found.to, m): m.layer for m in made}
-        before, there = {"task_type": task_type(found.base.config)}, (p.place for p in found.pairs.pairs)
+        before, there = {"task_type": task_type(found.base.config)}, [p.place for p in found.pairs.pairs]
         own = config(whole, before, there) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
         notes += unread(e.name for e in entries) if own is None else ()
@@ -181,14 +182,24 @@ def _weights(found: Opened) -> int:
     return sum(p.nbytes for p in found.pairs.pairs) * (1 + found.task.job.rules.together)
 
 
-def _completed(found: Opened, made: Sequence[Kept], tuned: Side, heap: Heap) -> list[Kept]:
-    """Return the modules with what the dialect asks for of parameters that did not change."""
+def _completed(
+    found: Opened, made: Sequence[Kept], heads: Sequence[Kept], sides: tuple[Side, Side], heap: Heap
+) -> tuple[list[Kept], list[Kept]]:  # fmt: skip
+    """Return the changed modules with their biases as the dialect holds them, and these with the heads and with what it
+    asks for of parameters that did not change."""
     own = {p.place.label: p for p in found.pairs.pairs}
+    places = [p.place for p in own.values()]
 
     def value(place: Place) -> torch.Tensor:
-        return tuned.rows(own[place.label].tuned).to(found.dtype)
+        return sides[1].rows(own[place.label].tuned).to(found.dtype)
 
-    return completed(made, [p.place for p in own.values()], found.to, value, lambda one: kept(one, heap))
+    def renewed(place: Place) -> Made:
+        changed = difference(own[place.label], *sides, found.task.job.compute_dtype)
+        assert changed is not None, "its change was made"
+        return value_made(place, changed.value, changed.change, found.dtype)
+
+    own_made = with_biases(made, places, found.to, renewed, lambda one: kept(one, heap))
+    return own_made, completed([*own_made, *heads], places, found.to, value, lambda one: kept(one, heap))
 
 
 def _head(found: Opened, pair: Pair, made: Made) -> Iterator[Made]:
@@ -245,7 +256,7 @@ def _made(
                 skipped.append(pair.name)
             else:
                 expect_finite(one.tensors.values(), pair.name)
-                made.append(kept(as_table(one, found.to), heap))
+                made.append(kept(as_table(one, found.to, table=is_table(one.place)), heap))
                 heads += [kept(head, heap) for head in _head(found, pair, one)]
             told(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}

@@ -4,25 +4,28 @@ and embeddings under names of their own."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ...algorithms import ALGORITHMS
 from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError
 from ..conversion.made import Made, as_value
 from ..dialects import Dialect
 from ..job import WHOLE
 from ..outcome.layer import Kept, Layer
-from ..places import Place
+from ..places import Place, Share
+from .biases import KOHYA
 from .experts import together
-from .folder import EXPERT
+from .folder import EXPERT, whole_modules
 
 TABLE: Final = re.compile(
-    r"(?:^|\.)(?:embed_tokens|embed_positions|embed_in|wte|wpe|shared|tok_embeddings"
-    r"|(?:word|position|token|token_type)_embeddings?|relative_attention_bias)$"
+    r"(?:^|\.)(?:embed_tokens(?:_per_layer)?|embed_positions|embed_in|wte|wpe|shared|tok_embeddings|embeddings?"
+    r"|(?:\w+_)?(?:word|position|token|token_type)_embeddings?|(?:row|column|lang|rel|entity|segment)_embeddings"
+    r"|tokens_embed|positions_embed|input_embeds_layer|position_embeds_layer|(?:global_)?relative_attention_bias)$"
 )
 """Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
 
@@ -42,13 +45,11 @@ def completed(
     own = {(p.module, p.parameter): p for p in there}
     factored = {m.place.module for m in made if m.layer.rank}
     biased = {m.place.module for m in made if bias in m.tensors}
-    if lost := next((m for m in sorted(biased - factored)), None):
-        raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", lost, KOHYA)
     added = []
     for module in sorted(factored - biased) if biased else ():
         place = own.get((module, "bias"), own[module, "weight"])  # PEFT's own factor needs none in the model
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
-    whole = {m.place.module for m in made if _stores_value(m)}
+    whole = whole_modules(made, own.values())
     if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
         raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
                        "give --rank, or write another format, such as kohya")  # fmt: skip
@@ -59,9 +60,6 @@ def completed(
         if key[0] in whole and key not in stored:
             added.append(keep(_plain(place, f".{key[1]}", as_value(place, value(place)))))
     return together([*made, *added], own.values(), to, keep)
-
-
-KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"
 
 
 def _stores_value(made: Kept) -> bool:
@@ -77,17 +75,28 @@ def _dtype(made: Sequence[Kept], bias: str) -> torch.dtype:
     return next(TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors)
 
 
-def as_table(made: Made, to: Dialect) -> Made:
+def is_table(place: Place, shares: Sequence[Share] = (), tables: Collection[str] = ()) -> bool:
+    """Return whether a parameter is a table of embeddings: an adapter has factors of one, or its name is that of one.
+
+    `tables`: the modules of the adapter that are known to be tables."""
+    own = (s.patch for s in shares)
+    trained = any(ALGORITHMS[p.algorithm].of_table or p.module.name in tables for p in own)
+    return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
+
+
+def as_table(made: Made, to: Dialect, *, table: bool) -> Made:
     """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
-    dialect without such endings, whose loader puts factors on layers alone."""
+    dialect without such endings, whose loader puts factors on layers alone. `table`: whether they are those of one."""
     down, up = to.endings.get("down", ""), to.endings.get("up", "")
-    if "up_bias" not in to.endings or up not in made.tensors or not TABLE.search(made.place.module):
+    if "up_bias" not in to.endings or up not in made.tensors or not table:
         return made
     if "table_up" not in to.endings:
         raise FitError(f"{to.name} has no place for factors of an embedding", made.place.label,
                        "use kohya or comfy, or leave it out; extract does with --exclude re:embedding")  # fmt: skip
+    others = {ending: value for ending, value in made.tensors.items() if ending not in (down, up)}
     turned: Mapping[str, Tensor] = {
         to.endings["table_down"]: made.tensors[up].mT.contiguous(),
         to.endings["table_up"]: made.tensors[down].mT.contiguous(),
+        **others,
     }
     return Made(made.place, turned, made.layer)

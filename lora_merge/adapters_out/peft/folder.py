@@ -37,6 +37,10 @@ AUTO: Final = "auto_mapping"
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
 
+BIAS: Final = ".bias"
+WRAPPED: Final = ".base_layer.bias"
+"""The endings of a new bias, and of that of a layer with factors."""
+
 
 def task_type(model: Mapping[str, Any]) -> str | None:
     """Return the task in PEFT's words of a language model with this configuration; None for heads of other tasks, as
@@ -58,26 +62,27 @@ def expect_one(components: Iterable[str], what: str) -> None:
                          " -o OTHER")  # fmt: skip
 
 
-def config(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place]) -> dict[str, Any]:
+def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Place]) -> dict[str, Any]:
     """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows.
 
     `there`: all parameters of the model that are known.
     """
+    whole = sorted(whole_modules(made, there))
     kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
     if len(kinds) > 1:
         raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
     if kinds & {*PRODUCTS}:
-        return _of_products(made, before, there)
+        return _of_products(made, before, there, whole)
     ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
     of_experts = [rank for name, rank in ranks.items() if EXPERT.search(name)]  # `rank_pattern` is not for them
     usual = Counter(of_experts or ranks.values()).most_common(1)[0][0] if ranks else 1
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
-    whole = {m.place.module for m in made if not m.layer.rank}
     return {
         "peft_type": "LORA", "inference_mode": True,
         **_kept(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-        "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": sorted(whole - ranks.keys()) or None,
-        "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
+        "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": whole or None,
+        "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors),
+        "bias": _bias(made, whole),
         "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
         **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
@@ -91,19 +96,37 @@ def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
 
 
-def _of_products(made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place]) -> dict[str, Any]:
+def whole_modules(made: Iterable[Kept], there: Iterable[Place]) -> set[str]:
+    """Return the modules that a folder replaces as a whole: those with a new weight, and norms. A bias without a weight
+    beside it, such as that of BERT's head, is none of a norm."""
+    weights = {p.module for p in there if p.parameter == "weight"}
+    return {
+        m.place.module for m in made
+        if ".weight" in m.tensors or (BIAS in m.tensors and m.place.norm and m.place.module in weights)
+    }  # fmt: skip
+
+
+def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:
+    """Return which biases the folder has: those of layers with factors, others too, or none."""
+    if any(BIAS in m.tensors and m.place.module not in whole for m in made):
+        return "all"
+    return "lora_only" if any(WRAPPED in m.tensors for m in made) else "none"
+
+
+def _of_products(
+    made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place], whole: Sequence[str]
+) -> dict[str, Any]:  # fmt: skip
     """Return the configuration of a folder of LoHa or of LoKr."""
     own = [m for m in made if m.layer.rank]
     ranks = {m.place.module: m.layer.rank for m in own}
     alphas = {m.place.module: m.layer.alpha for m in own}
     usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
-    whole = {m.place.module for m in made if not m.layer.rank}
     return {
         "peft_type": own[0].layer.algorithm.upper(), "inference_mode": True,
         **_kept(before), "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
         "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
         "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
-        "modules_to_save": sorted(whole - ranks.keys()) or None,
+        "modules_to_save": whole or None,
     }  # fmt: skip
 
 

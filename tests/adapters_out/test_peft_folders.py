@@ -1,0 +1,163 @@
+"""Folders of PEFT, made from what PEFT has trained: PEFT loads them without a word, computes and merges what is meant."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.errors import UsageError
+from tests.support import Tensors, rand
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Model(torch.nn.Module):
+    """Layers with and without biases, embeddings and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 6)
+        self.norm = torch.nn.LayerNorm(6)
+        self.q = torch.nn.Linear(6, 6)
+        self.o = torch.nn.Linear(6, 6, bias=False)
+        self.up = torch.nn.Linear(6, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.norm(self.table(ids))
+        return self.up(torch.tanh(self.o(torch.tanh(self.q(x)))))  # type: ignore[no-any-return]
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().double().eval()
+
+
+IDS = torch.arange(9)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base.safetensors"
+    save_file(model().state_dict(), path)
+    return path
+
+
+def trained(folder: Path, seed: int = 0, kind: Any = peft.LoraConfig, **options: Any) -> Path:
+    """A folder that PEFT writes; each of its numbers is drawn."""
+    made = peft.get_peft_model(model(), kind(r=2, **options))
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if value.requires_grad:
+                value += 0.3 * torch.randn(value.shape)
+                assert "lora_" not in name or value.abs().max()
+    made.save_pretrained(folder)
+    return folder
+
+
+def changes(folder: Path) -> Tensors:
+    """What PEFT adds to the weights; a missing key is an error, and so is an output that differs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        loaded = peft.PeftModel.from_pretrained(model(), folder, autocast_adapter_dtype=False).double()
+    with torch.no_grad():
+        seen = loaded(IDS)
+        merged = loaded.merge_and_unload()
+        assert torch.allclose(seen, merged(IDS), rtol=0, atol=1e-9)
+    before = model().state_dict()
+    return {name: value - before[name] for name, value in merged.state_dict().items()}
+
+
+def check(folder: Path, wanted: Tensors, within: float = 1e-6) -> None:
+    own, config = peft.load_peft_weights(str(folder)), peft.PeftConfig.from_pretrained(str(folder))
+    assert not peft.set_peft_model_state_dict(peft.get_peft_model(model(), config), own).unexpected_keys
+    found = changes(folder)
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=within), name
+
+
+BIASES: dict[str, dict[str, Any]] = {
+    "of all layers": {"bias": "all", "target_modules": ["q"]},
+    "of layers with factors": {"bias": "lora_only", "target_modules": ["q", "o"]},
+    "beside DoRA": {"bias": "all", "use_dora": True, "target_modules": ["q", "o"]},
+    "beside embeddings": {"bias": "all", "target_modules": ["q", "table"]},
+    "beside a whole layer": {"bias": "all", "target_modules": ["q"], "modules_to_save": ["up"]},
+    "of factors": {"lora_bias": True, "target_modules": ["q", "up"]},
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_biases_are_loaded_and_merged(case: str, base: Path, tmp_path: Path) -> None:
+    """Also where layers without factors have them, where some layers have none, and beside what `lora_bias` refuses."""
+    options = BIASES[case]
+    a, b = (trained(tmp_path / name, n, lora_alpha=3, **options) for n, name in enumerate("ab"))
+    one, two = changes(a), changes(b)
+    lora_merge.convert(a, tmp_path / "same", to="peft", base=base)
+    check(tmp_path / "same", one)
+    lora_merge.combine([(a, 0.5), (b, -1.5)], tmp_path / "sum", base=base, rank="energy:1")
+    check(tmp_path / "sum", {name: 0.5 * value - 1.5 * two[name] for name, value in one.items()})
+    own = json.loads((tmp_path / "sum" / "adapter_config.json").read_text())
+    assert (own["bias"] == "none") == ("lora_bias" in own)
+
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["table", "up"]},
+    "DoRA": {"target_modules": ["table", "up"], "use_dora": True},
+    "of other ranks": {"target_modules": ["table", "up"], "rank_pattern": {"table": 3}, "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+def test_embeddings_stay_embeddings_whatever_their_name(case: str, base: Path, tmp_path: Path) -> None:
+    a = trained(tmp_path / "a", lora_alpha=3, **EMBEDDINGS[case])
+    wanted, with_dora = changes(a), case == "DoRA"
+    lora_merge.convert(a, tmp_path / "same", to="peft", base=base if with_dora else None)
+    check(tmp_path / "same", wanted)
+    lora_merge.combine([(a, 0.5)], tmp_path / "half", base=base if with_dora else None, rank="energy:1")
+    check(tmp_path / "half", {name: 0.5 * value for name, value in wanted.items()})
+
+
+def test_a_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -> None:
+    """That of `up` alone, whose weight is the same; `o` changes too and has none."""
+    state = load_file(base)
+    tuned = {**state, "up.bias": rand(8).double(), "o.weight": state["o.weight"] + 1.0}
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    lora_merge.extract(base, tmp_path / "tuned.safetensors", tmp_path / "made", format="peft", rank=1)
+    check(tmp_path / "made", {name: value - state[name] for name, value in tuned.items()})
+    assert load_file(tmp_path / "made" / "adapter_model.safetensors").keys() == {
+        "base_model.model.up.bias", "base_model.model.o.lora_A.weight", "base_model.model.o.lora_B.weight"
+    }  # fmt: skip
+
+
+def of_up(folder: Path) -> Path:
+    """A file with factors for one layer and the change of the bias of another one."""
+    tensors = {"q.lora_up.weight": rand(6, 1), "q.lora_down.weight": rand(1, 6), "up.diff_b": rand(8)}
+    save_file(tensors, folder / "a.safetensors")
+    return folder / "a.safetensors"
+
+
+def test_a_bias_alone_goes_into_a_file_of_diffusers_beside_factors_of_zeros(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    lora_merge.convert(of_up(tmp_path), out, to="diffusers", base=base)
+    found, wanted = (lora_merge.merge_state_dict(load_file(base), [f]) for f in (out, tmp_path / "a.safetensors"))
+    assert load_file(out)["transformer.up.lora_A.weight"].shape == (1, 6)
+    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.items())
+
+
+def test_the_new_value_of_a_bias_needs_the_base(tmp_path: Path) -> None:
+    stem = "lora_unet_single_blocks_0_linear"
+    tensors = {f"{stem}2.lora_up.weight": rand(8, 1), f"{stem}2.lora_down.weight": rand(1, 40),
+               "lora_unet_double_blocks_0_img_mod_lin.diff_b": rand(48)}  # fmt: skip
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match="bias") as told:
+        lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "out", to="peft")
+    assert "--base" in str(told.value.fix)
+    assert not (tmp_path / "out").exists()
