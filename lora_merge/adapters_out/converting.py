@@ -33,6 +33,7 @@ from .joining.targets import Target, is_plain
 from .layers import Cut, Storage, Wanted, shared_out
 from .outcome.layer import Layer
 from .peft.complete import is_table
+from .peft.magnitudes import magnitude_shape
 from .peft.products import TO_LORA, rank_of
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
@@ -262,7 +263,7 @@ class Converter:
             raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
                            "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
         found = total.to(self._dtype(shares))
-        return found.reshape(-1, *(1 for _ in place.view.shape[1:])) if self.to.alpha else found.reshape(-1)
+        return found.reshape(magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:])))
 
     def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
         """Return whether a parameter is a table of embeddings."""

@@ -265,7 +265,7 @@ class Storage:
             left, right = left * shift, right / shift[:, None]
             rows = None if rows is None else rows / shift[:, None] / shift
         up, down = (left if scale == 1 else left / scale).to(self.dtype), right.to(self.dtype)
-        held = up.to(left.dtype)
+        held = up.to(left.dtype, copy=scale != 1)  # fp64 factors are stored as they are
         off = apart(left, right, held if scale == 1 else held.mul_(scale), down.to(right.dtype), rows)
         return self.pair(target.shape, wanted.before, (up, down), alpha, (wanted.squares, off))
 

@@ -29,9 +29,10 @@ class Model(torch.nn.Module):
         self.q = torch.nn.Linear(6, 6)
         self.o = torch.nn.Linear(6, 6, bias=False)
         self.up = torch.nn.Linear(6, 8)
+        self.conv = torch.nn.Conv1d(6, 6, 3, padding=1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.norm(self.table(ids))
+        x: torch.Tensor = self.conv(self.norm(self.table(ids)).mT).mT
         return self.up(torch.tanh(self.o(torch.tanh(self.q(x)))))  # type: ignore[no-any-return]
 
 
@@ -40,7 +41,7 @@ def model() -> Model:
     return Model().double().eval()
 
 
-IDS = torch.arange(9)
+IDS = torch.arange(9)[None]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def check(folder: Path, wanted: Tensors, within: float = 1e-6) -> None:
 BIASES: dict[str, dict[str, Any]] = {
     "of all layers": {"bias": "all", "target_modules": ["q"]},
     "of layers with factors": {"bias": "lora_only", "target_modules": ["q", "o"]},
-    "beside DoRA": {"bias": "all", "use_dora": True, "target_modules": ["q", "o"]},
+    "beside DoRA": {"bias": "all", "use_dora": True, "target_modules": ["o", "conv"]},
     "beside embeddings": {"bias": "all", "target_modules": ["q", "table"]},
     "beside a whole layer": {"bias": "all", "target_modules": ["q"], "modules_to_save": ["up"]},
     "of factors": {"lora_bias": True, "target_modules": ["q", "up"]},
@@ -135,6 +136,22 @@ def test_a_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -
     assert load_file(tmp_path / "made" / "adapter_model.safetensors").keys() == {
         "base_model.model.up.bias", "base_model.model.o.lora_A.weight", "base_model.model.o.lora_B.weight"
     }  # fmt: skip
+
+
+def test_layers_without_dora_get_the_magnitudes_that_they_have_beside_others_with_it(
+    base: Path, tmp_path: Path
+) -> None:
+    """PEFT gives all layers magnitudes or none, those of the unchanged weight where a folder lacks them. α is stored
+    beside fp64 factors as it is."""
+    tensors = {f"{name}.lora_{way}.weight": rand(*shape, seed=n).double() for name, out in (("q", 6), ("up", 8))
+               for n, (way, shape) in enumerate((("up", (out, 2)), ("down", (2, 6))))}  # fmt: skip
+    tensors |= {"q.dora_scale": rand(6, 1, seed=5).abs(), "q.alpha": torch.tensor(1.0)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    state = load_file(base)
+    merged = lora_merge.merge_state_dict(state, [tmp_path / "a.safetensors"])
+    lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="kohya", base=base)
+    lora_merge.convert(tmp_path / "b.safetensors", tmp_path / "out", to="peft", base=base)
+    check(tmp_path / "out", {name: value - state[name] for name, value in merged.items()})
 
 
 def of_up(folder: Path) -> Path:

@@ -50,7 +50,8 @@ def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> W
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
     own = with_biases(own, everywhere, task.to, renewed if at_hand else None, lambda one: kept(one, put))
-    whole = completed(own, everywhere, task.to, converter.value, lambda one: kept(one, put))
+    value = converter.value if at_hand else None
+    whole = completed(own, everywhere, task.to, value, lambda one: kept(one, put))
     cache = cache_of(job, reader, sources)
     beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
     return Writing(own, whole, zeros, beside, proof(found, reader, own, begin))

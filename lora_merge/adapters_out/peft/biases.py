@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...engine.placement import TORCH_DTYPES
 from ...errors import FitError, UsageError
+from ..conversion.assumed import GIVE_BASE
 from ..conversion.made import Made
 from ..dialects import Dialect
 from ..job import FACTORS
@@ -47,6 +48,8 @@ def with_biases(
     changed = [m for m in made if ending in m.tensors and not m.layer.rank]
     factored = {m.place.module for m in made if m.layer.rank}
     if not to.folder:
+        if changed and any(to.endings["magnitude"] in m.tensors for m in made):
+            raise FitError(f"{to.name} has no place for biases beside DoRA", changed[0].place.label, KOHYA)
         return [*made, *(keep(one) for one in _factors_of_zeros(changed, factored, own, to))]
     whole = whole_modules(made, own.values())
     values = [m for m in made if BIAS in m.tensors and m.place.module not in whole]
@@ -55,7 +58,7 @@ def with_biases(
         if renewed is None or biased or not changed:
             return [*made]
     if changed and renewed is None:
-        raise UsageError(NO_FORM, changed[0].place.label, "give the base model that it was trained on: --base MODEL")
+        raise UsageError(NO_FORM, changed[0].place.label, GIVE_BASE)
     new = {id(m): keep(renewed(m.place)) for m in changed if renewed}
     return [_in_its_layer(new.get(id(m), m), factored) for m in made]
 

@@ -21,6 +21,7 @@ from ..places import Place, Share
 from .biases import KOHYA
 from .experts import together
 from .folder import EXPERT, whole_modules
+from .magnitudes import magnitudes
 
 TABLE: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens(?:_per_layer)?|embed_positions|embed_in|wte|wpe|shared|tok_embeddings|embeddings?"
@@ -31,13 +32,13 @@ TABLE: Final = re.compile(
 
 
 def completed(
-    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor],
+    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
     keep: Callable[[Made], Kept],
 ) -> list[Kept]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
-    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change. `keep`:
-    lets the bytes of an added one wait.
+    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change; None
+    where the base is not known. `keep`: lets the bytes of an added one wait.
     """
     bias = to.endings.get("up_bias")
     if bias is None:
@@ -49,6 +50,7 @@ def completed(
     for module in sorted(factored - biased) if biased else ():
         place = own.get((module, "bias"), own[module, "weight"])  # PEFT's own factor needs none in the model
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
+    added += [keep(one) for one in magnitudes(made, own, to, value)]
     whole = whole_modules(made, own.values())
     if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
         raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
@@ -57,7 +59,7 @@ def completed(
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
     stored = {(m.place.module, m.place.parameter) for m in made if _stores_value(m)}
     for key, place in own.items():
-        if key[0] in whole and key not in stored:
+        if key[0] in whole and key not in stored and value is not None:
             added.append(keep(_plain(place, f".{key[1]}", as_value(place, value(place)))))
     return together([*made, *added], own.values(), to, keep)
 
