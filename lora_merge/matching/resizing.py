@@ -134,7 +134,7 @@ def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) 
 def values_as_changes(matched: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
     """Return the matches for a method that makes one change of all changes of a weight: a value V is the change V − W.
 
-    `alone`: also where no other adapter changes the parameter.
+    `alone`: also where no other adapter changes the parameter, because the method changes a single change too.
     """
     made = []
     for number, one in enumerate(matched):

@@ -158,7 +158,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     if method.in_turn:
         matched = replace_in_turn(matched, base.tensors)
     if method.combines:
-        matched = values_as_changes(matched, base.tensors, alone=bool(method.keeps))
+        alone = bool(method.keeps) or job.scale != 1
+        matched = values_as_changes(matched, base.tensors, alone=alone)
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
     used = {name for one in matched for name in one.settings}

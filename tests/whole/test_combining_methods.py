@@ -210,6 +210,15 @@ def test_a_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> No
         torch.testing.assert_close(got[key], value)
 
 
+def test_a_scale_holds_for_a_value_that_one_adapter_gives(tmp_path: Path) -> None:
+    base, value = {"a.weight": rand(6, 8, seed=1), "b.weight": rand(6, 8, seed=3)}, rand(6, 8, seed=7)
+    other = {"b.lora_up.weight": rand(6, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
+    files = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((base, {"a.weight": value, **other}, other))]
+    lora_merge.merge(files[0], files[1:], tmp_path / "o.safetensors", method="consensus", scale=0.5)
+    got = load(tmp_path / "o.safetensors")["a.weight"]
+    torch.testing.assert_close(got, base["a.weight"] + 0.5 * (value - base["a.weight"]))
+
+
 def test_a_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers(tmp_path: Path) -> None:
     """The message names the limit that is enough."""
     weight = {"a.weight": rand(512, 512, seed=1)}
