@@ -27,7 +27,7 @@ from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
 from ..text import Note, listed, plural
 from .job import AdapterJob
-from .joining.names import GIVE_BASE, body_of, check_joined, shape_of
+from .joining.names import GIVE_BASE, body_of, joined, shape_of
 from .joining.targets import Target
 
 if TYPE_CHECKING:
@@ -144,19 +144,15 @@ def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[Patch
 def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
     """Join by names without their prefixes; only formulas that do not read the base, of shapes that files show."""
     files = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    joined: dict[tuple[str, str], list[tuple[int, Module]]] = {}
-    for number, file in enumerate(files):
+    for file in files:
         check_complete(file)
         if file.strange:
             raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
-        for module in file.modules:
-            joined.setdefault((body_of(module.name), module.parameter), []).append((number, module))
-    check_joined(joined, files)
     kept, targets, remarks = CheckpointWeights(), [], dict[Note, dict[str, None]]()
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
-        for (body, parameter), members in joined.items():
+        for (body, parameter), members in joined(files).items():
             name = members[0][1].name
             target, said = _joined_target(name, parameter, members, contexts, job.adapters)
             for where, text in said:

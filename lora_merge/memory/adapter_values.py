@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from ..adapter_options import KEEP
 from ..adapters_out.changes import Evaluator
 from ..adapters_out.job import make_adapter_job
+from ..adapters_out.joining.names import body_of, joined
 from ..adapters_out.layers import combine as combined
 from ..adapters_out.layers import decomposing, spectrum
 from ..adapters_out.rank_rules import EXACT, Rule
@@ -127,8 +128,10 @@ class Changes:
         if base not in self._opened:
             self._opened[base] = open_sources(job)
         sources = self._opened[base]
-        layers = ((t, p) for t in sources.targets for p in t.stored)
-        target, part = next(((t, p) for t, p in layers if name in (p.label, p.name)), (None, None))
+        body, stored = body_of(str(name)), ((t, p) for t in sources.targets for p in t.stored)
+        layers = [(t, p) for t, p in stored if name == p.label or body_of(p.name) == body]
+        layers.sort(key=lambda found: found[1].label != name)  # a module's weight, before a bias of it
+        target, part = next(iter(layers), (None, None))
         if target is None or part is None:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
         with Reader(sources.indexes) as reader:
@@ -178,8 +181,16 @@ class AdapterSum(Shown, Changes):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names of the modules that any of the adapters changes, as its file spells them."""
-        return tuple(dict.fromkeys(name for adapter, _ in self.terms for name in adapter.modules))
+        """The names of the modules that any of the adapters changes, as the first of them that has it spells it."""
+        return tuple(self._named.values())
+
+    @cached_property
+    def _named(self) -> dict[str, str]:
+        """Name without its prefix → the name of the module in the first adapter that has it."""
+        found: dict[str, str] = {}
+        for name in (name for adapter, _ in self.terms for name in adapter.modules):
+            found.setdefault(body_of(name), name)
+        return found
 
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
         """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape.
@@ -192,16 +203,25 @@ class AdapterSum(Shown, Changes):
             A tensor of the base weight's shape.
 
         Raises:
-            UsageError: None of the adapters has such a module.
+            UsageError: None of the adapters has such a module, or they name the weights of a model in different words.
             MergeError: As for `merge`.
         """
-        if name not in self.modules:
+        self._expect_one_layout()
+        body = body_of(str(name))
+        if body not in self._named:
             raise UsageError(f"the adapters have no module {name!r}", "a sum of adapters", "see .modules for the names")
         found = torch.zeros(base_weight.shape, dtype=torch.float64)
         for adapter, strength in self.terms:
-            if name in adapter.modules:
-                found += strength * host(adapter.delta(name, base_weight), torch.float64)
+            for own in (m for m in adapter.modules if body_of(m) == body):
+                found += strength * host(adapter.delta(own, base_weight), torch.float64)
         return host(found, torch.float32)
+
+    def _expect_one_layout(self) -> None:
+        """Raise UsageError where names alone do not tell which modules of the adapters are the same."""
+        try:
+            joined([adapter.file for adapter, _ in self.terms])
+        except UsageError as e:
+            raise UsageError(e.what, e.where, "save the sum with a base, and open that") from e
 
 
 def load_adapter(path: str | Path) -> OpenAdapter:

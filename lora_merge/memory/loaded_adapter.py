@@ -68,7 +68,8 @@ class LoadedAdapter(Shown):
     @property
     def modules(self) -> tuple[str, ...]:
         """The names of the modules that the adapter changes, as the file spells them."""
-        return tuple(dict.fromkeys(m.name for m in self.file.modules))
+        own = (m.name for m in self.file.modules if not self._rules.of(m.name).is_shared(m.name))
+        return tuple(dict.fromkeys(own))
 
     def algorithm(self, name: str) -> str:
         """Return the name of the algorithm of a module's tensors.

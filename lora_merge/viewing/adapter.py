@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from statistics import median
 from typing import Any, Final
@@ -64,6 +65,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         values = FileValues(reader)
         alpha = {m.where: values.numbers(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
     ranks = {m.where: rank for m in file.modules if (rank := rank_of(m))}
+    file = replace(file, modules=_own(file))
     alphas = Counter(a for some in alpha.values() for a in some)
     for table in (index.config, *(entry(index, e) for e in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
@@ -85,6 +87,15 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "parts": parts(file.modules), "incomplete": [*_incomplete(file, lacking)], "ignored": dict(file.ignored),
         "whole": [t.name for t in file.strange],
     }  # fmt: skip
+
+
+def _own(file: AdapterFile) -> tuple[Module, ...]:
+    """Return the modules without the tensors that all of them share, such as those of VeRA."""
+    try:
+        known = rules(file.index.config, str(file.path), file.index.metadata)
+    except MergeError:  # a merge will say what is wrong with the configuration
+        return file.modules
+    return tuple(m for m in file.modules if not known.of(m.name).is_shared(m.name))
 
 
 def _shapes(modules: Sequence[Module]) -> dict[str, Shape]:

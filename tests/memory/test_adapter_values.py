@@ -90,3 +90,36 @@ def test_a_sum_is_merged_and_combined_as_its_terms_are(folder: Path, tmp_path: P
         lora_merge.resize(a + b, tmp_path / "r.safetensors", rank=2)
     with pytest.raises(TypeError):
         a / 0
+
+
+def test_the_rank_of_a_module_is_that_of_its_weight_beside_a_bias(tmp_path: Path) -> None:
+    base = save({"a.bias": torch.zeros(6), "a.weight": torch.randn(6, 8)}, tmp_path / "base.safetensors")
+    one = {"a.lora_up.weight": torch.randn(6, 3), "a.lora_down.weight": torch.randn(3, 8), "a.diff_b": torch.ones(6)}
+    a = lora_merge.load_adapter(save(one, tmp_path / "a.safetensors"))
+    assert a.rank("a", base=base) == 3
+    assert a.rank("a.bias", base=base) == 1
+
+
+def test_sums_join_modules_of_two_dialects_as_combine_does(tmp_path: Path) -> None:
+    kinds = "lora_unet_down_blocks_0_attentions_0_proj_in", "unet.down_blocks.0.attentions.0.proj_in"
+    files = [
+        lora_merge.load_adapter(save(
+            {f"{name}.lora_up.weight": torch.randn(6, 2), f"{name}.lora_down.weight": torch.randn(2, 8)},
+            tmp_path / f"{n}.safetensors"))
+        for n, name in enumerate(kinds)
+    ]  # fmt: skip
+    both, weight = files[0] + files[1], torch.zeros(6, 8)
+    assert both.modules == files[0].modules
+    wanted = sum(one.delta(one.modules[0], weight) for one in files)
+    for (name,) in (files[0].modules, files[1].modules):
+        assert torch.allclose(both.delta(name, weight), wanted) and both.rank(name) == 4
+
+
+def test_tensors_that_all_modules_share_are_no_module(tmp_path: Path) -> None:
+    own, shared = "base_model.model.a", "base_model"
+    save({f"{own}.vera_lambda_b": torch.ones(6), f"{own}.vera_lambda_d": torch.ones(2),
+          f"{shared}.vera_A": torch.ones(2, 8), f"{shared}.vera_B": torch.ones(6, 2)},
+         tmp_path / "adapter_model.safetensors")  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "VERA", "r": 2, "target_modules": ["a"]}')
+    assert lora_merge.load_adapter(tmp_path).modules == (own,)
+    assert not lora_merge.inspect(tmp_path)["incomplete"]

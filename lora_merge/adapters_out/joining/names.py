@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...adapters.file import AdapterFile, Module
 from ...algorithms import ALGORITHMS
@@ -31,8 +31,22 @@ def shape_of(module: Module) -> Shape | None:
     return next((shape for shape in shown if shape is not None), None)
 
 
-def check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:
-    """Raise UsageError where names alone do not say which modules are the same; FitError for different models."""
+Joined: TypeAlias = Mapping[tuple[str, str], Sequence[tuple[int, Module]]]
+"""Name without its prefix, and parameter → the modules that change it, each with the number of its adapter."""
+
+
+def joined(files: Sequence[AdapterFile]) -> Joined:
+    """Return the modules of adapters, joined by their names alone; UsageError where these do not say which modules are
+    the same, FitError for different models."""
+    found: dict[tuple[str, str], list[tuple[int, Module]]] = {}
+    for number, file in enumerate(files):
+        for module in file.modules:
+            found.setdefault((body_of(module.name), module.parameter), []).append((number, module))
+    _check(found, files)
+    return found
+
+
+def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
     for members in joined.values():
         twice = [n for n, _ in members]
         if len(twice) != len(set(twice)):
