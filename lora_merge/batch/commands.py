@@ -52,6 +52,8 @@ class Request:
             raise UsageError(
                 f"{self.command} takes one adapter", plural(len(self.adapters), "adapter"), "write a job for each"
             )
+        if self.command in RULED and "rank" not in options:
+            raise UsageError(f"{self.command} needs a rule for the rank", "rank", "write rank: 16 or energy:0.99")
         load_library()
         return COMMANDS[self.command](self, options)
 
@@ -127,6 +129,9 @@ COMMANDS: Final[Mapping[str, Callable[[Request, Mapping[str, Any]], Task]]] = Ma
 EFFORT: Final[Mapping[str, float]] = MappingProxyType({"convert": 0.25, "extract": 5.0})
 """Command → the time that it takes for a byte of the weights, relative to a byte that a merge writes; 1 for the others.
 Measured with adapters of SDXL."""
+
+RULED: Final = frozenset({"resize"})
+"""Commands that have no rank of their own."""
 
 ONE: Final = frozenset({"resize", "convert", "extract"})
 """Commands of one adapter; that of `extract` is the tuned checkpoint."""

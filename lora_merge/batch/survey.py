@@ -189,7 +189,8 @@ class _Surveyor:
         blank = PlannedJob(entry, level, together=("by itself", entry.number))
         try:
             for path in request.inputs:
-                if (maker := self.outputs.maker(path)) is not None:
+                maker = self.outputs.maker(path)
+                if maker is not None and maker.number != entry.number:  # the plan says that an input is its own output
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
             task = request.task(replace(entry.job, overwrite=True))

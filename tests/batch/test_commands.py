@@ -96,6 +96,7 @@ WRONG = {
     "no such command": ({"command": "shrink"}, "did you mean|should be"),
     "a value out of range": ({"command": "combine", "method": "ties", "density": 2, "rank": 4}, "density 2.0 is out of range"),
     "two where one is taken": ({"command": "resize", "rank": 2}, "resize takes one adapter"),
+    "no rule for the rank": ({"command": "resize", "adapters": ["a"]}, "needs a rule"),
     "no such dialect": ({"command": "convert", "adapters": ["a"], "to": "sdnext"}, "does not exist"),
 }  # fmt: skip
 
