@@ -58,12 +58,15 @@ DIVISORS: Final = ("count", "weight", "none")
 SUM: Final = "sum"
 """The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
 
+MEAN: Final = "mean"
+"""The sum, divided by the sum of the strengths."""
+
 COMBINATIONS: Final[Mapping[str, Method]] = MappingProxyType(
     {
         row.name: row
         for row in (
             Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
-            Method("mean", "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            Method(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
             Method("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
             Method("dare", "random entries, divided by density", keeps="random"),
             Method("dare_ties", "dare, of the elected sign", keeps="random", elects=True),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import isnan, nan, sqrt
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from ..dtypes import ITEM_BYTES
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Job
-from ..methods import METHODS, SUM
+from ..methods import MEAN, METHODS, SUM
 from ..models.weights import Weight
+from ..planning.combining import Combining
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combined import Made, costs_all, together
+from ..proof.combined import Made, costs_all, of_weight, together
 from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
@@ -44,6 +46,9 @@ BLOCK: Final = 2**18
 
 TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
+
+ADDING: Final = (SUM, MEAN)
+"""Methods whose result has rows that follow from the same rows of the changes."""
 
 OF_MODULES: Final = ("weight", "bias")
 """Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
@@ -75,14 +80,15 @@ class Claims:
 def prove(claims: Claims, reader: Reader, path: Path, begin: Counting) -> dict[str, Any]:
     """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
 
-    Methods whose result is not a sum of the inputs' changes are not recomputed: only the tensors' bytes are counted.
+    Methods that choose entries choose others where changes are computed in fp32: then only the tensors' bytes are
+    counted.
     """
     made = open_checkpoint(path)
     found = sum(info.nbytes for info in made.tensors.values())
     if found != claims.nbytes:
         raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {found} bytes", REDO)
     residuals: dict[str, float] = {}
-    if claims.job.method in (SUM, "mean"):
+    if claims.job.method in ADDING or claims.job.compute_dtype != "fp32":
         residuals = _residuals(claims, reader, made, path, begin)
     worst = max(residuals, key=lambda name: residuals[name], default="")
     return {"ok": True, "layers": len(claims.layers), "recomputed": len(residuals),
@@ -94,32 +100,36 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
     job, sources = claims.job, claims.sources
     modules = {(m.name, m.parameter): m for m in group(made).modules}
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
+    squares_of, size_of, bound = partial(_squares, job), _nbytes, job.inputs.max_memory // 2
     found, chosen = {}, _chosen(sources, claims.layers)
+    if job.method not in ADDING:
+        squares_of = partial(_squares_of_method, Combining(METHODS[job.method], job.numbers, sources.adapters))
+        size_of = _nbytes_of_method
+        chosen = [layer for layer in chosen if size_of(layer) <= bound and not _is_column(layer[0])]
     told = begin("prove", 8 * sum(_count(part) for _, part in chosen))
     with one_core(), ThreadPoolExecutor(1) as pool, Reader([made]) as own:
         again = PerThread(lambda: Recomputation(facts, reader, pool, full=True))
 
-        def work(layer: tuple[Target, Target]) -> tuple[float, float] | None:
+        def work(layer: tuple[Target, Target]) -> Squares | None:
             part = layer[1]
             own_name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
             held = _held(modules.get(own_name), own, flat(part.shape[::-1] if part.turned else part.shape))
             if part.turned and held is not None:
                 whole = held(slice(0, part.shape[1])).T
-                return _squares(job, *layer, again.get(), lambda rows: whole[rows])
-            return _squares(job, *layer, again.get(), held)
+                return squares_of(*layer, again.get(), lambda rows: whole[rows])
+            return squares_of(*layer, again.get(), held)
 
-        bound = job.inputs.max_memory // 2
-        for (_, target), squares in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
+        for (_, target), squares in zip(chosen, side_by_side(chosen, work, size_of, bound), strict=True):
             told(8 * _count(target))
             if squares is None:
                 continue
             name = target.label
-            if isnan(squares[1]):
+            if isnan(squares.off):
                 raise VerificationFailed("a layer is not in the file", f"{path}: {name}", REDO)
-            size, off = map(sqrt, squares)
-            residual = off / size if size else 0.0
+            size, off, unsure = map(sqrt, squares)
+            residual, slack = (off / size, unsure / size) if size else (0.0, 0.0)
             stated = float(claims.layers[name]["residual"])
-            if abs(residual - stated) > TOLERANCE * max(residual, stated) + FLOOR:
+            if abs(residual - stated) > TOLERANCE * max(residual, stated) + FLOOR + slack:
                 where = f"{path}: {name}: residual {residual:.6g}, stated {stated:.6g}"
                 raise VerificationFailed("the written layer is not what the report says", where, REDO)
             found[name] = residual
@@ -144,15 +154,52 @@ def _nbytes(layer: tuple[Target, Target]) -> int:
     return 8 * 4 * _count(layer[0])
 
 
+def _nbytes_of_method(layer: tuple[Target, Target]) -> int:
+    """Return that number for a method that needs all changes of a weight at once."""
+    return 8 * (4 + 2 * len(layer[0].uses)) * _count(layer[0])
+
+
 def _count(target: Target) -> int:
     out, cols = flat(target.shape)
     return out * cols
 
 
+def _is_column(target: Target) -> bool:
+    """Return whether a bias has several axes: methods take it for a vector, which the second ones do not know."""
+    return target.vector and len(target.shape) > 1
+
+
+class Squares(NamedTuple):
+    """What the comparison of a layer gives, in float64."""
+
+    size: float  # ‖Δ‖²
+    off: float  # ‖Δ − Δ̂‖²; NaN for a layer that the file lacks
+    unsure: float = 0.0  # ‖…‖² of how far entries may be from those of another computation in float64
+
+
+def _squares_of_method(
+    how: Combining, whole: Target, target: Target, again: Recomputation, held: Held | None
+) -> Squares | None:
+    """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
+    if any(u.patch.algorithm not in REFERENCE for u in whole.uses):
+        return None
+    key, rows = whole.uses[0].piece.key, flat(target.shape)[0]
+    shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, whole.uses, how.method, combining=how)
+    taking, made = together([u for u in whole.uses if u.strength]), Made(shaped, key)
+    if not taking:
+        return None
+    one = of_weight(shaped, taking, np.arange(shaped.matrix[0]), lambda p, some: again.whole(p, some, made))
+    order = np.concatenate([np.arange(*run) for run in target.runs or ((0, rows),)])
+    wanted, slack = (part.reshape(flat(whole.shape))[order] for part in (one.total, one.slack))
+    size = float(np.vdot(wanted, wanted))
+    wanted -= 0.0 if held is None else held(slice(0, rows))
+    return Squares(size, nan if held is None else float(np.vdot(wanted, wanted)), float(np.vdot(slack, slack)))
+
+
 def _squares(
     job: AdapterJob, whole: Target, target: Target, again: Recomputation, held: Held | None
-) -> tuple[float, float] | None:
-    """Return ‖Δ‖² and ‖Δ − Δ̂‖², both in float64; None where a formula has no second one.
+) -> Squares | None:  # fmt: skip
+    """Return the comparison of a layer whose changes are added; None where a formula has no second one.
 
     Rows are taken a few at a time, where the formulas allow that: whole matrices would be new memory from the system
     each time, which takes longer than the arithmetic.
@@ -163,7 +210,7 @@ def _squares(
     key = target.uses[0].piece.key
     shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
     strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
-    scale = job.numbers.scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
+    scale = job.numbers.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
     width = together(target.uses)[0].cols  # stacked experts have rows of their own
     step = rows if width != cols or any(map(costs_all, target.uses)) else max(1, BLOCK // max(cols, 1))
     order = np.concatenate([np.arange(*run) for run in target.runs or ((0, rows),)])
@@ -181,7 +228,7 @@ def _squares(
         if held is not None:
             right -= held(part)
             off += float(np.vdot(right, right))
-    return squares, off if held is not None else nan
+    return Squares(squares, off if held is not None else nan)
 
 
 Held: TypeAlias = Callable[[slice], Array]

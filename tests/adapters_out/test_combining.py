@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import lora_merge
+from lora_merge.adapters_out import making
 from lora_merge.engine import combining
 from lora_merge.engine.by_rows.largest import largest
 from lora_merge.engine.by_rows.rows import Rows
 from lora_merge.engine.combining import combined, gram
+from lora_merge.errors import VerificationFailed
 from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS
+from tests.support import kohya, sd1
 
 SHAPE = (12, 20)
 
@@ -198,3 +206,23 @@ def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -
     angle = math.acos(float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)))
     right = (math.sin((1 - t) * angle) * a + math.sin(t * angle) * b) / math.sin(angle)
     np.testing.assert_allclose(run("slerp", changes(2), [1.0, 1.0], t=t).numpy(), right, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["ties", "karcher"])
+def test_a_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Δ of the file is computed again from the inputs."""
+    right, given = making.combine, {"density": 0.5} if method == "ties" else {}
+    for n in range(2):
+        save_file(kohya(sd1(), te=False, seed=100 * n + 1), tmp_path / f"{n}.safetensors")
+    files: Any = [tmp_path / "0.safetensors", (tmp_path / "1.safetensors", -0.5)]
+    options: Any = {"method": method, "algorithm": "full", "include": ["re:attn2"], **given}
+    told = lora_merge.combine(files, tmp_path / "c.safetensors", **options).verified
+    assert told is not None and told["recomputed"] == told["layers"] > 0
+
+    def wrong(*some: Any) -> Any:
+        wanted = right(*some)
+        return replace(wanted, whole=Rows.of(wanted.dense() * 1.01))
+
+    monkeypatch.setattr(making, "combine", wrong)
+    with pytest.raises(VerificationFailed, match="not what the report says"):
+        lora_merge.combine(files, tmp_path / "d.safetensors", **options)

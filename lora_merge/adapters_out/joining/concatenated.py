@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod, sqrt
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import TABLE
 from ...method_numbers import SMALLEST
-from ...methods import SUM
+from ...methods import MEAN, SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
 from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, is_below, is_finite, is_told, narrowed, products, stored
@@ -25,8 +25,6 @@ from ..rank_rules import EXACT
 from ..truncation.effect import LEAST, WORK, Effect
 from ..written import Entry
 from .targets import Target, is_plain
-
-MEAN: Final = "mean"
 
 
 class Factors(NamedTuple):
