@@ -19,8 +19,8 @@ from .files import Memory, Source
 from .known_hashes import Known, remember, state
 from .reader import Reader
 
-PIECE: Final = 32 * 2**20  # bytes hashed at once before the first window; shorter pieces wait too often for the GIL
-GAP: Final = 4 * 2**20  # bytes hashed at once of ranges that the merge does not read
+PIECE: Final = 32 * 2**20  # bytes hashed at once beside threads of Python; shorter pieces wait too often for the GIL
+GAP: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
 
 
 class RunningHashes:
