@@ -32,7 +32,7 @@ from .written import Spelling
 
 
 @dataclass
-class Maker:
+class GeneralMaker:
     """Makes the layers of one job. `weight`: gives ‖W‖² of the rows of the base that a layer changes."""
 
     job: AdapterJob
@@ -127,10 +127,14 @@ class Maker:
 
 def made_by(
     job: AdapterJob, sources: Sources, reader: Reader, dtype: str, weight: Callable[[Target], float | None]
-) -> Maker:
+) -> GeneralMaker:
     """Return the maker of a job whose sources a reader reads. `dtype`: of the output."""
     own = frozenset(p for a in sources.adapters for p in a.index.files)
-    return Maker(job, sources, lambda at: Evaluator(sources, TensorCache(reader, own), at), TORCH_DTYPES[dtype], weight)
+
+    def evaluator(at: Placement) -> Evaluator:
+        return Evaluator(sources, TensorCache(reader, own), at)
+
+    return GeneralMaker(job, sources, evaluator, TORCH_DTYPES[dtype], weight)
 
 
 def _turned(wanted: Wanted) -> Wanted:

@@ -38,7 +38,7 @@ from .sources import Sources
 from .written import Entry, Spelling, drafted, expect_room, unique
 
 if TYPE_CHECKING:
-    from .making import Maker
+    from .making import GeneralMaker
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -61,11 +61,11 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
             expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
-        making = Making(job, sources, reader, dtype)
-        layers, kept, zeros = making.layers(this.counted, draft)
+        maker = LayerMaker(job, sources, reader, dtype)
+        layers, kept, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *making.notes, *left_out(zeros))
+        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
@@ -75,7 +75,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
-class Making:
+class LayerMaker:
     """Makes the layers of one job: by numpy where factors are put side by side, else by torch, which is imported for
     the first of the others."""
 
@@ -83,38 +83,38 @@ class Making:
         self.job, self.sources, self.reader, self.dtype = job, sources, reader, dtype
         self.weight = weight_norms(sources, reader)
         self.concatenation = Concatenation(job, reader, dtype, self.weight)
-        self._maker: Maker | None = None
+        self._general: GeneralMaker | None = None
         self._lock = Lock()
 
     @property
-    def maker(self) -> Maker:
+    def general(self) -> GeneralMaker:
         """The way of everything that is not put side by side."""
         with self._lock:
-            if self._maker is None:
+            if self._general is None:
                 load_library()
                 from .making import made_by
 
-                self._maker = made_by(self.job, self.sources, self.reader, self.dtype, self.weight)
-        return self._maker
+                self._general = made_by(self.job, self.sources, self.reader, self.dtype, self.weight)
+        return self._general
 
     @property
     def notes(self) -> Sequence[Note]:
         """The notes on how layers were made."""
-        return [] if self._maker is None else [*self._maker.notes]
+        return [] if self._general is None else [*self._general.notes]
 
     def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
         told = begin("make", weights_of(self.job, self.sources, self.dtype))
-        ranks = self.maker.shared_out(told) if self.job.rules.together else {}
+        ranks = self.general.shared_out(told) if self.job.rules.together else {}
         stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
         layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[Stored | None]:
             if (alone := self.concatenation.layer(target)) is not None:
                 return [alone]
-            maker = self.maker
+            general = self.general
             on_one_core()
-            return maker.made(target, ranks)
+            return general.made(target, ranks)
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         size = partial(nbytes, self.job)

@@ -68,7 +68,7 @@ class StoredPair(NamedTuple):
 
 
 class Concatenation:
-    """Makes the layers of one job. `dtype`: of the output. `weight`: as for `Maker`."""
+    """Makes the layers of one job. `dtype`: of the output. `weight`: as for `GeneralMaker`."""
 
     def __init__(self, job: AdapterJob, reader: Reader, dtype: str, weight: Callable[[Target], float | None]) -> None:
         self.job, self.reader, self.dtype, self.weight = job, reader, dtype, weight
