@@ -28,7 +28,7 @@ from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .conversion.assumed import NOWHERE, as_named, without_base
-from .conversion.own import own_dialect, own_places
+from .conversion.own import heads, in_memory, own_dialect, own_places
 from .conversion.planned import planned_layer
 from .conversion.renamed import all_factors, claimed, proven, renamed
 from .conversion.task import Conversion, Opened, Writing, bundled, weight_of
@@ -220,11 +220,14 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
     check_output(task.job.output, read, overwrite=job.inputs.overwrite, folder=task.to.folder,
                  contents=CONTENTS)  # fmt: skip
     everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
+    everywhere += heads(sources) if task.to.whole and not kept else ()
     there = filled(sources.targets, everywhere)
-    if task.to.folder and not kept and (level := _level(there, sources.inputs.names)) is not None:
-        task = replace(task, to=replace(task.to, level=level))
-        everywhere = [*places(sources.inputs.names, task.to)]
-        there = filled(sources.targets, everywhere)
+    if task.to.from_top and not kept:
+        if (level := _level(there, sources.inputs.names)) is not None:
+            task = replace(task, to=replace(task.to, level=level))
+            everywhere = [*places(sources.inputs.names, task.to), *(heads(sources) if task.to.whole else ())]
+            there = filled(sources.targets, everywhere)
+        there, everywhere = in_memory(there, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.to.folder:

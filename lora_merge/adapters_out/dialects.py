@@ -70,6 +70,8 @@ class Dialect:
     largest: bool = False
     """Whether an encoder with several numbers in adapters has the largest one (kohya: T5 of Flux is te3)."""
     folder: bool = False
+    from_top: bool = False
+    """Whether its program names layers from the top of the model in memory: PEFT, and LyCORIS' wrapper."""
     whole: bool = False
     """Whether new values of whole tensors are stored under the parameter's name."""
     bundles: bool = False
@@ -83,7 +85,7 @@ class Dialect:
     aliases: tuple[str, ...] = field(default=())
 
     level: str | None = None
-    """The level above the layers in a folder of PEFT, such as `transformer.` of GPT-2 with a head; None: the base's."""
+    """The level above the layers for `from_top`, such as `transformer.` of GPT-2 with a head; None: the base's."""
 
     @property
     def whole_models(self) -> bool:
@@ -126,9 +128,9 @@ class Dialect:
                                    id=ids.get(own, own or "llm"))  # fmt: skip
 
     def level_of(self, part: Component) -> str:
-        """Return the level above the layers of a network: PEFT names them from the top of the model in memory, whose
-        keys a base of transformers has."""
-        if not self.folder or part.kind or part.label != "model" or part.prefix not in LOOSE:
+        """Return the level above the layers of a network for a program that names them from the top of the model in
+        memory, whose keys a base of transformers has."""
+        if not self.from_top or part.kind or part.label != "model" or part.prefix not in LOOSE:
             return ""
         wrapped = {*part.prefix.split(".")} <= {"module", "_orig_mod", ""}
         return self.level if self.level is not None else "" if wrapped else part.prefix
@@ -159,7 +161,8 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
         for row in (
             Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
                     bundles=True, largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
-            Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True),
+            Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True,
+                    from_top=True),
             Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True,
                     bundles=True),
             Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
@@ -171,7 +174,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
             Dialect("xlabs", "", "", "", "xlabs", {"up": ".up.weight", "down": ".down.weight"}, alpha=False,
                     copies=False, table="xlabs"),
             Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", CANONICAL, _PEFT,
-                    alpha=False, copies=False, products=PRODUCTS, folder=True, whole=True),
+                    alpha=False, copies=False, products=PRODUCTS, folder=True, from_top=True, whole=True),
         )
     }
 )  # fmt: skip

@@ -64,6 +64,11 @@ def candidates(changes: Sequence[Change]) -> Sequence[Architecture]:
     return fitting
 
 
+def has_words(architecture: Architecture) -> bool:
+    """Return whether the names of an architecture's parameters are listed: programs spell them differently."""
+    return architecture.file.stem in _canonical_forms()
+
+
 def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.errors import UsageError
+from lora_merge.errors import FitError, UsageError
 from tests.support import Tensors, rand
 
 peft = pytest.importorskip("peft")
@@ -41,6 +41,7 @@ def model() -> Model:
     return Model().double().eval()
 
 
+WEIGHTS = "adapter_model.safetensors"
 IDS = torch.arange(9)[None]
 
 
@@ -178,3 +179,66 @@ def test_the_new_value_of_a_bias_needs_the_base(tmp_path: Path) -> None:
         lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "out", to="peft")
     assert "--base" in str(told.value.fix)
     assert not (tmp_path / "out").exists()
+
+
+SMALL: dict[str, Any] = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
+
+
+def of_transformers(folder: Path, kind: str, head: str, lora: Any, **options: Any) -> tuple[Any, Path]:
+    """A function that returns a tiny model of transformers, whose checkpoint is in folder/base, and an adapter of it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **options)
+    torch.manual_seed(0)
+    getattr(transformers, head).from_config(config).save_pretrained(folder / "base")
+
+    def model() -> Any:
+        return getattr(transformers, head).from_pretrained(folder / "base").eval()
+
+    made = peft.get_peft_model(model(), lora)
+    for value in (v for v in made.parameters() if v.requires_grad):
+        torch.nn.init.normal_(value, std=0.3)
+    made.save_pretrained(folder / "a")
+    return model, folder / "a"
+
+
+def test_names_in_a_folder_are_those_of_the_model_in_memory(tmp_path: Path) -> None:
+    """transformers 5 loads the weights of ViT under other names than its checkpoints have."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    model, a = of_transformers(tmp_path, "vit", "AutoModelForImageClassification", lora, image_size=4, patch_size=2)
+    lora_merge.resize(a, tmp_path / "out", rank=2, base=tmp_path / "base")
+    picture = rand(1, 3, 4, 4)
+    one, two = (peft.PeftModel.from_pretrained(model(), f)(picture).logits for f in (a, tmp_path / "out"))
+    assert torch.allclose(one, two, atol=1e-5)
+    assert not torch.allclose(one, model()(picture).logits, atol=1e-3)
+
+
+def test_a_head_that_is_trained_apart_stays_apart(tmp_path: Path) -> None:
+    """Its weight is that of the embeddings in the base."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model, a = of_transformers(tmp_path, "llama", "AutoModelForCausalLM", lora, vocab_size=9, tie_word_embeddings=True)
+    lora_merge.convert(a, tmp_path / "out", to="peft", base=tmp_path / "base")
+    lora_merge.convert((a, 0.5), tmp_path / "half", to="peft", base=tmp_path / "base")
+    one, two = (peft.PeftModel.from_pretrained(model(), f)(IDS).logits for f in (a, tmp_path / "out"))
+    assert torch.allclose(one, two, atol=1e-5)
+    files = (tmp_path / "base" / "model.safetensors", a / WEIGHTS, tmp_path / "half" / WEIGHTS)
+    table, own, half = (next(v for k, v in load_file(f).items() if k.endswith(e)) for f, e in zip(
+        files, ("embed_tokens.weight", "lm_head.weight", "lm_head.weight"), strict=True))  # fmt: skip
+    assert torch.allclose(half, (own + table) / 2, atol=1e-6)
+    with pytest.raises(FitError, match="head"):
+        lora_merge.combine([a, a], tmp_path / "sum", base=tmp_path / "base", rank=2)
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_lycoris_finds_the_layers_of_a_language_model(with_base: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """Its wrapper names them from the top of the model, and an adapter of PEFT does."""
+    lycoris = pytest.importorskip("lycoris")
+    lora = peft.LoraConfig(r=2, target_modules=["query", "classifier"], init_lora_weights=False)
+    model, a = of_transformers(tmp_path, "bert", "AutoModelForSequenceClassification", lora, vocab_size=9)
+    out = tmp_path / "out.safetensors"
+    lora_merge.convert(a, out, to="lycoris", base=tmp_path / "base" if with_base else None)
+    merged = peft.PeftModel.from_pretrained(model(), a).merge_and_unload()
+    loaded = model()
+    network, _ = lycoris.create_lycoris_from_weights(1.0, str(out), loaded)
+    assert len(network.loras) == 2
+    network.merge_to(1.0)
+    assert torch.allclose(loaded(IDS).logits, merged(IDS).logits, atol=1e-5)

@@ -15,7 +15,7 @@ from ...disk.files import StoredTensor
 from ...errors import UsageError
 from ...files.checkpoint import Index
 from ...files.layouts import PEFT
-from ...models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete
+from ...models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete, has_words
 from ...models.names import Names
 from ...models.spellings import Component
 from ...planning.cache import CheckpointCache
@@ -34,11 +34,19 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
     """Return the sources of a job whose base is assumed; UsageError where the adapter does not tell enough of it.
 
     Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
-    has the names of the model that was wrapped, which an adapter in PEFT's words has already.
+    has the names of the model that was wrapped, which an adapter in PEFT's words has already; and all dialects have
+    these names of models whose words do not differ between programs, such as language models.
     """
-    if to.folder and all(module.name.startswith(PEFT) for module in file.modules):
+    wrapped = all(module.name.startswith(PEFT) for module in file.modules)
+    if to.folder and wrapped:
         return as_named(job, file)
     changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+    try:
+        fitting = candidates(changes)
+    except NotTold:
+        fitting = ()
+    if wrapped and to.whole_models and not any(map(has_words, fitting)):
+        return as_named(job, file)
     try:
         for architecture in candidates(changes):
             if to.table and to.table not in architecture.spellings:

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...adapter_options import KEEP
 from ...algorithms import ALGORITHMS
@@ -30,6 +30,10 @@ from ..report import AdapterReport
 from ..run import run as run_in_own
 from ..sources import Sources, open_sources
 from ..written import unread
+
+TRAINED_APART: Final = (
+    "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
+)
 
 
 def plan(job: AdapterJob) -> AdapterReport:
@@ -59,6 +63,11 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> Adapt
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
                        str(job.adapters[0].path), "name the output's dialect, such as --format kohya")  # fmt: skip
+    known = sources.inputs.names.shapes if sources.inputs else {}
+    head = next((t.key for t in sources.targets if known and t.key not in known), "")
+    if to.folder and head:
+        raise FitError(TRAINED_APART, head, "give a base that stores both (tie_word_embeddings: false), or leave the "
+                       f"head out: --exclude re:{head.partition('.')[0]}")  # fmt: skip
     there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
     with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
         whole = Path(folder) / "whole.safetensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,9 +17,12 @@ from ...models.weights import whole
 from ...options import shown
 from ..dialects import CANONICAL, DIALECTS, Dialect
 from ..job import WHOLE
-from ..places import Place
+from ..places import Filled, Place
 from ..sources import Sources
 from ..written import NORMS, Spelling
+
+MODEL: Final = "model"
+"""The component of a language model, and of every model that is no part of a pipeline."""
 
 PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
 """(slot, parameter) → the name of the ending of a whole change."""
@@ -53,6 +56,33 @@ def own_dialect(file: AdapterFile) -> Dialect:
     spelling = Spelling.of(file)
     endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down, **common}
     return Own(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True)
+
+
+def in_memory(there: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
+    """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
+    from the names in its checkpoint (ViT), and tell a head from the embeddings that it shares its weight with.
+
+    Models of images have names of their own in each dialect.
+    """
+    named: dict[str, set[str]] = {}
+    for place, shares, _ in there:
+        for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
+            named.setdefault(place.module, set()).add(name)
+    own = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
+           if len(names) == 1 and next(iter(names)).startswith(PEFT)}  # fmt: skip
+    if len({*own.values()}) < len(own):
+        return [*there], [*everywhere]
+    renamed = {id(p): p._replace(module=own.get(p.module, p.module)) for p in everywhere}
+    return [one._replace(place=renamed[id(one.place)]) for one in there], [*renamed.values()]
+
+
+def heads(sources: Sources) -> Iterator[Place]:
+    """Yield the heads that an adapter of PEFT trains apart though the base shares their weights with its embeddings."""
+    assert sources.inputs is not None, "it has a base, or one is assumed"
+    for target in sources.targets:
+        if target.key not in sources.inputs.names.shapes:
+            module, _, parameter = target.key.rpartition(".")
+            yield Place(PEFT, module, parameter, whole(target.key, target.shape), MODEL, len(target.shape) == 1)
 
 
 def own_places(sources: Sources, to: Dialect) -> Iterator[Place]:

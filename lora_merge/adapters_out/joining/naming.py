@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...adapter_options import KEEP
+from ...adapters.suffixes import split_parameter
 from ...disk.files import StoredTensor
 from ...errors import AmbiguousName
 from ...files.checkpoint import Index
@@ -42,9 +43,13 @@ class Naming:
         for one in reversed(found):
             for key, uses in one.uses.items():
                 for use in uses:
-                    if use.patch.view.row_slices == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
+                    alone = key not in base.tensors  # a head that gets a tensor of its own
+                    if use.patch.view.row_slices == (use.piece,) and (alone or whole_of(use.piece, base.tensors[key])):
                         self.own[key.rpartition(".")[0]] = use.patch.module.name
+            for key, info in one.replaced.items():
+                self.own.setdefault(key.rpartition(".")[0], _replaced(info.name))
         self.first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set[str]()
+        self.first |= {_replaced(info.name) for one in found[:1] for info in one.replaced.values()}
         for module, name in self.own.items():
             if name in self.first:
                 pair = common_end(module, name)
@@ -132,6 +137,11 @@ class Naming:
         except AmbiguousName:
             return module
         return name if view is not None and {piece.key for piece in view.row_slices} == {key} else module
+
+
+def _replaced(key: str) -> str:
+    """Return the module of a tensor that an adapter replaces, by the adapter's name for it."""
+    return split_parameter(key)[0].removesuffix(".base_layer")
 
 
 def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
