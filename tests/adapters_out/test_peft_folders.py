@@ -127,6 +127,13 @@ def test_embeddings_stay_embeddings_whatever_their_name(case: str, base: Path, t
     check(tmp_path / "half", {name: 0.5 * value for name, value in wanted.items()})
 
 
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
+def test_a_strength_goes_into_a_folder_of_another_algorithm(kind: str, tmp_path: Path) -> None:
+    a = trained(tmp_path / "a", kind=getattr(peft, kind), alpha=3, target_modules=["q", "up"], init_weights=False)
+    lora_merge.convert((a, 0.5), tmp_path / "half")
+    check(tmp_path / "half", {name: value / 2 for name, value in changes(a).items()})
+
+
 def test_a_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -> None:
     """That of `up` alone, whose weight is the same; `o` changes too and has none."""
     state = load_file(base)
@@ -134,7 +141,11 @@ def test_a_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -
     save_file(tuned, tmp_path / "tuned.safetensors")
     lora_merge.extract(base, tmp_path / "tuned.safetensors", tmp_path / "made", format="peft", rank=1)
     check(tmp_path / "made", {name: value - state[name] for name, value in tuned.items()})
-    assert load_file(tmp_path / "made" / "adapter_model.safetensors").keys() == {
+    lora_merge.extract(
+        base, tmp_path / "tuned.safetensors", out := tmp_path / "o.safetensors", format="diffusers", rank=1
+    )
+    assert not load_file(out)["transformer.up.lora_B.weight"].any()
+    assert load_file(tmp_path / "made" / WEIGHTS).keys() == {
         "base_model.model.up.bias", "base_model.model.o.lora_A.weight", "base_model.model.o.lora_B.weight"
     }  # fmt: skip
 

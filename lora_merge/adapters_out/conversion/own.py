@@ -15,7 +15,7 @@ from ...errors import FitError
 from ...files.layouts import PEFT
 from ...models.weights import whole
 from ...options import shown
-from ..dialects import CANONICAL, DIALECTS, Dialect
+from ..dialects import CANONICAL, DIALECTS, PRODUCTS, Dialect
 from ..job import WHOLE
 from ..places import Filled, Place
 from ..sources import Sources
@@ -41,7 +41,7 @@ def own_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
     rules(file.index.config, str(file.path), file.index.metadata)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
-    if kind == "LORA":
+    if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCTS):
         return DIALECTS["peft"]
     if kind is not None:
         raise FitError(f"a folder of PEFT's {shown(kind)} is kept as it is, with its configuration", str(file.path),

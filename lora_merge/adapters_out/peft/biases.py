@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -50,7 +50,7 @@ def with_biases(
     if not to.folder:
         if changed and any(to.endings["magnitude"] in m.tensors for m in made):
             raise FitError(f"{to.name} has no place for biases beside DoRA", changed[0].place.label, KOHYA)
-        return [*made, *(keep(one) for one in _factors_of_zeros(changed, factored, own, to))]
+        return [*made]
     whole = whole_modules(made, own.values())
     values = [m for m in made if BIAS in m.tensors and m.place.module not in whole]
     if not values and not _refuses(made, changed, factored):
@@ -78,22 +78,20 @@ def _in_its_layer(made: Kept, factored: set[str]) -> Kept:
     return replace(made, tensors={WRAPPED: entry})
 
 
-def _factors_of_zeros(changed: Sequence[Kept], factored: set[str], own: Own, to: Dialect) -> list[Made]:
-    """Return factors of zeros for layers whose bias alone changes: without factors it has no place in a file of
+def factors_of_zeros(made: Sequence[Kept], own: Own, to: Dialect) -> Iterator[Made]:
+    """Yield factors of zeros for layers whose bias alone changes: without factors it has no place in a file of
     diffusers."""
-    found = []
-    for one in changed:
+    ending = to.endings.get("up_bias", "")
+    factored = {m.place.module for m in made if m.layer.rank}
+    for one in (m for m in made if ending in m.tensors and m.place.module not in factored):
         place = own.get((one.place.module, "weight"))
-        if one.place.module in factored:
-            continue
         if place is None or len(place.view.shape) < 2:
             raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight",
                            one.place.module, KOHYA)  # fmt: skip
-        dtype = next(TORCH_DTYPES[entry.dtype] for entry in one.tensors.values())
+        dtype = TORCH_DTYPES[one.tensors[ending].dtype]
         out, *cols = place.view.shape
         tensors: dict[str, Tensor] = {
             to.endings["up"]: torch.zeros(out, 1, *(1 for _ in cols[1:]), dtype=dtype),
             to.endings["down"]: torch.zeros(1, *cols, dtype=dtype),
         }
-        found.append(Made(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0)))
-    return found
+        yield Made(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))

@@ -18,7 +18,7 @@ from ..dialects import Dialect
 from ..job import WHOLE
 from ..outcome.layer import Kept, Layer
 from ..places import Place, Share
-from .biases import KOHYA
+from .biases import KOHYA, factors_of_zeros
 from .experts import together
 from .folder import EXPERT, whole_modules
 from .magnitudes import magnitudes
@@ -46,7 +46,7 @@ def completed(
     own = {(p.module, p.parameter): p for p in there}
     factored = {m.place.module for m in made if m.layer.rank}
     biased = {m.place.module for m in made if bias in m.tensors}
-    added = []
+    added = [keep(one) for one in factors_of_zeros(made, own, to)]
     for module in sorted(factored - biased) if biased else ():
         place = own.get((module, "bias"), own[module, "weight"])  # PEFT's own factor needs none in the model
         added.append(keep(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(made, bias)))))
