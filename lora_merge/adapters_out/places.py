@@ -95,6 +95,8 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
         views = part.views(dialect.layout(part))
         if dialect.table:
             views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}
+        if dialect.from_top:
+            views = {part.in_memory(name): view for name, view in views.items()}
         level = dialect.level_of(part)
         for body, view in views.items():
             if dialect.folder and V4.search(view.row_slices[0].key):

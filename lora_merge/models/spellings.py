@@ -9,12 +9,16 @@ from typing import Final
 
 from ..shapes import Shape
 from .architectures import IN_SHARDS, Architecture
-from .architectures.notation import Table
+from .architectures.notation import Table, fill
 from .cutting import canonical, spelled
 from .forms import NameTable, flattened
 from .weights import RowSlice, WeightView, whole
 
 NO_TABLE: Final = Table(())
+
+IN_MEMORY: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
+"""Prefix of a model → the table of the names that transformers 5 gives its layers in memory, where it is not that of
+the architecture's own layout."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,22 @@ class Component:
                 for piece in view.row_slices:
                     taken.setdefault(piece.key, []).append(piece)
         return {name: view for name, view in (known | joined).items() if name in chosen}
+
+    def in_memory(self, name: str) -> str:
+        """Return the name that a parameter has in the model of transformers 5, which gives other names to the layers of
+        some models (ViT, Swin, SegFormer) than their checkpoints have; a canonical name else."""
+        table = self._in_memory
+        path = tuple(name.split("."))
+        hit = next(iter(table.spelled(path)), None) if table else None
+        return name if hit is None else ".".join(fill(hit.row.name, hit.bound) + hit.tail)
+
+    @cached_property
+    def _in_memory(self) -> Table | None:
+        own = self.architecture
+        if own is None or own.component != "model" or self.role != "denoiser":
+            return None
+        table = own.spellings.get(IN_MEMORY.get(self.prefix, own.canonical), NO_TABLE)
+        return table if table.renames else None
 
     def named_in(self, table: str, name: str) -> bool:
         """Return whether a table has this name."""

@@ -216,10 +216,13 @@ def test_names_in_a_folder_are_those_of_the_model_in_memory(tmp_path: Path) -> N
     """transformers 5 loads the weights of ViT under other names than its checkpoints have."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
     model, a = of_transformers(tmp_path, "vit", "AutoModelForImageClassification", lora, image_size=4, patch_size=2)
-    lora_merge.resize(a, tmp_path / "out", rank=2, base=tmp_path / "base")
-    picture = rand(1, 3, 4, 4)
-    one, two = (peft.PeftModel.from_pretrained(model(), f)(picture).logits for f in (a, tmp_path / "out"))
-    assert torch.allclose(one, two, atol=1e-5)
+    base, kohya = tmp_path / "base", tmp_path / "k.safetensors"
+    lora_merge.resize(a, tmp_path / "out", rank=2, base=base)
+    lora_merge.convert(a, kohya, to="kohya", base=base)
+    lora_merge.convert(kohya, tmp_path / "back", to="peft", base=base)
+    picture, folders = rand(1, 3, 4, 4), (a, tmp_path / "out", tmp_path / "back")
+    one, two, three = (peft.PeftModel.from_pretrained(model(), f)(picture).logits for f in folders)
+    assert torch.allclose(one, two, atol=1e-5) and torch.allclose(one, three, atol=1e-5)
     assert not torch.allclose(one, model()(picture).logits, atol=1e-3)
 
 

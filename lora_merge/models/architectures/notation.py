@@ -241,6 +241,11 @@ class Table:
         """Return the rows of which a canonical name is a part."""
         return self._lookup(self._parts, path)
 
+    @property
+    def renames(self) -> bool:
+        """Whether all rows only rename whole weights."""
+        return all(row.renames for row in self._rows)
+
     def names_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
         """Yield (row, canonical form) for the rows that may cover names of this form."""
         for row, tail, _ in self._covering(self._names, form):
