@@ -64,9 +64,12 @@ does not decide where something is written or how much memory is used."""
 
 
 def task_of(
-    made: Path, output: str | Path, folders: Sequence[Path], **options: Any
+    made: Path, output: str | Path, folders: Sequence[Path], *, links: Path | None = None, **options: Any
 ) -> Callable[[Progress], AdapterReport]:
-    """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found."""
+    """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found.
+
+    `links`: a folder for links to inputs that have other names now, which the output tells.
+    """
     metadata = open_checkpoint(made).metadata
     told = parsed(metadata.get(KEY, "")) or {}
     command = COMMANDS[told["command"]]
@@ -88,8 +91,23 @@ def task_of(
         raise damaged(made, str(e)) from e
     except (UsageError, FitError) as e:
         raise damaged(made, f"{e.what} ({e.where})") from e
-    found = task(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
+    paths = find_all(inputs, [*folders, made.absolute().parent, Path.cwd()])
+    if links is not None:
+        paths = [_as_named(path, one.name, links) for path, one in zip(paths, inputs, strict=True)]
+    found = task(paths, **options)
     return partial(command.run, _titled(found, metadata.get(TITLE)))
+
+
+def _as_named(path: Path, name: str, links: Path) -> Path:
+    """Return a path of an input that ends in the name of its recipe, where the disk allows a link."""
+    if path.name == name or Path(name).name != name:
+        return path
+    link = Path(tempfile.mkdtemp(dir=links)) / name
+    try:
+        link.symlink_to(path.absolute(), target_is_directory=path.is_dir())
+    except OSError:
+        return path
+    return link
 
 
 def _titled(task: Any, title: str | None) -> Any:
@@ -110,7 +128,7 @@ def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -
     """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ."""
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / made.name
-        report = replay(made, again, folders, progress=progress, verify=True)
+        report = replay(made, again, folders, progress=progress, verify=True, links=Path(folder))
         pairs = zip(_files(Path(report.output)), _files(made), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),

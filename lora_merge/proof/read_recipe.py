@@ -71,6 +71,9 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
     try:
         if value is None:
             raise ValueError("it is not a JSON object")
+        if isinstance(command := value.get("command"), str):
+            raise InputError(f"an adapter that {command} has written, and no merged checkpoint", str(index.path),
+                             "verify and replay take an adapter alone; name a merged checkpoint")  # fmt: skip
         found = _recipe_of(value)
         found.job([index.path] * len(found.inputs), index.path)  # checks its values before a user adds others
         return found

@@ -78,7 +78,8 @@ def make_average(
     if own["space"] == CHANGES:
         return Averaging(job, CHANGES, None)
     _expect_plain(job, given, setting)
-    recorded = (*job.options, *((name, value) for name, value in sorted(own.items()) if value != OWN[name]))
+    stated = {n: v for n, v in own.items() if n != "weights" and v != OWN[n]}  # the strengths are the weights
+    recorded = (*job.options, *sorted(stated.items()))
     betas = shares(len(adapters), **moving)
     return Averaging(replace(job, options=recorded), TENSORS, None if betas is None else tuple(betas))
 

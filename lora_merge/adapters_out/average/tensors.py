@@ -22,7 +22,7 @@ from ...adapters.peft.rules import METADATA
 from ...disk.destination import check_output
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
-from ...dtypes import ITEM_BYTES, spoken
+from ...dtypes import FLOATS, ITEM_BYTES, spoken
 from ...engine.by_rows.rows import PIECE
 from ...engine.placement import HOST, TORCH_DTYPES
 from ...engine.tensors import Fetch, TensorCache
@@ -61,7 +61,7 @@ class Averages:
     def of(self, info: StoredTensor) -> Tensor:
         """Return the average of a tensor of the first snapshot, in the dtype of the output."""
         found = [self.fetch(index.tensors[info.name]) for index in self.snapshots]
-        if not found[0].is_floating_point() or _is_scale(info.name):
+        if not _is_averaged(info):
             if any(not torch.equal(t.double(), found[0].double()) for t in found):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
             return found[0]
@@ -73,8 +73,9 @@ class Averages:
         return made
 
 
-def _is_scale(name: str) -> bool:
-    return name.rpartition(".")[2] in SCALES
+def _is_averaged(info: StoredTensor) -> bool:
+    """Return whether a tensor is averaged: numbers of a model, and none that scales a change, such as α."""
+    return info.dtype in FLOATS and info.name.rpartition(".")[2] not in SCALES
 
 
 def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[float] | None) -> Any:
@@ -113,7 +114,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
-        rows = [(name, dtype, info.shape) for name, info in chosen.items()]
+        rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
         expect_room(job, rows)
         layers = dict(_layers(sources, job, means, cache, this.counted))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
@@ -193,7 +194,7 @@ def prove(means: Averages, reader: Reader, path: Path, begin: Counting) -> dict[
     """Compute tensors of the output once more with numpy; VerificationFailed where one is not the nearest number of its
     dtype."""
     made = open_checkpoint(path)
-    names = [n for n, i in made.tensors.items() if TORCH_DTYPES[i.dtype].is_floating_point and not _is_scale(n)]
+    names = [name for name, info in made.tensors.items() if _is_averaged(info)]
     numbers = sum(made.tensors[n].nbytes // 2 for n in names)
     chosen = names[:: max(1, -(-numbers // BUDGET))]
     told: Callable[[int], object] = begin("prove", sum(made.tensors[n].nbytes for n in chosen))
