@@ -139,10 +139,12 @@ def expect_room(job: AdapterJob, rows: Iterable[Tensor]) -> None:
 def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Sequence[Index], *, folder: bool) -> Draft:
     """Return the place where the tensors of an output are put. `rows`: their names, dtypes and shapes, as far as they
     are known. `inputs`: those whose metadata the output keeps."""
+    rows = [*rows]
+    most = sum(bytes_of(dtype, shape) for _, dtype, shape in rows)
     begin = partial(replacing, job.output, reader.paths, overwrite=job.inputs.overwrite, folder=folder,
                     contents=CONTENTS if folder else ())  # fmt: skip
     return Draft(job.output, begin, inside=WEIGHTS if folder else "", room=header_room(rows, inputs),
-                 hashed=has_hashes(job.command, inputs))  # fmt: skip
+                 hashed=has_hashes(job.command, inputs), most=most)  # fmt: skip
 
 
 def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
@@ -168,6 +170,11 @@ class Content(NamedTuple):
     config: Mapping[str, Any] | None = None  # the configuration of a PEFT folder; None: a file is written
 
 
+def text_of(config: Mapping[str, Any]) -> bytes:
+    """Return the configuration of a PEFT folder as it is written."""
+    return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
 def write(
     job: AdapterJob, reader: Reader, draft: Draft, content: Content, prove: Callable[[Path], Proof]
 ) -> tuple[int, Proof | None]:
@@ -178,7 +185,7 @@ def write(
     opened.
     """
     entries, told, own = content
-    text = b"" if own is None else json.dumps(own, indent=2, sort_keys=True).encode()
+    text = b"" if own is None else text_of(own)
     header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
     part = draft.part
     require_space(job.output, len(header) + draft.waiting + len(text))

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from ..errors import MergeError
 from .spool import COPIED
 from .system import PLAIN_FLAGS, read_at, write_at
 from .writer import failure, start_writing
@@ -25,6 +26,9 @@ HELD: Final = 32 << 20
 
 BATCH: Final = 4 << 20
 """Bytes that are given to the disk at once."""
+
+BLOCK: Final = 512
+"""The unit of `st_blocks`."""
 
 QUEUED: Final = 16
 """Batches that wait for the disk at most."""
@@ -52,13 +56,14 @@ class Draft:
         inside: The name of the file in a folder; "" for a file.
         room: Bytes to leave for the header.
         hashed: Whether the SHA-256 of the data will be asked for.
+        most: The bytes that the data will have at most, as far as that is known; for messages.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a file, its room, and what is asked of it
         self, target: Path, begin: Callable[[], AbstractContextManager[Path]], *, inside: str = "", room: int = 0,
-        hashed: bool = False,
+        hashed: bool = False, most: int = 0,
     ) -> None:  # fmt: skip
-        self._target, self._begin, self._inside, self._room = target, begin, inside, room
+        self._target, self._begin, self._inside, self._room, self._most = target, begin, inside, room, most
         self.nbytes = 0
         self._held: dict[int, memoryview] = {}  # first byte → bytes, until there is a file
         self._fd = -1
@@ -139,7 +144,7 @@ class Draft:
             self._make_room(len(made))
             self._write(memoryview(made), 0)
         except OSError as e:
-            raise failure(e, self._target, self.nbytes) from e
+            raise self._failure(e) from e
         self._own.close()
         return len(made) + self.nbytes
 
@@ -148,12 +153,18 @@ class Draft:
         self._part = None
         self._published.close()
 
+    def _failure(self, e: OSError) -> MergeError:
+        """Return the typed error for a failed write; what was written of the file is removed."""
+        own = os.fstat(self._fd).st_blocks * BLOCK if self._fd >= 0 and hasattr(os.stat_result, "st_blocks") else 0
+        needed, known = self._room + max(self._most, self.nbytes), self._most > self.nbytes
+        return failure(e, self._target, needed, own=own, most=known)
+
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FLAGS, 0o666)
         except OSError as e:
-            raise failure(e, self._target, self.nbytes) from e
+            raise self._failure(e) from e
         self._own.callback(os.close, self._fd)
         self._pool = self._own.enter_context(ThreadPoolExecutor(1, thread_name_prefix="draft"))
         for data in self._held.values():
@@ -183,7 +194,7 @@ class Draft:
         try:
             self._queue.popleft().result()
         except OSError as e:
-            raise failure(e, self._target, self.nbytes) from e
+            raise self._failure(e) from e
 
     def _store(self, batch: list[memoryview], first: int) -> None:
         begin = first

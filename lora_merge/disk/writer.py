@@ -96,8 +96,8 @@ def require_space(path: Path, size: int) -> None:
         raise _no_space(path, size, free)
 
 
-def _no_space(path: Path, needed: int, free: int) -> ResourceError:
-    short = f"no space left on the disk: {in_units(needed)} needed, {in_units(free)} free"
+def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> ResourceError:
+    short = f"no space left on the disk: {'up to ' * most}{in_units(needed)} needed, {in_units(free)} free"
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 
@@ -106,8 +106,9 @@ def elsewhere(output: Path) -> str:
     return f"name an output in another folder, such as ~/{output.name}"
 
 
-def failure(e: OSError, path: Path, needed: int) -> MergeError:
-    """Return the typed error for a failed write with `needed` bytes still to be written."""
+def failure(e: OSError, path: Path, needed: int, *, own: int = 0, most: bool = False) -> MergeError:
+    """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`. `own`:
+    bytes that will be free again, because what was written is removed."""
     if e.errno == errno.EFBIG:
         return ResourceError(
             f"files of {needed} bytes are not allowed here: {e.strerror}",
@@ -115,7 +116,7 @@ def failure(e: OSError, path: Path, needed: int) -> MergeError:
             "raise the limit (ulimit -f), or write to a file system that allows large files",
         )
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _no_space(path, needed, free_bytes(path.parent))
+        return _no_space(path, needed, free_bytes(path.parent) + own, most=most)
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"no permission to write: {e.strerror}", str(path), elsewhere(path))
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):

@@ -19,8 +19,8 @@ from lora_merge.disk.publish import replacing
 from lora_merge.errors import ResourceError
 
 
-def made(target: Path, *, room: int = 0, hashed: bool = False) -> Draft:
-    return Draft(target, partial(replacing, target, (), overwrite=True), room=room, hashed=hashed)
+def made(target: Path, *, room: int = 0, hashed: bool = False, most: int = 0) -> Draft:
+    return Draft(target, partial(replacing, target, (), overwrite=True), room=room, hashed=hashed, most=most)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -69,3 +69,16 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> No
         for _ in range(60):
             draft.put(memoryview(b"x" * 20))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_tells_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with (
+        patch.multiple(module, HELD=10, BATCH=1, write_at=full),
+        pytest.raises(ResourceError, match=r"up to 5\.00 KiB needed"),
+        made(tmp_path / "o", most=5120) as draft,
+    ):
+        for _ in range(60):
+            draft.put(memoryview(b"x" * 20))
