@@ -243,6 +243,12 @@ def joined(parts: Sequence[Change]) -> Change:
     return Change(one.adapter, one.strength, whole=Rows(all_rows[0].shape, read))
 
 
+def largest_rank(changes: Sequence[Change]) -> int:
+    """Return the largest rank of the changes; 0 where one of them has no factors."""
+    ranks = [c.rank for c in changes if c.rank is not None]
+    return max(ranks) if len(ranks) == len(changes) else 0
+
+
 def change_of(patch: Patch, evaluator: Evaluator) -> Change:
     """Return the whole change of a patch at strength 1, in its own rows."""
     rows, cols = patch.view.matrix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,9 @@ from ..planning.cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .conversion.assumed import NOWHERE, as_named, without_base
+from .conversion.expected import expect_held
 from .conversion.own import heads, in_memory, own_dialect, own_places
-from .conversion.planned import planned_layer
+from .conversion.planned import kept, planned_layer, with_demands
 from .conversion.renamed import all_factors, claimed, proven, renamed
 from .conversion.task import Conversion, Opened, Writing, bundled, weight_of
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
@@ -38,13 +39,14 @@ from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
+from .outcome.planned import rank_of
 from .peft.folder import FLAG, config, expect_one, task_type
-from .places import Filled, filled, places
+from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
 from .truncation.need import note
-from .written import CONTENTS, Entry, drafted, expect_room, unique, unread
+from .written import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
@@ -97,12 +99,12 @@ def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
 
 def run(
     task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None,
-    before: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None, tell: Callable[[Opened], object] | None = None,
 ) -> AdapterReport:  # fmt: skip
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
 
     `recipe`, `before`: of a command whose result is converted; they stand in place of the conversion's recipe and of
-    the configuration of its adapter.
+    the configuration of its adapter. `tell`: is told the conversion when it is open.
     """
     with ExitStack() as stack:
         this, cache = stack.enter_context(Run(task.job, progress)), CheckpointCache()
@@ -110,8 +112,10 @@ def run(
         found = opened(task, cache)
         task, sources, job = found.task, found.sources, found.task.job
         this.name(job.output)
+        if tell is not None:
+            tell(found)
         inputs = [a.index for a in sources.adapters]
-        rows = tensors_of(planned_layers(task, found.there))
+        rows = tensors_of(layer for _, layer in planned_modules(found))
         if task.rules is None:  # else numbers decide
             expect_room(job, rows)
         reader = this.reading(sources.indexes)
@@ -128,7 +132,7 @@ def run(
             writing = made(found, reader, into, this.counted)
         entries = entries_of(task.to, writing.whole) + writing.beside
         own = config(writing.whole, _before(sources, before), found.everywhere) if task.to.folder else None
-        layers = {prefix_name(task.to, m): m.layer for m in writing.made}
+        layers = {prefix_name(task.to, m.place): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
                  *_stated_again(job, writing.made), *(unread(e.name for e in entries) if own is None else ()),
@@ -159,24 +163,46 @@ def _renamed(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Wr
     return Writing(made, made, [], [], prove) if made else None
 
 
-def plan(task: Conversion) -> AdapterReport:
-    """Return what `run` would do, from headers alone."""
-    found = opened(task, CheckpointCache())
+def plan(task: Conversion, found: Opened | None = None) -> AdapterReport:
+    """Return what `run` would do, from headers alone. `found`: the conversion, where it is open."""
+    found = found or opened(task, CheckpointCache())
     task, sources, there, job = found.task, found.sources, found.there, found.task.job
-    layers = {one.place.label: _planned(one, task) for one in there}
-    own = planned_layers(task, there)
-    size = planned_size(own, task.rules.linear if task.rules else Rule(EXACT))
-    dtype = spoken(Counter(kind for layer in own for _, kind, _ in layer.tensors).most_common(1)[0][0])
+    own = planned_modules(found)
+    facts_of = [_told(one, layer, task) for one, (_, layer) in zip(there, own, strict=False)]
+    layers = {prefix_name(task.to, place): told for (place, _), told in zip(own, facts_of, strict=False)}
+    size = planned_size([layer for _, layer in own], task.rules.linear if task.rules else Rule(EXACT),
+                        [a.index for a in sources.adapters])  # fmt: skip
+    if task.to.folder:
+        kinds = [*(str(told["algorithm"]) for told in facts_of), *(FACTORS for _ in own[len(facts_of) :])]
+        made = [kept(*one, kind, task.to) for one, kind in zip(own, kinds, strict=True)]
+        size += len(text_of(config(made, _before(sources, None), found.everywhere)))
+    dtype = spoken(Counter(kind for _, layer in own for _, kind, _ in sorted(layer.tensors)).most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there))
     facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
     return planned(job, facts, layers, size)
 
 
-def planned_layers(task: Conversion, there: Sequence[Filled]) -> list[PlannedLayer]:
-    """Return the tensors of every module: factors at their highest rank, where the numbers decide it."""
-    kept = task.rules is None and task.job.algorithm == KEEP
-    ranks = [_planned(one, task)["rank"] or min(one.place.view.matrix) for one in there]
-    return [planned_layer(one, rank, task.to, task.job, kept=kept) for one, rank in zip(there, ranks, strict=True)]
+def planned_modules(found: Opened) -> list[tuple[Place, PlannedLayer]]:
+    """Return the tensors of every module: factors at their highest rank, where the numbers decide it; then those that
+    PEFT needs in addition."""
+    ranks = [_planned(one, found.task)["rank"] or _most(one) for one in found.there]
+    return with_demands([planned_layer(*pair, found) for pair in zip(found.there, ranks, strict=True)], found)
+
+
+def _most(one: Filled) -> int:
+    """Return the highest rank that the change of a module can have."""
+    ranks, short = [rank_of(s.patch) for s in one.shares], min(one.place.view.matrix)
+    return short if None in ranks else min(short, sum(r or 0 for r in ranks))
+
+
+def _told(one: Filled, layer: PlannedLayer, task: Conversion) -> dict[str, Any]:
+    """Return what a plan tells of a module, with the rank that PEFT asks of experts."""
+    told = _planned(one, task)
+    if told["rank"] and not layer.rank and told["algorithm"] == FACTORS:
+        return {"algorithm": WHOLE, "rank": 0}
+    if told["algorithm"] in task.to.products and layer.rank:
+        return {**told, "rank": layer.rank}
+    return {**told, "rank": told["rank"] and (layer.rank or told["rank"])}
 
 
 def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[Note]:
@@ -191,22 +217,26 @@ def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[Note]:
 
 def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
     """Return what headers tell of a module: its algorithm, and its rank, or the most that it can be."""
-    ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
-    kinds = [s.patch.algorithm for s in one.shares] or ["replacement"]
-    if one.place.vector or one.value is not None or (task.rules is None and task.job.algorithm == KEEP):
-        return {"algorithm": kinds[0], "rank": sum(ranks)}
-    if task.job.algorithm == WHOLE:
+    patches, most = [s.patch for s in one.shares], min(one.place.view.matrix)
+    if one.place.vector or one.value is not None or task.job.algorithm == WHOLE:
         return {"algorithm": WHOLE, "rank": 0}
+    if task.rules is None and task.job.algorithm == KEEP:
+        if all(map(is_plain, patches)):
+            ranks = [rank_of(replace(p, magnitude=None)) or 0 for p in patches]  # DoRA's stays beside the factors
+            return {"algorithm": FACTORS, "rank": min(sum(ranks), most)}
+        row = ALGORITHMS[patches[0].algorithm]
+        return {"algorithm": row.name, "rank": row.rank(patches[0].shapes) if row.rank else 0}
     rule = task.rules.of_layer(one.place.label, kernel=one.place.kernel) if task.rules else Rule(EXACT)
-    most = min(one.place.view.matrix)
-    if len(ranks) == len(one.shares) and rule.name in (EXACT, COUNT):  # else the numbers decide
-        most = min(most, sum(ranks))
+    own = [rank_of(p) for p in patches]
+    if None not in own and rule.name in (EXACT, COUNT):  # else the numbers decide
+        most = min(most, sum(r or 0 for r in own))
         return {"algorithm": FACTORS, "rank": min(most, rule.ceiling or most)}
     return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
 
 
 def opened(given: Conversion, cache: CheckpointCache) -> Opened:
-    """Return the adapter of a conversion, and the modules that its changes become."""
+    """Return the adapter of a conversion, and the modules that its changes become; FitError where headers tell that the
+    dialect cannot hold one. `cache`: the checkpoints that are open."""
     job, kept = given.job, given.to is OF_INPUT
     file = cache.adapter(job.adapters[0].path)
     to = own_dialect(file) if kept else given.to
@@ -232,6 +262,8 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
+    for one in there:
+        expect_held(task, one)
     return Opened(task, sources, there, everywhere)
 
 
@@ -271,11 +303,11 @@ def _weights(there: Sequence[Filled]) -> int:
     return sum(map(weight_of, there))
 
 
-def prefix_name(to: Dialect, made: Kept) -> str:
+def prefix_name(to: Dialect, place: Place) -> str:
     """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
-    name = to.key(made.place.prefix, made.place.module, "")
+    name = to.key(place.prefix, place.module, "")
     name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
-    return name if made.place.parameter == "weight" else f"{name}.{made.place.parameter}"
+    return name if place.parameter == "weight" else f"{name}.{place.parameter}"
 
 
 def entries_of(to: Dialect, made: Sequence[Kept]) -> list[Entry]:

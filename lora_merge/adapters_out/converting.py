@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..adapter_options import KEEP
-from ..algorithms import ALGORITHMS
-from ..algorithms.whole import FULL, SET
+from ..algorithms import ALGORITHMS, dora
 from ..disk.files import StoredTensor
 from ..engine.by_rows.rows import Rows
 from ..engine.devices import places
@@ -22,8 +22,9 @@ from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
-from .changes import Evaluator, change_of, in_place, squares_between, sum_of, whole_change
-from .conversion.made import Made, is_turned, value_made, vector_ending, whole_made
+from .changes import Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
+from .conversion.expected import GIVE_RANK, MATRICES, can_copy, is_copied, is_product, vector_ending
+from .conversion.made import Made, holds, is_turned, stored_magnitude, value_made, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.planned import written_dtype
 from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
@@ -32,18 +33,16 @@ from .job import FACTORS, WHOLE, AdapterJob, form
 from .joining.targets import Target, is_plain
 from .layers import Cut, Storage, Wanted, shared_out
 from .outcome.layer import Layer
-from .peft.complete import is_table
-from .peft.magnitudes import magnitude_shape
+from .peft.folder import magnitude_shape
 from .peft.products import TO_LORA, rank_of
+from .peft.tables import is_table
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .truncation.effect import LARGE, SMALL, squares_of_rows
 from .truncation.storing import alike, squares_of
 
-GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
-
-MATRICES: Final = (FULL.name, SET.name)
-"""Algorithms whose change of any rows is a whole matrix again."""
+_ROWS: Final[Mapping[dora.Axis, tuple[int, int]]] = MappingProxyType({"out": (-1, 1), "in": (1, -1)})
+"""Axis of a magnitude → its shape beside a weight."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +78,22 @@ class Converter:
         if place.vector:
             return self._vector(place, shares)
         if self.job.algorithm == KEEP and self.rules is None:
-            if any(s.patch.algorithm in MATRICES for s in shares) and not self._is_copied(place, shares):
+            if any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(filled, self.to):
                 return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
-            if copied := self._copy(place, shares) or self._renamed(place, shares):
+            if copied := self._copy(filled) or self._renamed(place, shares):
                 return copied
         return self._factored(place, shares, rank)
 
-    def _copy(self, place: Place, shares: Sequence[Share]) -> Made | None:
+    def _copy(self, filled: Filled) -> Made | None:
         """Return the module with its tensors as they are; None where it is a plain LoRA, which `_factored` keeps."""
+        place, shares = filled.place, filled.shares
         if all(is_plain(s.patch) for s in shares):
             return None
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
-        product = not self.to.alpha and patch.algorithm in self.to.products and patch.magnitude is None
+        product = is_product(share, self.to)
         held = Scales(self.evaluator, self.to)
         alpha: Mapping[str, Tensor] | None = {} if product and held.strength_in(share) else held.alpha(share)
         moved = None
@@ -104,15 +104,14 @@ class Converter:
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
-        if others or not share.is_all(place) or None in endings.values() or alpha is None or (
-                self.to.products and not product):  # fmt: skip
+        if alpha is None or not can_copy(filled, self.to):
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if moved:
             tensors[str(endings[moved.slot])] = moved.times(tensors[str(endings[moved.slot])])
         if patch.magnitude is not None:
             tensors[self.to.endings["magnitude"]] = self._stored(patch.module.shared["magnitude"]).reshape(
-                _magnitude(patch)
+                stored_magnitude(patch)
             )
         tensors |= alpha
         rank, number = row.rank(patch.shapes) if row.rank is not None else 0, None
@@ -153,7 +152,7 @@ class Converter:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
         dtype, cache = self._dtype(()), self.evaluator.cache
         used = [*patch.module.slots.values(), *([patch.module.shared["magnitude"]] if patch.magnitude else ())]
-        if dtype is None or all(_holds(dtype, cache.fetch(info)) for info in used):
+        if dtype is None or all(holds(dtype, cache.fetch(info)) for info in used):
             return 0.0, 0.0
         stored = whole_change(patch, self.evaluator)
         names = {id(info) for info in used}
@@ -175,9 +174,9 @@ class Converter:
 
     def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
-        magnitude = None
+        magnitude, given = None, shares
         if self.job.algorithm == KEEP and self.rules is None and any(s.patch.magnitude for s in shares):
-            magnitude = self._magnitudes(place, shares)
+            magnitude, given = self._magnitudes(place, shares), shares
             shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
         wanted, scale = self._wanted(place, shares)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
@@ -204,14 +203,23 @@ class Converter:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
+            layer = self._with_magnitude(place, given, layer, magnitude)
         return Made(place, tensors, layer)
 
-    def _is_copied(self, place: Place, shares: Sequence[Share]) -> bool:
-        """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
-        (share, *others) = shares
-        module, algorithm = share.patch.module, share.patch.algorithm
-        known = all(self.to.copied(module, algorithm, place.parameter, slot) for slot in module.slots)
-        return known and not others and share.strength == 1 and share.is_all(place)
+    def _with_magnitude(self, place: Place, shares: Sequence[Share], layer: Layer, magnitude: Tensor) -> Layer:
+        """Return a layer of DoRA with the loss of its whole change: rounding of a magnitude moves whole rows of the
+        weight. Without a base that is not known."""
+        stored = [self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]) for s in shares]
+        rounded = not all(holds(magnitude.dtype, value) for value in stored)
+        if self.job.base is None or not (rounded or layer.lost):
+            return layer
+        terms = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
+        wanted, (axis, _) = sum_of(place.view.matrix, terms), shares[0].patch.magnitude or ("out", ())
+        up, down = (layer.tensors[slot].double() for slot in ("up", "down"))
+        product = up.reshape(-1, layer.rank) @ down.reshape(layer.rank, -1) * ((layer.alpha or layer.rank) / layer.rank)
+        weight = self.value(place).reshape(place.view.matrix).double()
+        held = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
+        return replace(layer, squares=squares_of_rows(wanted), lost=squares_between(wanted, Rows.of(held)))
 
     def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
@@ -219,7 +227,7 @@ class Converter:
         out, cols = place.view.matrix
         scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}
         scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
-        before = max((c.rank or 0) for c in changes)
+        before = largest_rank(changes)
         if any(c.left is None for c in changes):
             terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
             return Wanted(None, None, sum_of((out, cols), terms), before), 0.0
@@ -248,7 +256,7 @@ class Converter:
             and share.is_all(place)
             and (share.strength == 1 and self._holds_columns(place, shares))
         ):
-            shape = _magnitude(share.patch) if self.to.copies else (-1,)
+            shape = stored_magnitude(share.patch) if self.to.copies else (-1,)
             return self._stored(share.patch.module.shared["magnitude"]).reshape(shape)
         total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
         for s in shares:
@@ -334,16 +342,3 @@ class Converter:
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
         own, before = (in_place(t, 0, shape[0], at) for t in pair)
         return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
-
-
-def _holds(dtype: torch.dtype, value: Tensor) -> bool:
-    """Return whether a dtype holds all numbers of a tensor."""
-    return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
-
-
-def _magnitude(patch: Patch) -> tuple[int, ...]:
-    """Return the stored shape of a magnitude, which tells its axis."""
-    assert patch.magnitude is not None, "the caller looked"
-    _, shape = patch.magnitude
-    ones = (1,) * (len(patch.view.shape) - 2)
-    return (*shape, *ones)

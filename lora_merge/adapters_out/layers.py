@@ -16,10 +16,10 @@ from ..engine.combining import coefficients, combined_rows
 from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
-from .changes import Change
+from .changes import Change, largest_rank
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
-from .outcome.layer import Layer, Norms
+from .outcome.layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED, Layer, Norms
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
 from .truncation.effect import Effect, Totals, effect_of_product, totals_of_rows
@@ -32,9 +32,6 @@ LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # to
 LEAST_SCALE: Final = 2.0**-126
 """The smallest number that fp32 holds with all its digits."""
 
-NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
-GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
-
 PLAIN: Final = 1e-3
 """The share of ‖Δ‖² that is left out is a difference of squares from this size on, where fp32 is exact enough too."""
 
@@ -46,7 +43,7 @@ class Wanted:
     left: Tensor | None
     right: Tensor | None
     whole: Rows | None
-    before: int  # the largest rank of the inputs
+    before: int  # the largest rank of the inputs; 0 where one of them is a matrix without factors
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
 
@@ -107,7 +104,7 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     """Return Δ of one layer by the job's method. `seeds`: one for each change."""
     row = COMBINATIONS[job.method]
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
-    before = max((c.rank or 0) for c in changes)
+    before = largest_rank(changes)
     if not factored:
         whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
@@ -232,14 +229,13 @@ class Storage:
                 return self._whole(target, wanted)
             raise FitError(NOT_LOW_RANK, target.name, GIVE_RANK)
         if target.stacked:
-            raise FitError("the weights of stacked experts have no factors in these formats", target.name,
-                           "store whole matrices with --algorithm full")  # fmt: skip
+            raise FitError(STACKED, target.name, IN_FULL)
         rank = cut.rank
         rule = cut.rule if rank is None else replace(cut.rule, most=rank)  # no more vectors than are stored
         with decomposing(target.name):
             found = triples or spectrum(wanted, rule, self.noise, self.at)
         if rank is None:
-            rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)
+            rank = choose(cut.rule.of_inputs(wanted.before), found.values.tolist(), total=found.squares)
         return self._cut(target, wanted, found, rank, cut.alpha_of(rank))
 
     def _whole(self, target: Target, wanted: Wanted) -> Layer:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import lora_merge
+from lora_merge.adapters_out import written
 from lora_merge.adapters_out.average.weights import average_weights
 from lora_merge.cli.main import app
 from lora_merge.errors import MergeError, UsageError
@@ -132,6 +133,18 @@ def test_averaged_factors_are_those_of_musubi_bit_for_bit(
     assert proof["proven"] and proof["same_bytes"] and "the same bytes" in proof.text
     again = tmp_path / "again.safetensors"
     assert lora_merge.replay(output, again).written == output.stat().st_size == again.stat().st_size
+
+
+def test_room_for_averaged_factors_is_that_of_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """α stays as it is stored, whatever the dtype of the factors."""
+    seen: list[int] = []
+    monkeypatch.setattr(written, "require_space", lambda _, size: seen.append(size))
+    output = tmp_path / "mean.safetensors"
+    lora_merge.average(snapshots(tmp_path), output, space="factors", dtype="bf16")
+    assert seen[0] == sum(t.nbytes for t in load_file(output).values())
+    (tmp_path / "again").mkdir()
+    lora_merge.replay(output, again := tmp_path / "again" / "mean.safetensors", search=[tmp_path])
+    assert output.read_bytes() == again.read_bytes(), "the equal weights are no option of the recipe"
 
 
 def test_averaged_factors_tell_how_far_they_are_from_averaged_changes(tmp_path: Path) -> None:

@@ -289,12 +289,23 @@ def test_a_plan_tells_ranks_that_headers_tell(
     assert not (tmp_path / "c.safetensors").exists()
 
 
+def test_a_plan_refuses_what_has_no_factors(tmp_path: Path) -> None:
+    save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")
+    for word in ("-q", "--dry-run"):
+        failed = called("combine", tmp_path / "w.safetensors", "-o", tmp_path / "c.safetensors", word).exception
+        assert isinstance(failed, FitError) and "not low-rank" in failed.what
+
+
 def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out, copy = tmp_path / "c.safetensors", tmp_path / "copy.safetensors"
     assert called("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
                   "energy:0.9", "--rank-for", "conv1=3").exit_code == 0  # fmt: skip
-    proof = called("verify", out, "--json")
-    assert json.loads(proof.stdout)["same_bytes"]
+    proof = json.loads(called("verify", out, "--json").stdout)
+    assert proof["same_bytes"] and proof["recomputed"] == proof["layers"] == 2
+    inputs = [path.rename(path.with_name(f"now-{path.name}")) for path in pair]
+    assert json.loads(called("verify", out, "--json").stdout)["same_bytes"]
+    for path in inputs:
+        path.rename(path.with_name(path.name.removeprefix("now-")))
     assert called("replay", out, "-o", copy).exit_code == 0
     assert copy.read_bytes() == out.read_bytes()
     raw = bytearray(out.read_bytes())
@@ -322,6 +333,12 @@ def test_a_recipe_that_cannot_be_followed_is_damaged(
         more = ["-o", tmp_path / "again.safetensors"] if step == "replay" else []
         found = called(step, out, *more)
         assert isinstance(found.exception, InputError), found.exception
+
+
+def test_an_adapter_is_no_merged_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    lora_merge.combine(pair, tmp_path / "c.safetensors")
+    with pytest.raises(InputError, match="an adapter that combine has written"):
+        lora_merge.unmerge(tmp_path / "c.safetensors", output=tmp_path / "o.safetensors")
 
 
 def test_a_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -452,3 +469,15 @@ def test_a_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Pat
             notes = plan(make_adapter_job("combine", list(pair), tmp_path / "o.safetensors", None, options)).notes
             told[method, limit] = any("more than --max-memory" in n for n in notes)
     assert told == {("sum", "4KiB"): False, ("sum", "1GiB"): False, ("ties", "4KiB"): True, ("ties", "1GiB"): False}
+
+
+def test_inputs_without_a_rank_are_kept_whole_by_the_rule_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """As by `average`, whose rule it is."""
+    save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")
+    inputs = [tmp_path / "w.safetensors", pair[0]]
+    for given in (inputs[:1], inputs):
+        options: Any = {"rank": "same", "include": ["re:proj_in"]}
+        out, name = tmp_path / "o.safetensors", f"lora_unet_{LINEAR}"
+        planned = plan(make_adapter_job("combine", given, out, None, options)).layers[name]["rank"]
+        told = lora_merge.combine(given, out, overwrite=True, **options).layers[name]
+        assert told["rank"] == planned == 20 and told["residual"] < 1e-5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_layers
+from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.errors import FitError, UsageError
@@ -380,13 +379,39 @@ def test_a_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any]
     base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
     save_file(flux(), base)
     save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
-    task, _, there, _ = opened(make_conversion(adapter, out, base, {**options, "overwrite": True}), CheckpointCache())
-    try:
-        made = lora_merge.convert(adapter, out, base=base, **options)
-    except FitError:
-        assert kind == "loha" and options == {"to": "diffusers"}
+    task = make_conversion(adapter, out, base, {**options, "overwrite": True})
+    if kind == "loha" and options == {"to": "diffusers"}:
+        for refused in (lambda: plan(task), lambda: lora_merge.convert(adapter, out, base=base, **options)):
+            with pytest.raises(FitError, match="cannot hold loha"):
+                refused()
         return
-    planned = {name: (dtype, prod(shape)) for one in planned_layers(task, there) for name, dtype, shape in one.tensors}
+    found = opened(task, CheckpointCache())
+    planned = {name: (dtype, shape) for _, one in planned_modules(found) for name, dtype, shape in one.tensors}
+    made = lora_merge.convert(adapter, out, base=base, **options)
     stored = open_checkpoint(out).tensors
-    assert planned == {name: (info.dtype, prod(info.shape)) for name, info in stored.items()}
-    assert plan(task).dtype == made.dtype
+    assert planned == {name: (info.dtype, info.shape) for name, info in stored.items()}
+    told = plan(task)
+    assert told.dtype == made.dtype
+    assert {name: one["rank"] for name, one in told.layers.items()} == {
+        n: one["rank"] for n, one in made.layers.items()
+    }
+
+
+@pytest.mark.parametrize("to", ["diffusers", "lycoris"])
+def test_the_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_path: Path) -> None:
+    """They are near the norms of the weight's rows, so that a small change loses more than its factors do."""
+    key, name = "single_blocks.0.linear2.weight", "lora_unet_single_blocks_0_linear2"
+    base, out = flux(), tmp_path / "out.safetensors"
+    own = {n: v for n, v in of_flux().items() if n.startswith(f"{name}.")}
+    own[f"{name}.lora_up.weight"] *= 0.01
+    own[f"{name}.dora_scale"] = base[key].norm(dim=1, keepdim=True) * 1.001
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(own, tmp_path / "a.safetensors")
+    report = lora_merge.convert(
+        tmp_path / "a.safetensors", out, to=to, base=tmp_path / "base.safetensors", dtype="bf16"
+    )
+    one, other = (
+        merged(tmp_path / "base.safetensors", path)[key] - base[key] for path in (tmp_path / "a.safetensors", out)
+    )
+    assert report.residual == pytest.approx(float((one - other).norm() / one.norm()), rel=1e-3)
+    assert report.residual > 1e-2

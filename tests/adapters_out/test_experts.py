@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.adapters_out.convert import make_conversion, plan
 from lora_merge.errors import FitError, UsageError
 from tests.support import Tensors
 
@@ -91,7 +92,11 @@ def test_peft_stacks_the_factors_of_all_experts(files: tuple[Path, Path, Path], 
     tuned.get_parameter(experts).data[0, 0] += 0.05
     tuned.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0] += 0.05
     tuned.save_pretrained(tmp_path / "tuned")
-    lora_merge.extract(base, tmp_path / "tuned", tmp_path / "out", rank=4)
+    report = lora_merge.extract(base, tmp_path / "tuned", tmp_path / "out", rank=4)
+    lora_merge.convert(tmp_path / "out", tmp_path / "k.safetensors", base=base, to="kohya")
+    options = {"to": "peft", "overwrite": True}
+    planned = plan(make_conversion(tmp_path / "k.safetensors", tmp_path / "out", base, options))
+    assert 0 <= planned.written - report.written <= 2 * 4096, "with the zeros of experts that do not change"
     lora_merge.merge(base, tmp_path / "out", tmp_path / "merged", dtype="fp32")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.conversion import formatted
-from lora_merge.adapters_out.job import AdapterJob
+from lora_merge.adapters_out.conversion.formatted import plan
+from lora_merge.adapters_out.job import AdapterJob, make_adapter_job
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.cache import CheckpointCache
@@ -38,9 +39,15 @@ def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, t
     before = load_file(base)
     wanted, made = (lora_merge.merge_state_dict(before, g, compute_dtype="fp64") for g in (given, [out]))
     assert all(torch.allclose(wanted[n], made[n], atol=1e-5) for n in before)
+    planned = plan(make_adapter_job("combine", given, out, base, {"format": to, "dtype": "fp32"}))
+    assert {n: x["rank"] for n, x in planned.layers.items()} == {n: x["rank"] for n, x in report.layers.items()}
+    assert 0 <= planned.written - report.written <= 2 * 4096
     keys = load_file(out / "adapter_model.safetensors" if to == "peft" else out)
     first = {"diffusers": "transformer.", "comfy": "diffusion_model.", "peft": "base_model.model."}[to]
     assert all(key.startswith(first) for key in keys)
+    assert all(
+        key.startswith(tuple(f"{'base_model.model.' * (to == 'peft')}{n}." for n in report.layers)) for key in keys
+    )
     assert lora_merge.verify(out, search=[folder])["same_bytes"]
     assert [*folder.glob(".lora-merge-*")] == [*tmp_path.glob(".lora-merge-*")] == []
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...adapter_options import KEEP
 from ...algorithms import ALGORITHMS
@@ -20,16 +22,20 @@ from ...methods import COMBINATIONS
 from ...planning.cache import CheckpointCache
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
+from ...text import Note
 from ..dialects import Dialect, dialect
-from ..job import AUTO, WHOLE, AdapterJob, form
+from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
 from ..outcome.outcome import Run, output_dtype
 from ..outcome.planned import plan as plan_in_own
-from ..outcome.planned import ranks
+from ..outcome.planned import planned_layers, ranks
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
 from ..run import run as run_in_own
 from ..sources import Sources, open_sources
 from ..written import unread
+
+if TYPE_CHECKING:
+    from .task import Opened
 
 TRAINED_APART: Final = (
     "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
@@ -38,27 +44,35 @@ TRAINED_APART: Final = (
 
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers."""
-    return replace(plan_in_own(job), format=job.format)
+    sources = open_sources(job)
+    to = _written_in(job, sources)
+    if to is None:
+        return plan_in_own(job, sources)
+    from ..convert import make_conversion, opened
+    from ..convert import plan as plan_conversion
+    from .pretended import pretended
+
+    first, second = _both(job, sources, to)
+    own, checkpoints = replace(first, format=to.name), CheckpointCache()
+    told = plan_in_own(own, sources)
+    dtype = output_dtype(first, sources.adapters)
+    checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(first, sources, dtype)))
+    task = make_conversion(job.adapters[0].path, job.output, job.base, {"to": to.name, **second, "overwrite": True})
+    found = opened(replace(task, tables=_tables(sources)), checkpoints)
+    again, origins = plan_conversion(task, found), {} if "rank" in second else _origins(found)
+    open_ranks = {name for name, one in told.layers.items() if one["algorithm"] == FACTORS and not one["rank"]}
+    layers = {name: {**one, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else one
+              for name, one in again.layers.items()}  # fmt: skip
+    written = min(told.written, again.written) if job.rules.together else again.written
+    return replace(told, layers=layers, format=again.format, dtype=again.dtype, written=written,
+                   notes=_notes(told, again))  # fmt: skip
 
 
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
-    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    with Run(job, progress) as this:
-        opened = CheckpointCache()
-        this.hash_adapters(opened)
-        sources = open_sources(job, opened)
-        name = sources.fused if job.format == KEEP else job.format
-        if name != KEEP:
-            return _converted(job, sources, this, name)
-        done = run_in_own(job, sources, this)
-    return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
-
-
-def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> AdapterReport:
-    """Run a job in the words of the first adapter, and convert its result to a dialect."""
-    from ..convert import make_conversion
-    from ..convert import run as run_conversion
-
+def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
+    """Return the dialect of the output; None for that of the first adapter."""
+    name = sources.fused if job.format == KEEP else job.format
+    if name == KEEP:
+        return None
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
@@ -68,32 +82,61 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, name: str) -> Adapt
     if to.folder and head:
         raise FitError(TRAINED_APART, head, "give a base that stores both (tie_word_embeddings: false), or leave the "
                        f"head out: --exclude re:{head.partition('.')[0]}")  # fmt: skip
+    return to
+
+
+def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, dict[str, Any]]:
+    """Return the job of the first step, and the options of the second one, which decides the ranks if it has a rule."""
+    alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
+    own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha)
+    given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
+    factored = _has_factors(job, sources)
+    later = _later(job, sources, to, factored=factored)
+    if later and factored:
+        dtype = spoken(output_dtype(job, sources.adapters))
+        widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
+        later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
+        exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
+        own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
+    return own, {**given, **later}
+
+
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
+    with Run(job, progress) as this:
+        opened = CheckpointCache()
+        this.hash_adapters(opened)
+        sources = open_sources(job, opened)
+        to = _written_in(job, sources)
+        if to is not None:
+            return _converted(job, sources, this, to)
+        done = run_in_own(job, sources, this)
+    return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
+
+
+def _converted(job: AdapterJob, sources: Sources, this: Run, to: Dialect) -> AdapterReport:
+    """Run a job in the words of the first adapter, and convert its result to a dialect."""
+    from ..convert import make_conversion
+    from ..convert import run as run_conversion
+
     there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
     with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
         whole = Path(folder) / "whole.safetensors"
-        alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
-        own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha,
-                      inputs=replace(job.inputs, output=whole))  # fmt: skip
-        given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
-        factored = _has_factors(job, sources)
-        later = _later(job, sources, to, factored=factored)
-        if later and factored:
-            dtype = spoken(output_dtype(job, sources.adapters))
-            widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
-            later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
-            exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
-            own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
-        first = run_in_own(own, sources, this)
-        again = make_conversion(whole, job.output, job.base, {"to": to.name, **given, **later})
+        own, later = _both(job, sources, to)
+        first = run_in_own(replace(own, inputs=replace(own.inputs, output=whole)), sources, this)
+        again = make_conversion(whole, job.output, job.base, {"to": to.name, **later})
         again = replace(again, tables=_tables(sources))
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
+        seen: list[Opened] = []
         try:
-            second = run_conversion(again, this.progress, recipe=told, before=sources.adapters[0].index.config)
+            second = run_conversion(
+                again, this.progress, recipe=told, before=sources.adapters[0].index.config, tell=seen.append
+            )
         except MergeError as e:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
-    return _together(first, second, cut=bool(later))
+    return _together(first, second, {} if "rank" in later else _origins(seen[0]))
 
 
 def _tables(sources: Sources) -> frozenset[str]:
@@ -138,20 +181,56 @@ def _fuses(sources: Sources, to: Dialect) -> bool:
     return any(len(keys := {piece.key for piece in view}) > 1 and keys & changed for view in views)
 
 
-def _together(first: AdapterReport, second: AdapterReport, *, cut: bool) -> AdapterReport:
-    """Return the report of both steps. `cut`: whether the second one has decided the ranks.
+def _origins(found: Opened) -> dict[str, list[str]]:
+    """Return module of the output → the layers of the first step that are in it."""
+    from ..convert import prefix_name
+
+    to = found.task.to
+    return {prefix_name(to, one.place): [s.patch.module.where for s in one.shares] for one in found.there}
+
+
+def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str, Sequence[str]]) -> AdapterReport:
+    """Return the report of both steps. `origins`: module → layers of the first step; {} where the second one has
+    decided the ranks.
 
     What the second loses is at right angles to what the first has lost.
     """
-    residual = sqrt(first.residual**2 + second.residual**2 * max(0.0, 1 - first.residual**2))
-    energy, layers, numbers = 1 - residual**2, first.layers, first.numbers
-    if cut:
+    residual = _lost_twice(first.residual**2, second.residual)
+    energy, numbers = 1 - residual**2, first.numbers
+    if not origins:
         every = {**first.numbers["all"], "residual": residual, "energy": energy}
-        layers, numbers = second.layers, {**second.numbers, "all": every}
+        numbers = {**second.numbers, "all": every}
+    uses = Counter(label for labels in origins.values() for label in labels)
+    layers = {}
+    for name, told in second.layers.items():
+        own = [first.layers[label] for label in origins.get(name, ()) if label in first.layers]
+        cut = any(uses[label] > 1 for label in origins.get(name, ()))
+        layers[name] = _of_both(own, told, cut=cut) if own else told
     return replace(
         first, output=second.output, format=second.format, dtype=second.dtype, layers=layers, numbers=numbers,
         residual=residual, energy=energy, written=second.written, seconds=first.seconds + second.seconds,
-        notes=tuple(dict.fromkeys((*first.notes, *(n for n in second.notes if NO_ALPHA not in n)))),
-        verified=second.verified if cut else first.verified,
+        notes=_notes(first, second), verified=first.verified if origins else second.verified,
         stages={stage: seconds + second.stages.get(stage, 0.0) for stage, seconds in first.stages.items()},
     )  # fmt: skip
+
+
+def _of_both(first: Sequence[Mapping[str, Any]], second: Mapping[str, Any], *, cut: bool) -> dict[str, Any]:
+    """Return the facts of a module that is made of layers of the first step, or is a part of one (`cut`), whose share
+    is then lost in it too."""
+    squares = sum(one["norm"] ** 2 for one in first)
+    share = sum((one["norm"] * one["residual"]) ** 2 for one in first) / squares if squares else 0.0
+    residual = _lost_twice(share, second["residual"])
+    norm = second["norm"] / sqrt(max(1 - share, 1e-30)) if cut else sqrt(squares)
+    own = first[0] if len(first) == 1 and not cut else {}
+    return {**own, **{name: second[name] for name in ("algorithm", "rank", "alpha")},
+            "rank_before": max(one["rank_before"] for one in first), "norm": norm, "energy": 1 - residual**2,
+            "residual": residual}  # fmt: skip
+
+
+def _lost_twice(share: float, residual: float) -> float:
+    """Return the residual of two steps: the first one has lost a share of ‖Δ‖², the second one has this residual."""
+    return sqrt(share + residual**2 * max(0.0, 1 - share))
+
+
+def _notes(first: AdapterReport, second: AdapterReport) -> tuple[Note, ...]:
+    return tuple(dict.fromkeys((*first.notes, *(n for n in second.notes if NO_ALPHA not in n))))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.by_rows.rows import Rows
-from ..dialects import Dialect
+from ...matching.patch import Patch
 from ..job import WHOLE
 from ..outcome.layer import Layer
 from ..places import Place
@@ -25,16 +25,6 @@ class Made:
     tensors: Mapping[str, Tensor]
     layer: Layer
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
-
-
-def vector_ending(place: Place, to: Dialect) -> str | None:
-    """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
-    slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
-    wanted = slot[place.parameter]
-    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
-    ending = to.endings.get(wanted, to.endings.get(plain))
-    in_factors = wanted == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
-    return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 
 def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> Made:
@@ -60,3 +50,16 @@ def as_value(place: Place, numbers: Tensor) -> Tensor:
 def is_turned(place: Place) -> bool:
     """Return whether the base stores a matrix [in, out]."""
     return place.view.row_slices[0].transposed and len(place.view.shape) == 2
+
+
+def holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Return whether a dtype holds all numbers of a tensor."""
+    return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def stored_magnitude(patch: Patch) -> tuple[int, ...]:
+    """Return the stored shape of a magnitude, which tells its axis."""
+    assert patch.magnitude is not None, "the caller looked"
+    _, shape = patch.magnitude
+    ones = (1,) * (len(patch.view.shape) - 2)
+    return (*shape, *ones)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
-from ..conversion.made import Made, value_made, vector_ending, whole_made
+from ..conversion.expected import vector_ending
+from ..conversion.made import Made, value_made, whole_made
 from ..dialects import COPIED
 from ..job import AUTO, FACTORS, WHOLE
 from ..joining.targets import Target
 from ..layers import Cut, Storage, Wanted
 from ..outcome.layer import Layer
-from ..peft.complete import TABLE
+from ..peft.tables import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..truncation.dense import of_stack
@@ -116,7 +117,7 @@ class Extractor:
 
     def _product(self, found: Difference) -> Made:
         """Return the nearest Kronecker product."""
-        where, rule = found.pair.place, self.rule(found)
+        where, rule = found.pair.place, self.rule(found).of_inputs(0)
         assert self.task.to is not None, "it is chosen when the files are opened"
         if not self.task.to.copies:
             raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")

@@ -37,8 +37,9 @@ from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..outcome.layer import Kept, Layer
 from ..outcome.outcome import Facts, Outcome, Run, planned
 from ..peft.biases import with_biases
-from ..peft.complete import as_table, completed, is_table
+from ..peft.complete import as_table, completed
 from ..peft.folder import config, expect_one, task_type
+from ..peft.tables import is_table
 from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
@@ -51,7 +52,7 @@ from .making import Extractor, measured
 from .pair import Pair
 from .pairs import Pairs, paired
 from .proving import Claim, prove
-from .task import Extraction, make_extraction
+from .task import SKIP, Extraction, make_extraction
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def run(
         made, heads, notes = _made(found, sides, heap, this.counted)
         made, whole = _completed(found, made, heads, sides, heap)
         entries = entries_of(found.to, whole)
-        layers = {prefix_name(found.to, m): m.layer for m in made}
+        layers = {prefix_name(found.to, m.place): m.layer for m in made}
         before, there = {"task_type": task_type(found.base.config)}, [p.place for p in found.pairs.pairs]
         own = config(whole, before, there) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
@@ -329,12 +330,12 @@ def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterRepor
     own, kind, endings = list[PlannedLayer](), FILE_DTYPES[found.dtype], found.to.endings
     algorithm = task.job.algorithm
     way = FACTORS if algorithm == AUTO else algorithm
-    for pair in found.pairs.pairs:
+    for pair in (p for p in found.pairs.pairs if not p.place.vector or task.others != SKIP):
         out, cols = pair.place.view.matrix
         rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
         whole = pair.place.vector or algorithm == WHOLE or pair.fresh
         most = min(out, cols, rule.ceiling or min(out, cols))  # what the disk has to hold, where numbers decide
-        layers[pair.name] = {
+        layers[prefix_name(found.to, pair.place)] = {
             "algorithm": WHOLE if whole else way,
             "rank": most if rule.name == COUNT and not whole else 0,
         }

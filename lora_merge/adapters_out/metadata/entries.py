@@ -12,10 +12,10 @@ from ...planning.metadata import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
 from .hashes import HASHES, ONE, Stored, legacy_hash
-from .loaders import adapter_metadata
+from .loaders import LOADER, adapter_metadata
 from .trainers import LYCORIS, SPEC, TRAINED, Trained
 
-ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", "lora_adapter_metadata")
+ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", LOADER)
 """Entries that are never those of an input."""
 
 DOWNS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_linear_layer.down.weight")
@@ -62,7 +62,7 @@ class Known:
         kept |= dict(self._spec(kept))
         kept[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata(self.tensors)) != "":
-            kept["lora_adapter_metadata"] = loader
+            kept[LOADER] = loader
         if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
             kept |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, kept)}
         return {"format": "pt"} | kept

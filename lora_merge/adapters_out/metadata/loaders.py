@@ -7,10 +7,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ..peft.folder import BIASED
-from .hashes import Stored
+BIASED: Final = "lora_bias"
+"""The entry of PEFT's configuration that says whether up factors have biases."""
+
+LOADER: Final = "lora_adapter_metadata"
+"""The name of the entry."""
 
 COMPONENT: Final = re.compile(r"(unet|transformer(?:_2)?|text_encoder(?:_[23])?)\.(.+)\.(lora_[AB]\.weight|lora_B\.bias"
                               r"|lora_magnitude_vector)")  # fmt: skip
@@ -22,7 +25,16 @@ LEVEL: Final = "text_model."
 it, but not from this entry; PEFT finds a target without it by the end of its name."""
 
 
-def adapter_metadata(tensors: Iterable[Stored]) -> str:
+class Named(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def adapter_metadata(tensors: Iterable[Named]) -> str:
     """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
     found: dict[str, dict[str, int]] = {}
     more: dict[str, set[str]] = {}

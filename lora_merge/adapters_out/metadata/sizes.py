@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...dtypes import ITEM_BYTES
 from ...files.checkpoint import Index
 from ...files.headers import layout
 from ..rank_rules import SIZE, Rule
+from .loaders import LOADER, adapter_metadata
 
 METADATA: Final = 4096
 """Bytes that the metadata of a file usually takes in its header."""
@@ -32,9 +33,21 @@ def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
     return [one for layer in layers for one in layer.tensors]
 
 
-def planned_size(layers: Iterable[PlannedLayer], rule: Rule) -> int:
+class _Named(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
+    """Return what diffusers' loader is told of the tensors, which may be longer than their part of the header."""
+    told = adapter_metadata(_Named(*one) for one in tensors)
+    return {LOADER: told} if told else {}
+
+
+def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
     """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
-    of which each layer has one direction at least."""
+    of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
     tensors, factors, least, others = list[Tensor](), 0, 0, 0
     for layer in layers:
         tensors += layer.tensors
@@ -46,10 +59,13 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule) -> int:
             others += size
     if rule.name == SIZE:
         factors = min(factors, max(least, int(rule.value)))
-    return len(layout(tensors, {}, 0)) + METADATA + factors + others
+    first, *more = [index.metadata for index in inputs] or [{}]
+    same = {name: value for name, value in first.items() if all(other.get(name) == value for other in more)}
+    return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA + factors + others
 
 
 def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
     """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
     told: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
-    return len(layout([*tensors], told, 0)) + METADATA * (1 + len(inputs))
+    tensors = [*tensors]
+    return len(layout(tensors, {**told, **_entries(tensors)}, 0)) + METADATA * (1 + len(inputs))

@@ -11,6 +11,7 @@ from ...errors import FitError, UsageError
 from ...models.tied_weights import DECODERS, HEADED
 from ..dialects import PRODUCTS
 from ..job import FACTORS
+from ..metadata.loaders import BIASED
 from .products import TO_LORA, settings
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ FLAG: Final = "fan_in_fan_out"
 
 AUTO: Final = "auto_mapping"
 """The entry of PEFT's configuration that names the class of the model."""
-
-BIASED: Final = "lora_bias"
-"""The entry of PEFT's configuration that says whether up factors have biases."""
 
 BIAS: Final = ".bias"
 WRAPPED: Final = ".base_layer.bias"
@@ -67,7 +65,7 @@ def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Plac
 
     `there`: all parameters of the model that are known.
     """
-    whole = sorted(whole_modules(made, there))
+    whole = sorted(whole_modules(((m.place, m.tensors) for m in made), there))
     kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
     if len(kinds) > 1:
         raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
@@ -96,14 +94,19 @@ def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
 
 
-def whole_modules(made: Iterable[Kept], there: Iterable[Place]) -> set[str]:
+def whole_modules(made: Iterable[tuple[Place, Collection[str]]], there: Iterable[Place]) -> set[str]:
     """Return the modules that a folder replaces as a whole: those with a new weight, and norms. A bias without a weight
-    beside it, such as that of BERT's head, is none of a norm."""
+    beside it, such as that of BERT's head, is none of a norm. `made`: parameters, and the endings of their tensors."""
     weights = {p.module for p in there if p.parameter == "weight"}
     return {
-        m.place.module for m in made
-        if ".weight" in m.tensors or (BIAS in m.tensors and m.place.norm and m.place.module in weights)
+        place.module for place, endings in made
+        if ".weight" in endings or (BIAS in endings and place.norm and place.module in weights)
     }  # fmt: skip
+
+
+def magnitude_shape(place: Place) -> tuple[int, ...]:
+    """Return the shape in which PEFT stores the magnitudes of a layer: [out], and [1, out, 1, 1] of a convolution."""
+    return (1, -1, *(1 for _ in place.view.shape[2:])) if len(place.view.shape) > 2 else (-1,)
 
 
 def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:

@@ -11,34 +11,21 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...engine.tensors import view_bytes
-from ...errors import UsageError
-from ..conversion.assumed import GIVE_BASE
 from ..conversion.made import Made
 from ..dialects import Dialect
 from ..outcome.layer import Kept
 from ..places import Place
 from ..written import Entry
-from .biases import Own
-
-
-def magnitude_shape(place: Place) -> tuple[int, ...]:
-    """Return the shape in which PEFT stores the magnitudes of a layer: [out], and [1, out, 1, 1] of a convolution."""
-    return (1, -1, *(1 for _ in place.view.shape[2:])) if len(place.view.shape) > 2 else (-1,)
+from .folder import magnitude_shape
 
 
 def magnitudes(
-    made: Sequence[Kept], own: Own, to: Dialect, value: Callable[[Place], Tensor] | None
+    made: Sequence[Kept], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
 ) -> Iterator[Made]:  # fmt: skip
-    """Yield the magnitudes of layers without one, where others have them. `value`: gives a weight of the base; None
-    where it is not known, which is a UsageError here."""
-    ending = to.endings.get("magnitude", "")
-    lacking = [m for m in made if m.layer.rank and ending not in m.tensors]
-    if not lacking or not any(ending in m.tensors for m in made):
-        return
-    for one in lacking:
-        if value is None:
-            raise UsageError("without the base, a layer without DoRA has no form beside others that have it",
-                             one.place.label, GIVE_BASE)  # fmt: skip
+    """Yield the magnitudes of the layers at these places, which have factors alone. `value`: gives a weight of the
+    base."""
+    ending, lacking = to.endings.get("magnitude", ""), {id(place) for place in places}
+    for one in (m for m in made if id(m.place) in lacking):
         weight = value(one.place)
         table = to.endings.get("table_up", "") in one.tensors
         names = ("table_up", "table_down") if table else ("up", "down")

@@ -1,0 +1,179 @@
+"""What PEFT asks of all modules together: biases in one of two forms, magnitudes for every layer or for none, whole
+modules with all parameters, and one rank for all experts of a model. From names and ranks alone, for plans too. No
+torch.
+
+Source for experts: peft/utils/transformers_weight_conversion.py. It stacks their factors when it loads them; `r` counts
+for the experts of all layers, and twice for gate and up, whatever `rank_pattern` says; an expert without factors leaves
+the whole stack without them.
+
+Changed biases of layers, where a dialect stores no changes of them: PEFT has two forms, and diffusers the first one.
+
+* A bias of the up factor (`lora_bias`) is added to that of the layer. All layers with factors have one or none has, and
+  there is none beside DoRA, in embeddings and in stacked experts. PEFT's merge_and_unload refuses it where the layer of
+  the model has no bias.
+* The new bias itself (`bias: all`, or `lora_only` where all are of layers with factors) is loaded into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from ...errors import FitError, UsageError
+from ..conversion.assumed import GIVE_BASE
+from ..dialects import Dialect
+from ..places import Place
+from .folder import BIAS, EXPERT, whole_modules
+
+if TYPE_CHECKING:
+    from ..outcome.layer import Kept
+
+KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"
+NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
+NO_DORA: Final = "without the base, a layer without DoRA has no form beside others that have it"
+
+NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Layers of an expert. The first two are one parameter in memory, which PEFT finds only where the third has factors
+too."""
+
+Own: TypeAlias = Mapping[tuple[str, str], Place]
+"""(module, parameter) → its place, of all parameters that are known."""
+
+
+class Stored(NamedTuple):
+    """One parameter of a folder of PEFT."""
+
+    place: Place
+    rank: int
+    endings: frozenset[str]  # of its tensors
+
+
+class Demands(NamedTuple):
+    """What a folder needs in addition."""
+
+    factors: list[Place]  # layers whose bias alone changes, which get factors of zeros
+    biases: list[Place]  # of layers whose up factors get biases of zeros
+    magnitudes: list[Place]  # layers without DoRA beside others
+    values: list[Place]  # parameters of whole modules that did not change
+    rank: int  # that all experts get; 0 without experts
+    low: frozenset[str]  # experts that have a lower one
+    zeros: list[Place]  # experts that get factors of zeros
+
+
+def stored(one: Kept) -> Stored:
+    """Return what PEFT's demands are made of."""
+    return Stored(one.place, one.layer.rank, frozenset(one.tensors))
+
+
+def own_places(there: Iterable[Place]) -> Own:
+    """Return all parameters by their names."""
+    return {(p.module, p.parameter): p for p in there}
+
+
+def new_biases(made: Sequence[Stored], own: Own, to: Dialect, *, known: bool) -> list[Place]:
+    """Return the changed biases that are written as new values, as no factor can hold their changes. `known`: whether
+    the base is; UsageError if it has to be."""
+    ending = to.endings.get("up_bias")
+    changed = [m.place for m in made if ending in m.endings and not m.rank]
+    if not changed:
+        return []
+    if not to.folder:
+        if any(to.endings["magnitude"] in m.endings for m in made):
+            raise FitError(f"{to.name} has no place for biases beside DoRA", changed[0].label, KOHYA)
+        return []
+    factored = {m.place.module for m in made if m.rank}
+    whole = whole_modules(((m.place, m.endings) for m in made), own.values())
+    values = any(BIAS in m.endings and m.place.module not in whole for m in made)
+    biased = not known or all((name, "bias") in own for name in factored)
+    if biased and not values and not _refuses(made, changed, factored):
+        return []
+    if not known:
+        raise UsageError(NO_FORM, changed[0].label, GIVE_BASE)
+    return changed
+
+
+def _refuses(made: Sequence[Stored], changed: Sequence[Place], factored: set[str]) -> bool:
+    """Return whether PEFT has no biases of factors beside these modules."""
+    endings = {ending for m in made for ending in m.endings}
+    others = any("magnitude" in e or "embedding" in e or e.startswith((".hada", ".lokr")) for e in endings)
+    return others or any(EXPERT.search(n) for n in factored) or not {p.module for p in changed} <= factored
+
+
+def demands(made: Sequence[Stored], own: Own, to: Dialect, *, known: bool) -> Demands:
+    """Return what the modules need in addition; FitError where a dialect has no place for it. `own`: all parameters in
+    the words of the dialect. `known`: whether the base is; UsageError if it has to be."""
+    bias = to.endings.get("up_bias")
+    if bias is None:
+        return Demands([], [], [], [], 0, frozenset(), [])
+    factored = {m.place.module for m in made if m.rank}
+    biased = {m.place.module for m in made if bias in m.endings}
+    whole = whole_modules(((m.place, m.endings) for m in made), own.values())
+    _check(factored, whole, to)
+    there = {(m.place.module, m.place.parameter) for m in made if f".{m.place.parameter}" in m.endings}
+    return Demands(
+        _without_factors(made, own, to),
+        [own.get((m, "bias"), own[m, "weight"]) for m in sorted(factored - biased) if biased],  # some models lack one
+        _without_dora(made, to, known=known),
+        [place for key, place in own.items() if known and key[0] in whole and key not in there],
+        *_of_experts(made, own.values(), to),
+    )
+
+
+def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
+    """Raise FitError where a dialect has no place for these modules."""
+    if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
+        raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
+                       "give --rank, or write another format, such as kohya")  # fmt: skip
+    if both := next((m for m in sorted(whole & factored)), None):
+        raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
+
+
+def _without_factors(made: Sequence[Stored], own: Own, to: Dialect) -> list[Place]:
+    """Return the layers whose bias alone changes: without factors it has no place in a file of diffusers."""
+    ending, found = to.endings.get("up_bias"), []
+    factored = {m.place.module for m in made if m.rank}
+    for module in (m.place.module for m in made if ending in m.endings and m.place.module not in factored):
+        place = own.get((module, "weight"))
+        if place is None or len(place.view.shape) < 2:
+            raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", module,
+                           KOHYA)  # fmt: skip
+        found.append(place)
+    return found
+
+
+def _without_dora(made: Sequence[Stored], to: Dialect, *, known: bool) -> list[Place]:
+    """Return the layers with factors and without magnitudes, where others have them."""
+    ending = to.endings.get("magnitude", "")
+    if not any(ending in m.endings for m in made):
+        return []
+    lacking = [m.place for m in made if m.rank and ending not in m.endings]
+    if lacking and not known:
+        raise UsageError(NO_DORA, lacking[0].label, GIVE_BASE)
+    return lacking
+
+
+def _of_experts(
+    made: Sequence[Stored], there: Iterable[Place], to: Dialect
+) -> tuple[int, frozenset[str], list[Place]]:  # fmt: skip
+    """Return the rank of all experts, those of a lower one, and those of the same stacks that have no factors."""
+    own = {m.place.module: m.rank for m in made if to.folder and is_pair(m, to) and EXPERT.search(m.place.module)}
+    if not own:
+        return 0, frozenset(), []
+    rank, leaves = max(own.values()), {_leaf(module) for module in own}
+    stacked = {leaf for names in NAMES for leaf in (names if leaves & {*names[:2]} else leaves & {*names})}
+    zeros = [
+        place
+        for place in there
+        if place.parameter == "weight" and EXPERT.search(place.module) and _leaf(place.module) in stacked
+        and place.module not in own
+    ]  # fmt: skip
+    return rank, frozenset(name for name, own_rank in own.items() if own_rank < rank), zeros
+
+
+def is_pair(one: Stored, to: Dialect) -> bool:
+    """Return whether a module is stored as the factors of LoRA."""
+    return one.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= one.endings
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
