@@ -155,9 +155,9 @@ class Draft:
 
     def _failure(self, e: OSError) -> MergeError:
         """Return the typed error for a failed write; what was written of the file is removed."""
-        own = os.fstat(self._fd).st_blocks * BLOCK if self._fd >= 0 and hasattr(os.stat_result, "st_blocks") else 0
+        blocks: int = getattr(os.fstat(self._fd), "st_blocks", 0) if self._fd >= 0 else 0  # 0 on Windows
         needed, known = self._room + max(self._most, self.nbytes), self._most > self.nbytes
-        return failure(e, self._target, needed, own=own, most=known)
+        return failure(e, self._target, needed, own=blocks * BLOCK, most=known)
 
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part
