@@ -15,7 +15,7 @@ import lora_merge
 from lora_merge.adapters_out import written
 from lora_merge.adapters_out.average.weights import average_weights
 from lora_merge.cli.main import app
-from lora_merge.errors import MergeError, UsageError
+from lora_merge.errors import FitError, MergeError, UsageError
 from tests.support import kohya, sd1
 
 
@@ -158,6 +158,18 @@ def test_averaged_factors_tell_how_far_they_are_from_averaged_changes(tmp_path: 
     assert report.residual == pytest.approx((off / size) ** 0.5, rel=1e-2)
     assert report.residual > 1e-3
     assert report.verified and report.verified["recomputed"] == report.verified["layers"]
+
+
+def test_a_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(tmp_path: Path) -> None:
+    paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
+    output.write_bytes(b"")
+    given = [*map(str, paths), "-o", str(output), "--space", "factors", "--dry-run"]
+    assert CliRunner().invoke(app, ["average", *given]).exit_code == 0
+    convert = ["convert", str(paths[0]), "-o", str(output), "--to", "keep", "--dtype", "bf16", "--dry-run"]
+    assert CliRunner().invoke(app, convert).exit_code == 0
+    one = load_file(paths[1])
+    save_file({name: value for name, value in list(one.items())[3:]}, paths[1])
+    assert isinstance(CliRunner().invoke(app, ["average", *given]).exception, FitError)
 
 
 @pytest.mark.parametrize("wrong", ["shape", "alpha", "name", "rank", "space", "strength"])

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...adapter_options import KEEP
 from ...errors import UsageError
+from ...files.checkpoint import open_checkpoint
 from ...job import Adapter, is_pair
 from ...options import pairs, shown
 from ...paths import is_folder
@@ -16,6 +17,7 @@ from ...progress import Progress, unwatched
 from ..job import AdapterJob, make_adapter_job
 from ..rank_rules import SAME
 from ..report import AdapterReport
+from .alike import expect_alike
 from .weights import average_weights, shares
 
 CHANGES, TENSORS = "delta", "factors"
@@ -44,6 +46,8 @@ class Averaging:
         """Return what `run` would do, from headers."""
         from ..conversion.formatted import plan
 
+        if self.space == TENSORS:
+            expect_alike([open_checkpoint(a.path) for a in self.job.adapters])
         return plan(self.job)
 
     def run(self, progress: Progress = unwatched) -> AdapterReport:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ from ..report import AdapterReport
 from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
 from ..written import Entry, drafted, expect_room
-
-NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
+from .alike import NOT_ONE, expect_alike
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         files = [p for i in sources.indexes for p in i.files]
         check_output(job.output, files, overwrite=job.inputs.overwrite)
         snapshots = tuple(a.index for a in sources.adapters)
-        _expect_alike(snapshots)
+        expect_alike(snapshots)
         dtype = output_dtype(job, sources.adapters)
         reader = this.reading(sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
@@ -140,20 +139,6 @@ def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
     """Return the entry of diffusers that states α, which the tensors do not."""
     found = snapshots[0].metadata.get(METADATA)
     return {} if found is None else {METADATA: found}
-
-
-def _expect_alike(snapshots: Sequence[Index]) -> None:
-    """Raise FitError unless all snapshots have the same tensors."""
-    first = {name: info.shape for name, info in snapshots[0].tensors.items()}
-    for index in snapshots[1:]:
-        other = {name: info.shape for name, info in index.tensors.items()}
-        if first != other:
-            name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
-            what = "two snapshots have a tensor in different shapes" if name in first.keys() & other.keys() else (
-                "a snapshot lacks a tensor that another one has")  # fmt: skip
-            raise FitError(what, f"{index.path}: {name}", NOT_ONE)
-        if index.metadata.get(METADATA) != snapshots[0].metadata.get(METADATA):
-            raise FitError("two snapshots have different configurations in their headers", str(index.path), NOT_ONE)
 
 
 def _layers(

@@ -181,7 +181,10 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
 def _taken(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
     """Return the output, the base, and the options of what is printed, taken out of the options."""
     output, base = checked_output(options.pop("output")), options.pop("base", None)
-    return output, base and completed(base), {name: options.pop(name) for name in PRINTED}
+    printed = {name: options.pop(name) for name in PRINTED}
+    if printed["dry_run"]:
+        options["overwrite"] = True  # a plan replaces nothing
+    return output, base and completed(base), printed
 
 
 def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
