@@ -23,7 +23,7 @@ from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from .changes import Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .conversion.expected import GIVE_RANK, MATRICES, can_copy, is_copied, is_product, vector_ending
+from .conversion.expected import GIVE_RANK, MATRICES, can_copy, holds_columns, is_copied, is_product, vector_ending
 from .conversion.made import Made, holds, is_turned, stored_magnitude, value_made, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.planned import written_dtype
@@ -249,15 +249,10 @@ class Converter:
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        (share, *others) = shares
-        if (
-            (share.patch.magnitude or ("out",))[0] == "in"
-            and not others
-            and share.is_all(place)
-            and (share.strength == 1 and self._holds_columns(place, shares))
-        ):
-            shape = stored_magnitude(share.patch) if self.to.copies else (-1,)
-            return self._stored(share.patch.module.shared["magnitude"]).reshape(shape)
+        if holds_columns(Filled(place, tuple(shares)), self.to, self.tables):
+            patch = shares[0].patch
+            shape = stored_magnitude(patch) if self.to.copies else (-1,)
+            return self._stored(patch.module.shared["magnitude"]).reshape(shape)
         total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
@@ -276,10 +271,6 @@ class Converter:
     def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
         """Return whether a parameter is a table of embeddings."""
         return is_table(place, shares, self.tables)
-
-    def _holds_columns(self, place: Place, shares: Sequence[Share]) -> bool:
-        """Return whether the dialect has a place for DoRA's magnitudes of the columns: PEFT's of embeddings are."""
-        return self.to.copies or ("table_up" in self.to.endings and self.is_table(place, shares))
 
     def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
         """Return the change of a bias or a norm."""

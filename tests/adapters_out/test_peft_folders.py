@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
 from lora_merge.errors import FitError, UsageError
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.planning.cache import CheckpointCache
 from tests.support import Tensors, rand
 
 peft = pytest.importorskip("peft")
@@ -78,6 +81,17 @@ def changes(folder: Path) -> Tensors:
     return {name: value - before[name] for name, value in merged.state_dict().items()}
 
 
+def expect_planned(adapter: Path, out: Path, to: str, base: Path | None) -> None:
+    """Convert an adapter. The plan has to tell the tensors of the output, those that PEFT asks for among them."""
+    task = make_conversion(adapter, out, base, {"to": to, "overwrite": True})
+    planned = {one for _, layer in planned_modules(opened(task, CheckpointCache())) for one in layer.tensors}
+    told, made = plan(task), lora_merge.convert(adapter, out, base=base, to=to, overwrite=True)
+    stored = open_checkpoint(out).tensors
+    assert planned == {(name, info.dtype, info.shape) for name, info in stored.items()}
+    assert {n: x["rank"] for n, x in told.layers.items()} == {n: x["rank"] for n, x in made.layers.items()}
+    assert told.dtype == made.dtype and 0 <= told.written - made.written <= 2 * 4096
+
+
 def check(folder: Path, wanted: Tensors, within: float = 1e-6) -> None:
     own, config = peft.load_peft_weights(str(folder)), peft.PeftConfig.from_pretrained(str(folder))
     assert not peft.set_peft_model_state_dict(peft.get_peft_model(model(), config), own).unexpected_keys
@@ -102,7 +116,7 @@ def test_biases_are_loaded_and_merged(case: str, base: Path, tmp_path: Path) -> 
     options = BIASES[case]
     a, b = (trained(tmp_path / name, n, lora_alpha=3, **options) for n, name in enumerate("ab"))
     one, two = changes(a), changes(b)
-    lora_merge.convert(a, tmp_path / "same", to="peft", base=base)
+    expect_planned(a, tmp_path / "same", "peft", base)
     check(tmp_path / "same", one)
     lora_merge.combine([(a, 0.5), (b, -1.5)], tmp_path / "sum", base=base, rank="energy:1")
     check(tmp_path / "sum", {name: 0.5 * value - 1.5 * two[name] for name, value in one.items()})
@@ -121,7 +135,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 def test_embeddings_stay_embeddings_whatever_their_name(case: str, base: Path, tmp_path: Path) -> None:
     a = trained(tmp_path / "a", lora_alpha=3, **EMBEDDINGS[case])
     wanted, with_dora = changes(a), case == "DoRA"
-    lora_merge.convert(a, tmp_path / "same", to="peft", base=base if with_dora else None)
+    expect_planned(a, tmp_path / "same", "peft", base if with_dora else None)
     check(tmp_path / "same", wanted)
     lora_merge.combine([(a, 0.5)], tmp_path / "half", base=base if with_dora else None, rank="energy:1")
     check(tmp_path / "half", {name: 0.5 * value for name, value in wanted.items()})
@@ -162,7 +176,7 @@ def test_layers_without_dora_get_the_magnitudes_that_they_have_beside_others_wit
     state = load_file(base)
     merged = lora_merge.merge_state_dict(state, [tmp_path / "a.safetensors"])
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="kohya", base=base)
-    lora_merge.convert(tmp_path / "b.safetensors", tmp_path / "out", to="peft", base=base)
+    expect_planned(tmp_path / "b.safetensors", tmp_path / "out", "peft", base)
     check(tmp_path / "out", {name: value - state[name] for name, value in merged.items()})
 
 
@@ -175,7 +189,7 @@ def of_up(folder: Path) -> Path:
 
 def test_a_bias_alone_goes_into_a_file_of_diffusers_beside_factors_of_zeros(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    lora_merge.convert(of_up(tmp_path), out, to="diffusers", base=base)
+    expect_planned(of_up(tmp_path), out, "diffusers", base)
     found, wanted = (lora_merge.merge_state_dict(load_file(base), [f]) for f in (out, tmp_path / "a.safetensors"))
     assert load_file(out)["transformer.up.lora_A.weight"].shape == (1, 6)
     assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.items())

@@ -3,6 +3,7 @@ No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from ...adapter_options import KEEP
@@ -13,6 +14,7 @@ from ..job import FACTORS, WHOLE, form
 from ..joining.targets import is_plain
 from ..outcome.planned import rank_of
 from ..peft.products import TO_LORA
+from ..peft.tables import is_table
 from ..places import Filled, Place, Share
 from ..rank_rules import EXACT
 from .task import Conversion
@@ -32,16 +34,24 @@ def expect_held(task: Conversion, one: Filled) -> None:
     elif place.vector:
         if vector_ending(place, to) is None and (place.bare or not to.whole):
             raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-    elif job.algorithm == KEEP and task.rules is None and not all(is_plain(s.patch) for s in shares):
-        in_full = any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(one, to)
-        if not in_full and not can_copy(one, to):
-            raise FitError(f"{to.name} cannot hold {shares[0].patch.algorithm} in this place", place.name, TO_LORA)
-        if in_full:
-            _expect_matrix(place, to)
+    elif job.algorithm == KEEP and task.rules is None:
+        _expect_kept(task, one)
     elif job.algorithm == WHOLE:
         _expect_matrix(place, to)
     elif _is_exact(task, place) and any(rank_of(s.patch) is None for s in shares):
         raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
+
+
+def _expect_kept(task: Conversion, one: Filled) -> None:
+    """Raise FitError for a module that keeps its algorithm, where a dialect cannot hold it."""
+    place, shares, to = one.place, one.shares, task.to
+    if all(is_plain(s.patch) for s in shares):
+        if any(s.patch.magnitude for s in shares):
+            _expect_magnitudes(one, to, task.tables)
+    elif any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(one, to):
+        _expect_matrix(place, to)
+    elif not can_copy(one, to):
+        raise FitError(f"{to.name} cannot hold {shares[0].patch.algorithm} in this place", place.name, TO_LORA)
 
 
 def _is_exact(task: Conversion, place: Place) -> bool:
@@ -51,6 +61,23 @@ def _is_exact(task: Conversion, place: Place) -> bool:
         return algorithm != KEEP and form(algorithm, task.to) == FACTORS
     exact = rules.of_layer(place.label, kernel=place.kernel).name == EXACT
     return exact and form(FACTORS if algorithm == KEEP else algorithm, task.to) == FACTORS
+
+
+def holds_columns(one: Filled, to: Dialect, tables: Collection[str]) -> bool:
+    """Return whether the magnitudes of a module are those of its columns, and a dialect has a place for them: PEFT's of
+    embeddings are. `tables`: the modules of the adapter that are known to be embeddings."""
+    (share, *others) = one.shares
+    of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(one.place)
+    held = to.copies or ("table_up" in to.endings and is_table(one.place, one.shares, tables))
+    return of_columns and share.strength == 1 and held
+
+
+def _expect_magnitudes(one: Filled, to: Dialect, tables: Collection[str]) -> None:
+    """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
+    of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in one.shares)
+    if not holds_columns(one, to, tables) and not (of_rows and "magnitude" in to.endings):
+        raise FitError(f"{to.name} has no place for this magnitude of DoRA", one.place.name,
+                       "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
 
 
 def _expect_matrix(place: Place, to: Dialect) -> None:
