@@ -39,7 +39,7 @@ from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
-from .outcome.planned import rank_of
+from .outcome.planned import known_rank
 from .peft.folder import FLAG, config, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
@@ -107,9 +107,8 @@ def run(
     the configuration of its adapter. `tell`: is told the conversion when it is open.
     """
     with ExitStack() as stack:
-        this, cache = stack.enter_context(Run(task.job, progress)), CheckpointCache()
-        this.hash_adapters(cache)
-        found = opened(task, cache)
+        this = stack.enter_context(Run(task.job, progress))
+        found = opened(task, this.hash_adapters())
         task, sources, job = found.task, found.sources, found.task.job
         this.name(job.output)
         if tell is not None:
@@ -191,7 +190,7 @@ def planned_modules(found: Opened) -> list[tuple[Place, PlannedLayer]]:
 
 def _most(one: Filled) -> int:
     """Return the highest rank that the change of a module can have."""
-    ranks, short = [rank_of(s.patch) for s in one.shares], min(one.place.view.matrix)
+    ranks, short = [known_rank(s.patch) for s in one.shares], min(one.place.view.matrix)
     return short if None in ranks else min(short, sum(r or 0 for r in ranks))
 
 
@@ -222,12 +221,12 @@ def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
         return {"algorithm": WHOLE, "rank": 0}
     if task.rules is None and task.job.algorithm == KEEP:
         if all(map(is_plain, patches)):
-            ranks = [rank_of(replace(p, magnitude=None)) or 0 for p in patches]  # DoRA's stays beside the factors
+            ranks = [known_rank(replace(p, magnitude=None)) or 0 for p in patches]  # DoRA's stays beside the factors
             return {"algorithm": FACTORS, "rank": min(sum(ranks), most)}
         row = ALGORITHMS[patches[0].algorithm]
         return {"algorithm": row.name, "rank": row.rank(patches[0].shapes) if row.rank else 0}
     rule = task.rules.of_layer(one.place.label, kernel=one.place.kernel) if task.rules else Rule(EXACT)
-    own = [rank_of(p) for p in patches]
+    own = [known_rank(p) for p in patches]
     if None not in own and rule.name in (EXACT, COUNT):  # else the numbers decide
         most = min(most, sum(r or 0 for r in own))
         return {"algorithm": FACTORS, "rank": min(most, rule.ceiling or most)}

@@ -277,8 +277,7 @@ class Converter:
         ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
-        if ending is None:
-            raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
+        assert ending is not None, "expect_held has looked"
         return whole_made(place, ending, change, self._dtype(shares))
 
     def renewed(self, filled: Filled) -> Made:
@@ -324,10 +323,7 @@ class Converter:
         if self.to.whole and strength == 1:
             made = {f".{place.parameter}": value.reshape(stored)}
             return Made(place, made, Layer(made, WHOLE, 0, 0, None, 0.0, 0.0))
-        ending = self.to.endings.get("diff" if place.parameter == "weight" else "diff_b")
-        if ending is None:
-            raise FitError(f"{self.to.name} has no place for whole tensors", place.name,
-                           "convert to kohya, comfy or peft")  # fmt: skip
+        ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # expect_held has looked
         shape, at = place.view.matrix, self.evaluator.at
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))

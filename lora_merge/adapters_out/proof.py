@@ -170,7 +170,7 @@ def _is_column(target: Target) -> bool:
 
 
 class Squares(NamedTuple):
-    """What the comparison of a layer gives, in float64."""
+    """The numbers of the comparison of a layer, in float64."""
 
     size: float  # ‖Δ‖²
     off: float  # ‖Δ − Δ̂‖²; NaN for a layer that the file lacks

@@ -45,7 +45,7 @@ class _Name(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> _Name:
-        return cls(name, list(prefixed(name))[-1][1].replace(".", "_"), TIED.search(name) is not None)
+        return cls(name, prefixed(name)[-1][1].replace(".", "_"), TIED.search(name) is not None)
 
     @property
     def kinds(self) -> tuple[str | None, ...]:

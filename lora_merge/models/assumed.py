@@ -238,7 +238,7 @@ def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mappin
 
 def plain(name: str) -> Name:
     """Return the network and the name in it as all dialects of one layout spell it: flat, without prefixes."""
-    hint, body = list(prefixed(name))[-1]
+    hint, body = prefixed(name)[-1]
     network = "" if hint in ("any", *DENOISERS) else ONLY_ENCODER.get(hint, hint)
     return network, body.lower().replace(".", "_")
 

@@ -133,7 +133,7 @@ class PeftRules:
         for length in self._lengths:
             if module[length : length + 1] == "." and module[:length] in self.components:
                 return self.components[module[:length]]
-        hint, path = list(prefixed(module))[-1]
+        hint, path = prefixed(module)[-1]
         named = self.components.keys() & COMPONENTS.get(hint, ())
         if self.kind or len(named) != 1:
             return self

@@ -29,7 +29,6 @@ from ...engine.tensors import Fetch, TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, VerificationFailed
 from ...files.checkpoint import Index, open_checkpoint
-from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
 from ..changes import Change, Evaluator, norms_of, squares_between
@@ -99,9 +98,8 @@ def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[fl
 def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
     with ExitStack() as stack:
-        this, opened = stack.enter_context(Run(job, progress)), CheckpointCache()
-        this.hash_adapters(opened)
-        sources = open_sources(job, opened)
+        this = stack.enter_context(Run(job, progress))
+        sources = open_sources(job, this.hash_adapters())
         files = [p for i in sources.indexes for p in i.files]
         check_output(job.output, files, overwrite=job.inputs.overwrite)
         snapshots = tuple(a.index for a in sources.adapters)

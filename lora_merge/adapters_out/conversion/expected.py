@@ -12,7 +12,7 @@ from ...errors import FitError
 from ..dialects import Dialect
 from ..job import FACTORS, WHOLE, form
 from ..joining.targets import is_plain
-from ..outcome.planned import rank_of
+from ..outcome.planned import known_rank
 from ..peft.products import TO_LORA
 from ..peft.tables import is_table
 from ..places import Filled, Place, Share
@@ -29,7 +29,8 @@ def expect_held(task: Conversion, one: Filled) -> None:
     """Raise FitError where the dialect of a task has no form for a module that headers tell."""
     place, shares, to, job = one.place, one.shares, task.to, task.job
     if one.value is not None:
-        if not to.whole and ("diff" if place.parameter == "weight" else "diff_b") not in to.endings:
+        ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", one.value
+        if ending not in to.endings and (not to.whole or strength != 1):
             raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
     elif place.vector:
         if vector_ending(place, to) is None and (place.bare or not to.whole):
@@ -38,7 +39,7 @@ def expect_held(task: Conversion, one: Filled) -> None:
         _expect_kept(task, one)
     elif job.algorithm == WHOLE:
         _expect_matrix(place, to)
-    elif _is_exact(task, place) and any(rank_of(s.patch) is None for s in shares):
+    elif _is_exact(task, place) and any(known_rank(s.patch) is None for s in shares):
         raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
 
 

@@ -104,9 +104,7 @@ def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, d
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     with Run(job, progress) as this:
-        opened = CheckpointCache()
-        this.hash_adapters(opened)
-        sources = open_sources(job, opened)
+        sources = open_sources(job, this.hash_adapters())
         to = _written_in(job, sources)
         if to is not None:
             return _converted(job, sources, this, to)

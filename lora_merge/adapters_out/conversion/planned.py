@@ -14,7 +14,7 @@ from ..job import AUTO, WHOLE, AdapterJob
 from ..joining.targets import is_plain
 from ..metadata.sizes import PlannedLayer
 from ..outcome.layer import Kept, Layer
-from ..peft.demands import Own, Stored, demands, is_pair, new_biases, own_places
+from ..peft.demands import Own, Parameter, demands, is_pair, new_biases, own_places
 from ..peft.folder import BIAS, WRAPPED, magnitude_shape
 from ..peft.products import rank_of
 from ..peft.tables import expect_table, is_table
@@ -121,7 +121,7 @@ def with_demands(layers: Sequence[PlannedLayer], found: Opened) -> list[tuple[Pl
         return [(one.place, layer) for one, layer in zip(there, layers, strict=True)]
     known = found.sources.inputs is not None and found.sources.inputs.base.path != NOWHERE
     layers = _with_biases(layers, found, own, known=known)
-    made = [_stored(layer, f.place, to) for layer, f in zip(layers, there, strict=True)]
+    made = [_parameter(layer, f.place, to) for layer, f in zip(layers, there, strict=True)]
     asked, whole = demands(made, own, to, known=known), list[tuple[Place, PlannedLayer]]()
     kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
     for layer, one in zip(layers, made, strict=True):
@@ -140,7 +140,7 @@ def with_demands(layers: Sequence[PlannedLayer], found: Opened) -> list[tuple[Pl
 def _with_biases(layers: Sequence[PlannedLayer], found: Opened, own: Own, *, known: bool) -> list[PlannedLayer]:
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
     to, there = found.task.to, found.there
-    made = [_stored(layer, one.place, to) for layer, one in zip(layers, there, strict=True)]
+    made = [_parameter(layer, one.place, to) for layer, one in zip(layers, there, strict=True)]
     new = {id(place) for place in new_biases(made, own, to, known=known)}
     factored, whole = {m.place.module for m in made if m.rank}, list[PlannedLayer]()
     for layer, one, stored in zip(layers, there, made, strict=True):
@@ -161,9 +161,9 @@ def kept(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> Kept
     return Kept(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
 
 
-def _stored(layer: PlannedLayer, place: Place, to: Dialect) -> Stored:
+def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:
     stem = to.key(place.prefix, place.module, "")
-    return Stored(place, layer.rank, frozenset(name.removeprefix(stem) for name, _, _ in layer.tensors))
+    return Parameter(place, layer.rank, frozenset(name.removeprefix(stem) for name, _, _ in layer.tensors))
 
 
 def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedLayer:

@@ -43,7 +43,6 @@ class Part(NamedTuple):
 
     adapter: int
     up: Bits  # its stored up factor [out, rank]
-    columns: slice  # of the up factor of the sum
     factor: float  # by which `up` is multiplied: α / rank times its weight in the sum
     ratio: float  # of its strength to its weight in the sum
 
@@ -89,11 +88,11 @@ class Concatenation:
         down = self._downs(factors)
         if down is None:
             return None  # factors of two adapters become one
-        parts, end = list[Part](), 0
+        parts = []
         for one in factors:
             up = stored(self.reader, one.up).view(np.uint16).reshape(-1, one.rank)
-            weight, own = self.job.numbers.scale * (one.strength / whole), slice(end, end := end + one.rank)
-            parts.append(Part(one.adapter, up, own, weight * one.scale, abs(one.strength / weight)))
+            weight = self.job.numbers.scale * (one.strength / whole)
+            parts.append(Part(one.adapter, up, weight * one.scale, abs(one.strength / weight)))
         found = _sum(parts, down, self.dtype)
         made = _rounded(found, parts, down, self.dtype) if found else None
         return self._stored(target, factors, found, made) if found and made else None
@@ -142,13 +141,14 @@ def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     dtype or is not finite."""
     up = np.concatenate([one.up for one in parts], 1)
     left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
-    factors = np.repeat([one.factor for one in parts], [one.up.shape[1] for one in parts])
+    ranks = [one.up.shape[1] for one in parts]
+    factors, starts = np.repeat([one.factor for one in parts], ranks), [0, *accumulate(ranks[:-1])]
     largest = TABLE[dtype].largest * np.minimum(np.abs(factors), 1.0)
     left *= factors.astype(np.float32)
     columns, rows = left.T @ left, right @ right.T
     if not is_below(columns, largest) or not is_below(rows, TABLE[dtype].largest):
         return None
-    both, starts = np.multiply(columns, rows, dtype=np.float64), [one.columns.start for one in parts]
+    both = np.multiply(columns, rows, dtype=np.float64)
     squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩
     alone = np.add.reduceat(both.diagonal(), starts)
     whole, own = float(squares.sum()), squares.diagonal().tolist()
@@ -164,14 +164,13 @@ def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> Stor
     left, right, rows = wanted.left, wanted.right, wanted.rows
     if (shift := _shift(wanted, dtype)) is None:
         up = _multiplied(parts, dtype)
-        first, second = left - WIDEN[dtype](up).reshape(left.shape), None
     else:
         left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
         up, down = narrowed(left, dtype), narrowed(right, dtype)
         if not is_finite(up, dtype) or not is_finite(down, dtype):
             return None
-        first = left - WIDEN[dtype](up).reshape(left.shape)
-        second = right - WIDEN[dtype](down).reshape(right.shape)
+    first = left - WIDEN[dtype](up).reshape(left.shape)
+    second = None if shift is None else right - WIDEN[dtype](down).reshape(right.shape)
     return StoredPair(up, down, _apart((left, right), (first, second), rows))
 
 

@@ -21,7 +21,7 @@ SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 def body_of(name: str) -> str:
     """Return a name that all dialects with the same words share: its network, and its path with underscores."""
-    *_, (network, body) = prefixed(name)
+    network, body = prefixed(name)[-1]
     return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
 
 
@@ -114,7 +114,7 @@ def _styles(file: AdapterFile) -> Iterator[str]:
 
 def styles_of(name: str) -> frozenset[str]:
     """Return the prefix of a name, and whether the rest has dots."""
-    *_, (_, body) = prefixed(name)
+    _, body = prefixed(name)[-1]
     return frozenset({f"{name[: len(name) - len(body)].partition('.')[0].rstrip('_0123456789')[:5]}/{'.' in body}"})
 
 

@@ -121,9 +121,11 @@ class Run:
             found[stage] = found.get(stage, 0.0) + end - start
         return found
 
-    def hash_adapters(self, opened: CheckpointCache) -> None:
-        """Begin to hash the adapters, beside the planning, which uses one core. `opened`: keeps their headers."""
+    def hash_adapters(self) -> CheckpointCache:
+        """Begin to hash the adapters, beside the planning, which uses one core; return their headers."""
+        opened = CheckpointCache()
         self.reading([opened.index(ref.path) for ref in self._job.adapters])
+        return opened
 
     def reading(self, indexes: Iterable[Index]) -> Reader:
         """Return a reader of inputs. Those that are not hashed yet are hashed from now on."""

@@ -126,10 +126,10 @@ def most_rank(target: Target) -> int:
 
 def ranks(target: Target) -> list[int | None]:
     """Return the rank of each change of a layer; None for one that is not a product of factors."""
-    return [rank_of(use.patch) for use in target.uses if use.strength]
+    return [known_rank(use.patch) for use in target.uses if use.strength]
 
 
-def rank_of(patch: Patch) -> int | None:
+def known_rank(patch: Patch) -> int | None:
     """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
     columns in them than the matrix has rank."""
     low = ALGORITHMS[patch.algorithm].low_rank

@@ -13,7 +13,7 @@ from ..dialects import Dialect
 from ..job import FACTORS
 from ..outcome.layer import Kept, Layer
 from ..places import Place
-from .demands import new_biases, own_places, stored
+from .demands import new_biases, own_places, parameter_of
 from .folder import BIAS, WRAPPED
 
 
@@ -26,7 +26,7 @@ def with_biases(
     `there`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None where the base
     is not known. UsageError if the base has to be.
     """
-    places = new_biases([stored(m) for m in made], own_places(there), to, known=renewed is not None)
+    places = new_biases([parameter_of(m) for m in made], own_places(there), to, known=renewed is not None)
     new = {id(place): keep(renewed(place)) for place in places if renewed}
     factored = {m.place.module for m in made if m.layer.rank}
     found = [new.get(id(m.place), m) for m in made]

@@ -15,7 +15,7 @@ from ..job import WHOLE
 from ..outcome.layer import Kept, Layer
 from ..places import Place
 from .biases import factors_of_zeros
-from .demands import demands, own_places, stored
+from .demands import demands, own_places, parameter_of
 from .experts import together
 from .magnitudes import magnitudes
 from .tables import expect_table
@@ -33,7 +33,7 @@ def completed(
     bias = to.endings.get("up_bias")
     if bias is None:
         return list(made)
-    asked = demands([stored(m) for m in made], own_places(there), to, known=value is not None)
+    asked = demands([parameter_of(m) for m in made], own_places(there), to, known=value is not None)
     dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors}
     added = [keep(factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)

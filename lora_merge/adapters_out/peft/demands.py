@@ -40,7 +40,7 @@ Own: TypeAlias = Mapping[tuple[str, str], Place]
 """(module, parameter) → its place, of all parameters that are known."""
 
 
-class Stored(NamedTuple):
+class Parameter(NamedTuple):
     """One parameter of a folder of PEFT."""
 
     place: Place
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Demands(NamedTuple):
-    """What a folder needs in addition."""
+    """The tensors that a folder needs in addition."""
 
     factors: list[Place]  # layers whose bias alone changes, which get factors of zeros
     biases: list[Place]  # of layers whose up factors get biases of zeros
@@ -60,9 +60,9 @@ class Demands(NamedTuple):
     zeros: list[Place]  # experts that get factors of zeros
 
 
-def stored(one: Kept) -> Stored:
-    """Return what PEFT's demands are made of."""
-    return Stored(one.place, one.layer.rank, frozenset(one.tensors))
+def parameter_of(one: Kept) -> Parameter:
+    """Return the rank of a parameter and the endings of its tensors."""
+    return Parameter(one.place, one.layer.rank, frozenset(one.tensors))
 
 
 def own_places(there: Iterable[Place]) -> Own:
@@ -70,7 +70,7 @@ def own_places(there: Iterable[Place]) -> Own:
     return {(p.module, p.parameter): p for p in there}
 
 
-def new_biases(made: Sequence[Stored], own: Own, to: Dialect, *, known: bool) -> list[Place]:
+def new_biases(made: Sequence[Parameter], own: Own, to: Dialect, *, known: bool) -> list[Place]:
     """Return the changed biases that are written as new values, as no factor can hold their changes. `known`: whether
     the base is; UsageError if it has to be."""
     ending = to.endings.get("up_bias")
@@ -92,14 +92,14 @@ def new_biases(made: Sequence[Stored], own: Own, to: Dialect, *, known: bool) ->
     return changed
 
 
-def _refuses(made: Sequence[Stored], changed: Sequence[Place], factored: set[str]) -> bool:
+def _refuses(made: Sequence[Parameter], changed: Sequence[Place], factored: set[str]) -> bool:
     """Return whether PEFT has no biases of factors beside these modules."""
     endings = {ending for m in made for ending in m.endings}
     others = any("magnitude" in e or "embedding" in e or e.startswith((".hada", ".lokr")) for e in endings)
     return others or any(EXPERT.search(n) for n in factored) or not {p.module for p in changed} <= factored
 
 
-def demands(made: Sequence[Stored], own: Own, to: Dialect, *, known: bool) -> Demands:
+def demands(made: Sequence[Parameter], own: Own, to: Dialect, *, known: bool) -> Demands:
     """Return what the modules need in addition; FitError where a dialect has no place for it. `own`: all parameters in
     the words of the dialect. `known`: whether the base is; UsageError if it has to be."""
     bias = to.endings.get("up_bias")
@@ -128,7 +128,7 @@ def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
 
 
-def _without_factors(made: Sequence[Stored], own: Own, to: Dialect) -> list[Place]:
+def _without_factors(made: Sequence[Parameter], own: Own, to: Dialect) -> list[Place]:
     """Return the layers whose bias alone changes: without factors it has no place in a file of diffusers."""
     ending, found = to.endings.get("up_bias"), []
     factored = {m.place.module for m in made if m.rank}
@@ -141,7 +141,7 @@ def _without_factors(made: Sequence[Stored], own: Own, to: Dialect) -> list[Plac
     return found
 
 
-def _without_dora(made: Sequence[Stored], to: Dialect, *, known: bool) -> list[Place]:
+def _without_dora(made: Sequence[Parameter], to: Dialect, *, known: bool) -> list[Place]:
     """Return the layers with factors and without magnitudes, where others have them."""
     ending = to.endings.get("magnitude", "")
     if not any(ending in m.endings for m in made):
@@ -153,7 +153,7 @@ def _without_dora(made: Sequence[Stored], to: Dialect, *, known: bool) -> list[P
 
 
 def _of_experts(
-    made: Sequence[Stored], there: Iterable[Place], to: Dialect
+    made: Sequence[Parameter], there: Iterable[Place], to: Dialect
 ) -> tuple[int, frozenset[str], list[Place]]:  # fmt: skip
     """Return the rank of all experts, those of a lower one, and those of the same stacks that have no factors."""
     own = {m.place.module: m.rank for m in made if to.folder and is_pair(m, to) and EXPERT.search(m.place.module)}
@@ -170,7 +170,7 @@ def _of_experts(
     return rank, frozenset(name for name, own_rank in own.items() if own_rank < rank), zeros
 
 
-def is_pair(one: Stored, to: Dialect) -> bool:
+def is_pair(one: Parameter, to: Dialect) -> bool:
     """Return whether a module is stored as the factors of LoRA."""
     return one.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= one.endings
 

@@ -13,7 +13,7 @@ from ..conversion.made import Made
 from ..dialects import Dialect
 from ..outcome.layer import Kept, Layer
 from ..written import Entry
-from .demands import Demands, is_pair, stored
+from .demands import Demands, is_pair, parameter_of
 
 
 def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
@@ -21,8 +21,8 @@ def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[
     the same stack has factors. `keep`: lets the bytes of an added one wait."""
     if not asked.rank:
         return list(made)
-    some = next(m for m in made if m.layer.rank == asked.rank and is_pair(stored(m), to))
-    fill = (m.place.module in asked.low and is_pair(stored(m), to) for m in made)
+    some = next(m for m in made if m.layer.rank == asked.rank and is_pair(parameter_of(m), to))
+    fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in made)
     found = [keep(_filled(m, to, asked.rank)) if low else m for m, low in zip(made, fill, strict=True)]
     dtype = TORCH_DTYPES[some.tensors[to.endings["up"]].dtype]
     for place in asked.zeros:
