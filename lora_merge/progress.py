@@ -1,4 +1,8 @@
-"""The steps of a run: the functions that do the work report them, and whoever shows progress adds them up."""
+"""The steps of a run: the functions that do the work report them, and whoever shows progress adds them up.
+
+Progress is shown by observers: a bar, a function of the caller, another process. They neither fail nor slow a run:
+`Observer` calls them in a thread of its own, and `Guard` takes their errors.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from .options import unlike
 from .text import html_table
@@ -23,6 +28,45 @@ APART: Final = 0.1
 
 SECOND_HAND: Final = 0.5
 """Seconds between two redraws of a bar of tqdm that no step moves: the elapsed time in it goes on."""
+
+GRACE: Final = 0.1
+"""Seconds that a run waits for an observer in all, before `SHARE` counts: quick observers get each step by itself."""
+
+SHARE: Final = 0.02
+"""Share of its time that a run waits for an observer at most."""
+
+PATIENCE: Final = 1.0
+"""Seconds that a run which has ended waits until its observer has taken the last steps."""
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Calls functions that only show progress. The first that fails is logged, and nothing is called from then on."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __call__(self, act: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what a function returns; None if it fails, or if one has failed before."""
+        if self.failed:
+            return None
+        try:
+            return act(*arguments)
+        except Exception as e:  # noqa: BLE001  # whatever it is, the run goes on
+            self.failed = True
+            self._warn(e)
+        return None
+
+    def _warn(self, e: Exception) -> None:
+        import logging
+        from traceback import extract_tb
+
+        place = extract_tb(e.__traceback__)[-1]
+        logging.getLogger("lora_merge").warning(
+            "progress cannot be shown any more, and the run goes on: %s: %s (%s, line %s)",
+            type(e).__name__, e, place.filename, place.lineno,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -40,7 +84,7 @@ def beating(draw: Callable[[], object], apart: float) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join()
+        thread.join(PATIENCE)  # a terminal that is stopped holds it for as long as it likes
 
 
 class Step(NamedTuple):
@@ -72,7 +116,7 @@ class Step(NamedTuple):
 
 
 Progress: TypeAlias = Callable[[Step], object]
-"""A function that is called with each step, from the thread that does it."""
+"""A function that is called with each step, from the thread that does it; those of callers by an `Observer`."""
 
 
 def unwatched(_: Step) -> None:
@@ -96,28 +140,130 @@ Counting: TypeAlias = Callable[[Stage, int], Callable[[int], object]]
 """Begins a stage of so many bytes, and returns a function that reports how many of them were just done."""
 
 
+_Steps: TypeAlias = dict[tuple[str, str], Step]
+"""Stage and output → the steps that wait, added up."""
+
+
+def _add(waiting: _Steps, step: Step) -> None:
+    """Add a step to those that wait."""
+    key = step.stage, step.output
+    before = waiting.get(key)
+    waiting[key] = step if before is None else step._replace(done=before.done + step.done)
+
+
 class Gathered:
-    """Adds up steps of one stage and passes them on ten times a second: a step costs a message to another process."""
+    """Adds up steps of one stage and passes them on ten times a second: a step costs a message to another process.
+
+    Threads may report at the same time; the steps are passed on one at a time.
+    """
 
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress, self._clock = progress, clock
-        self._waiting: dict[tuple[str, str], Step] = {}
+        self._lock = threading.RLock()
+        self._waiting: _Steps = {}
         self._passed_on = -APART
 
     def __call__(self, step: Step) -> None:
         """Take a step; a stage that begins is passed on at once."""
-        key = step.stage, step.output
-        before = self._waiting.get(key)
-        self._waiting[key] = step if before is None else step._replace(done=before.done + step.done)
-        if not step.done or self._clock() - self._passed_on >= APART:
-            self.flush()
+        with self._lock:
+            _add(self._waiting, step)
+            if not step.done or self._clock() - self._passed_on >= APART:
+                self.flush()
 
     def flush(self) -> None:
         """Pass on what has been added up."""
-        self._passed_on = self._clock()
-        for step in self._waiting.values():
-            self._progress(step)
-        self._waiting.clear()
+        with self._lock:
+            self._passed_on = self._clock()
+            while self._waiting:
+                self._progress(self._waiting.pop(next(iter(self._waiting))))
+
+
+class Observer:
+    """Passes steps on to a function in a thread of its own, one at a time.
+
+    A run waits for the function as long as that takes little of the run's time (`GRACE`, `SHARE`). So a quick function
+    gets every step before the work goes on. The steps that a slow one has not taken are added up, and those that it
+    has not taken `PATIENCE` seconds after the run are lost. If it raises something else than an Exception, such as
+    KeyboardInterrupt, the run ends with that at this step or the next.
+    """
+
+    def __init__(self, show: Progress, guard: Guard) -> None:
+        self._show, self._guard = show, guard
+        self._change = threading.Condition()
+        self._waiting: _Steps = {}
+        self._busy = self._ended = False
+        self._raised: BaseException | None = None
+        self._began, self._waited = time.monotonic(), 0.0
+        self._thread: threading.Thread | None = None
+        self._context = copy_context()  # the caller's, which notebooks need
+
+    def __call__(self, step: Step) -> None:
+        """Take a step."""
+        with self._change:
+            if not (self._guard.failed or self._ended):
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._context.run, args=(self._work,), daemon=True, name="observer"
+                    )
+                    self._guard(self._thread.start)
+                _add(self._waiting, step)
+                self._change.notify_all()
+                self._wait(GRACE + SHARE * (time.monotonic() - self._began) - self._waited)
+            self._end_run()
+
+    def finish(self) -> None:
+        """Wait for the last steps to be taken, as the run has ended."""
+        with self._change:
+            self._wait(PATIENCE)
+            self._end_run()
+
+    def close(self) -> None:
+        """Pass nothing on from now on."""
+        with self._change:
+            self._ended = True
+            self._waiting.clear()
+            self._change.notify_all()
+
+    def _wait(self, seconds: float) -> None:
+        start = time.monotonic()
+        self._change.wait_for(lambda: self._guard.failed or not (self._waiting or self._busy), max(0.0, seconds))
+        self._waited += time.monotonic() - start
+
+    def _end_run(self) -> None:
+        """Raise what the function has raised to end the run."""
+        if self._raised is not None:
+            raised, self._raised = self._raised, None
+            raise raised
+
+    def _work(self) -> None:
+        """Pass steps on until the run has ended."""
+        while not self._guard.failed:
+            with self._change:
+                self._busy = False
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                step = self._waiting.pop(next(iter(self._waiting)))
+                self._busy = True
+            try:
+                self._guard(self._show, step)
+            except BaseException as e:  # noqa: BLE001  # raised again in the thread of the run
+                with self._change:
+                    self._raised = e
+        with self._change:
+            self._change.notify_all()
+
+
+@contextmanager
+def observed(show: Progress, guard: Guard | None = None) -> Iterator[Observer]:
+    """Give the block a function that takes its steps for an observer, which neither fails nor slows the block."""
+    observer = Observer(show, guard or Guard())
+    try:
+        yield observer
+        observer.finish()
+    finally:
+        observer.close()
 
 
 class Bar:
@@ -138,6 +284,10 @@ class Bar:
         self._bar.update(step.done)
 
 
+ENDED: Final[Any] = Step("ended", done=1)  # type: ignore[arg-type]  # no stage of a run
+"""The step by which a bar of jobs counts a run that has ended."""
+
+
 class JobBar:
     """A bar of tqdm for many runs: how many of them have ended, and what the last step was about."""
 
@@ -146,29 +296,39 @@ class JobBar:
 
     def __call__(self, step: Step) -> None:
         """Take a step."""
-        self._bar.set_description(f"{step.stage} {Path(step.output).name}")
-
-    def end(self) -> None:
-        """Count a run that has ended."""
-        self._bar.update()
+        if step.stage == ENDED.stage:
+            self._bar.update(step.done)
+        else:
+            self._bar.set_description(f"{step.stage} {Path(step.output).name}")
 
 
 @contextmanager
 def watched(progress: bool | Progress, *, jobs: int = 0) -> Iterator[Progress]:  # noqa: FBT001  # the public keyword
-    """Give the block the function that a run calls with each step: the caller's own, a bar for True, one that does
-    nothing for False.
+    """Give the block the function that a run calls with each step: for an observer, which is the caller's function or,
+    for True, a bar; one that does nothing for False.
 
     `jobs`: how many runs there are, whose bar counts them. Raises UsageError for other values.
     """
     if callable(progress):
-        yield progress
+        with observed(progress) as observer:
+            yield observer
     elif progress is True:
-        from tqdm.auto import tqdm  # a widget in notebooks
-
-        made = tqdm(total=jobs, unit="job") if jobs else tqdm(unit="B", unit_scale=True, unit_divisor=1024)
-        with made as bar, beating(bar.refresh, SECOND_HAND):
-            yield JobBar(bar) if jobs else Bar(bar)
+        guard = Guard()
+        bar = guard(_bar, jobs)
+        try:
+            show = JobBar(bar) if jobs else Bar(bar)
+            with beating(lambda: guard(bar.refresh), SECOND_HAND), observed(show, guard) as observer:
+                yield observer
+        finally:
+            guard(lambda: bar.close())
     elif progress is False or progress is None:
         yield unwatched
     else:
         raise unlike(progress, "progress", "True, False, or a function of a lora_merge.Step")
+
+
+def _bar(jobs: int) -> Any:
+    """Return a bar for so many runs, or for the bytes of one."""
+    from tqdm.auto import tqdm  # a widget in notebooks
+
+    return tqdm(total=jobs, unit="job") if jobs else tqdm(unit="B", unit_scale=True, unit_divisor=1024)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.cache import CheckpointCache
-from ..progress import Gathered, Progress, Step
+from ..progress import Gathered, Guard, Progress, Step, observed
 from .groups import JobGroup, carry_out
 from .jobs_file import BatchJob
 from .report import JobReport, failed
@@ -192,9 +192,13 @@ def granted(device: str) -> str:
 def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
     """Make a group on a node. Inputs that the plan found but this node does not see are on no shared disk."""
     found: list[JobReport] = []
-    for report in _here(group, Gathered(inbox.put.remote)):
-        inbox.put.remote(report)
-        found.append(report)
+    guard = Guard()  # what the inbox does not get comes with the task
+    with observed(inbox.put.remote, guard) as observer:
+        steps = Gathered(observer)
+        for report in _here(group, steps):
+            steps.flush()
+            guard(inbox.put.remote, report)
+            found.append(report)
     return found
 
 

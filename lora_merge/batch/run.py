@@ -18,7 +18,7 @@ from ..keywords import Jobs
 from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
-from ..progress import JobBar, Progress, unwatched, watched
+from ..progress import ENDED, Progress, unwatched, watched
 from .chains import with_endings
 from .executors import Executor, Workers
 from .executors import executor as find
@@ -213,14 +213,14 @@ def run_batch(  # noqa: PLR0913  # the options of the command
             with closing(run) as reports:
                 for report in reports:
                     ended.append(report)
-                    _tell(report, watcher, on_report)
+                    if progress is True:
+                        watcher(ENDED)
+                    _tell(report, on_report)
     return ended
 
 
-def _tell(report: JobReport, watcher: Progress, on_report: Callable[[JobReport], object] | None) -> None:
+def _tell(report: JobReport, on_report: Callable[[JobReport], object] | None) -> None:
     """Tell the caller that a job has ended."""
-    if isinstance(watcher, JobBar):
-        watcher.end()
     try:
         deliver_pending()  # an interrupt that came while the output got its name
     finally:

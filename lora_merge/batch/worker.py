@@ -9,17 +9,23 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..process import collect_rarely, deliver_pending, on_stop, signals_first
-from ..progress import Gathered
+from ..progress import Gathered, observed
 
 if TYPE_CHECKING:
     from .groups import JobGroup
     from .jobs_file import BatchJob
+
+
+_sending = threading.Lock()
+"""Held while a message is sent: steps come from another thread than reports."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,13 @@ def _work() -> None:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
-        steps = Gathered(lambda step: _send(reports, step))
         failed = False
-        for report in carry_out(spread(task), opened, steps):
-            steps.flush()
-            _send(reports, report)
-            failed = failed or isinstance(report.error, DeviceFailed)
+        with observed(partial(_send, reports)) as observer:
+            steps = Gathered(observer)
+            for report in carry_out(spread(task), opened, steps):
+                steps.flush()
+                _send(reports, report)
+                failed = failed or isinstance(report.error, DeviceFailed)
         if failed:  # this process cannot use the device again
             raise SystemExit(1)
         _send(reports, None)
@@ -87,8 +94,9 @@ def _on_gpu(entry: BatchJob, number: int) -> BatchJob:
 def _send(reports: BinaryIO, message: Any) -> None:
     """Send a message to the parent. Where it is gone, end this process, which removes what it has begun."""
     try:
-        pickle.dump(message, reports)
-        reports.flush()
+        with _sending:
+            pickle.dump(message, reports)
+            reports.flush()
     except BrokenPipeError:
         with Path(os.devnull).open("wb") as nowhere:  # what was not sent goes there on closing
             os.dup2(nowhere.fileno(), reports.fileno())

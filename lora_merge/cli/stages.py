@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from ..progress import Stage, Step, beating
+from ..progress import Guard, Progress, Stage, Step, beating, observed
 from ..text import done_of, one_line, plural, rate
 from .look import columns, has, prepare, reflows
 from .streams import commanding
@@ -120,7 +120,7 @@ class Jobs:
 
 @dataclass
 class Display:
-    """Lines at the bottom of a terminal. It is called with every step, from any thread."""
+    """Lines at the bottom of a terminal. It is called with every step, from any thread, and fails for nobody."""
 
     stream: Any
     jobs: Jobs | None = None  # None: a single run
@@ -133,6 +133,8 @@ class Display:
         """Begin to take the time."""
         self.width = self.columns or partial(columns, self.stream)
         self.lock = threading.RLock()
+        self.guard = Guard()
+        self.observer: Progress = self.take
         self.outputs: dict[str, Output] = {}  # under way
         self.ended = 0  # jobs
         self.done = 0  # of the effort: that of outputs that are complete, or will not be
@@ -145,7 +147,11 @@ class Display:
         self.bytes = 0
 
     def __call__(self, step: Step) -> None:
-        """Take a step."""
+        """Take a step, by way of the observer that has these lines."""
+        self.observer(step)
+
+    def take(self, step: Step) -> None:
+        """Count a step."""
         with self.lock:
             now = self.clock()
             output = self.outputs.setdefault(step.output, Output(step.output, now))
@@ -162,6 +168,9 @@ class Display:
 
     def end(self, output: str) -> None:
         """Count a job of a batch that has ended."""
+        self.guard(self._end, output)
+
+    def _end(self, output: str) -> None:
         with self.lock:
             self.outputs.pop(output, None)
             self.ended, self.done = self.ended + 1, self.done + self._planned(output)[1]
@@ -275,6 +284,9 @@ class Display:
 
     def draw(self) -> None:
         """Draw the lines, unless they were drawn just now."""
+        self.guard(self._draw)
+
+    def _draw(self) -> None:
         with self.lock:
             now = self.clock()
             if now - self.last < BEAT / 2:
@@ -286,6 +298,9 @@ class Display:
 
     def erase(self) -> None:
         """Remove the lines."""
+        self.guard(self._erase)
+
+    def _erase(self) -> None:
         with self.lock:
             self._put(self._up(self.width()))
             self.drawn = ()
@@ -334,7 +349,7 @@ def watching(
     display.doing = doing or display.doing
     display.draw()
     try:
-        with beating(display.draw, BEAT):
+        with beating(display.draw, BEAT), observed(display.take, display.guard) as display.observer:
             yield display
     finally:
         display.erase()
