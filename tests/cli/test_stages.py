@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from lora_merge import progress
 from lora_merge.cli import stages
 from lora_merge.cli.look import CUT, REFLOWING
 from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
 from lora_merge.errors import UsageError
-from lora_merge.progress import APART, Gathered, Stage, Step
+from lora_merge.progress import APART, Gathered, Progress, Stage, Step, watched
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 
@@ -277,6 +285,114 @@ def test_steps_for_another_process_are_added_up() -> None:
     assert sum(s.done for s in told) == 300
     assert len(told) <= 8
     assert told[0].stage == "load"
+
+
+def test_steps_of_several_threads_are_passed_on_one_at_a_time() -> None:
+    """Each step has an output of its own, so that threads add to what another one passes on."""
+    inside, told, before = 0, list[Step](), sys.getswitchinterval()
+
+    def observer(step: Step) -> None:
+        nonlocal inside
+        inside += 1
+        assert inside == 1
+        told.append(step)
+        inside -= 1
+
+    steps = Gathered(observer, clock := Clock())
+
+    def report(thread: int) -> None:
+        for n in range(1000):
+            clock.now += APART / 2
+            steps(Step("merge", f"{thread} {n}", 1, 1))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(report, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    steps.flush()
+    assert len(told) == len(set(told)) == 4000
+
+
+def passed_to(show: Progress, steps: int = 50) -> float:
+    """The seconds that so many steps take whose observer is this function."""
+    start = time.monotonic()
+    with watched(show) as watcher:
+        for _ in range(steps):
+            watcher(Step("merge", "o", 1, steps))
+    return time.monotonic() - start
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The messages of the program's log."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lora_merge").addHandler(handler)
+    yield messages
+    logging.getLogger("lora_merge").removeHandler(handler)
+
+
+def test_an_observer_that_fails_is_named_once_and_called_no_more(logged: list[str]) -> None:
+    calls: list[Step] = []
+
+    def observer(step: Step) -> None:
+        calls.append(step)
+        raise ValueError("broken")
+
+    passed_to(observer)
+    assert len(calls) == 1
+    (message,) = logged
+    assert "the run goes on: ValueError: broken" in message and __file__ in message
+
+
+@pytest.mark.parametrize("seconds", [0.1, 60], ids=["slow", "stuck"])
+def test_an_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.5)
+    told, end = list[Step](), threading.Event()
+
+    def observer(step: Step) -> None:
+        told.append(step)
+        end.wait(seconds)
+
+    assert passed_to(observer) < 2
+    end.set()
+    assert sum(step.done for step in told) == (50 if seconds < 1 else 1), "what waits is added up"
+
+
+def test_a_quick_observer_gets_each_step_before_the_work_goes_on() -> None:
+    told, context = list[Step](), ContextVar[str]("context")
+    context.set("the caller's")
+    with watched(lambda step: told.append(step._replace(output=context.get()))) as watcher:
+        for n in range(1, 10):
+            watcher(Step("merge", "o", n, 45))
+            assert [(step.output, step.done) for step in told[-1:]] == [("the caller's", n)]
+
+
+def test_an_interrupt_that_an_observer_raises_ends_the_run() -> None:
+    def observer(_: Step) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), watched(observer) as watcher:
+        watcher(Step("load", "o"))
+        pytest.fail("the run has gone on")
+
+
+def test_lines_that_cannot_be_drawn_fail_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "style.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("take", "lines", "_up")):
+        with monkeypatch.context() as broken:
+            broken.setattr(Display, name, lambda *_: 1 / 0)
+            words = ["base.safetensors", "style.safetensors", "-o", f"{number}.safetensors"]
+            assert played_here(words, monkeypatch).code == 0
+        assert Path(words[-1]).exists()
+    assert ["ZeroDivisionError" in message for message in logged] == [True] * 3
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (75, "1:15"), (3725, "1:02:05")])
