@@ -165,35 +165,38 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     assert not strays(models)
 
 
-BUSY = """
-    import sys
+SLOW = """
+    import time
     from lora_merge.batch import worker
+    from lora_merge.progress import Step
 
-    sys.setswitchinterval(1e-6)
+    def send(reports, message, real=worker._send):
+        time.sleep(0.001 * isinstance(message, Step))
+        real(reports, message)
+
+    worker._send = send
     worker.main()
 """
-"""A worker whose threads take turns as often as they can."""
+"""A worker that takes a while to send a step, in which its threads report others."""
 
 
-def repeated(models: Path, runs: int) -> Iterator[lora_merge.Reports]:
-    """The reports of many runs of 24 small jobs on two workers, whose progress a function takes that fails at once."""
+def repeated(models: Path, runs: int, count: int = 24) -> Iterator[lora_merge.Reports]:
+    """The reports of many runs of small jobs on two workers, with an observer that fails at once."""
 
     def observer(_: Step) -> None:
         raise RuntimeError("the bar is broken")
 
-    save({"a.weight": rand(8, 8)}, models / "base.safetensors")
-    save({"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8)}, models / "ink.safetensors")
     for _ in range(runs):
-        yield lora_merge.run_batch(jobs(models, 24), workers=2, redo=True, progress=observer)
+        yield lora_merge.run_batch(jobs(models, count), workers=2, redo=True, progress=observer)
 
 
 def test_progress_fails_no_job_of_many_small_ones_on_workers(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
-    numbers = iter(range(20))
-    monkeypatch.setattr(executors, "_start", lambda: Forked(nursery, models / f"worker{next(numbers)}", BUSY))
-    for reports in repeated(models, 10):
-        assert Counter(r.status for r in reports) == {"merged": 24}, [str(r.error) for r in reports if r.error]
+    numbers = iter(range(2))
+    monkeypatch.setattr(executors, "_start", lambda: Forked(nursery, models / f"worker{next(numbers)}", SLOW))
+    for reports in repeated(models, 1, 8):
+        assert Counter(r.status for r in reports) == {"merged": 8}, [str(r.error) for r in reports if r.error]
 
 
 @pytest.mark.slow
