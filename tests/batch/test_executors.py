@@ -165,21 +165,6 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     assert not strays(models)
 
 
-SLOW = """
-    import time
-    from lora_merge.batch import worker
-    from lora_merge.progress import Step
-
-    def send(reports, message, real=worker._send):
-        time.sleep(0.001 * isinstance(message, Step))
-        real(reports, message)
-
-    worker._send = send
-    worker.main()
-"""
-"""A worker that takes a while to send a step, in which its threads report others."""
-
-
 def repeated(models: Path, runs: int, count: int = 24) -> Iterator[lora_merge.Reports]:
     """The reports of many runs of small jobs on two workers, with an observer that fails at once."""
 
@@ -194,7 +179,7 @@ def test_progress_fails_no_job_of_many_small_ones_on_workers(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
     numbers = iter(range(2))
-    monkeypatch.setattr(executors, "_start", lambda: Forked(nursery, models / f"worker{next(numbers)}", SLOW))
+    monkeypatch.setattr(executors, "_start", lambda: Forked(nursery, models / f"worker{next(numbers)}"))
     for reports in repeated(models, 1, 8):
         assert Counter(r.status for r in reports) == {"merged": 8}, [str(r.error) for r in reports if r.error]
 
