@@ -24,7 +24,8 @@ from ..job import Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, number, shown
-from ..paths import exists, expand, home, no_address
+from ..paths import exists, expand, home, no_address, of_index
+from ..planning.plan import protected
 from ..proof.unmerge import opposite
 from ..spellings import in_jobs_file
 from .commands import MERGE, UNMERGE, Request
@@ -62,6 +63,11 @@ class BatchJob:
     def inputs(self) -> tuple[Path, ...]:
         """The base and the adapters."""
         return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """All paths that are read: the inputs, the configurations of adapters, the name table."""
+        return (*map(of_index, self.inputs), *protected(self.job))
 
 
 def load(

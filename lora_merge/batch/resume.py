@@ -83,6 +83,14 @@ def made(job: AdapterJob, hashes: Hashes) -> bool:
     return not other
 
 
+def is_ours(output: Path) -> bool:
+    """Return whether the file or folder that is there has a recipe of this program."""
+    try:
+        return KEY in open_checkpoint(output).metadata
+    except MergeError:
+        return False
+
+
 def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     """Return what is wrong with an adapter that is there; empty if nothing is."""
     from ..adapters_out.written import recipe

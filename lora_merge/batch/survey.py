@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ..disk.destination import check_output, files_under
-from ..disk.volumes import CLONES, file_system, ignores_case, share_blocks
+from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import require_space
 from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
+from ..files.checkpoint import CONFIGS, configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
-from ..paths import ENDINGS
+from ..paths import ENDINGS, is_folder, of_index
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
@@ -27,7 +29,7 @@ from ..spellings import in_jobs_file
 from ..text import Lines, plural
 from .commands import EFFORT, Request
 from .jobs_file import BatchJob
-from .resume import Hashes, done, made
+from .resume import Hashes, done, is_ours, made
 
 SHOWN: Final = 20  # clashes that are listed one by one
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
@@ -65,7 +67,9 @@ def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
-    return tuple(surveyor.planned[e.number] for e in entries)
+    planned = tuple(surveyor.planned[e.number] for e in entries)
+    _Sources(planned, outputs).check()
+    return planned
 
 
 class _Outputs:
@@ -110,6 +114,91 @@ class _Outputs:
             if real in self._by_path:
                 return self._by_path[real]
         return None
+
+
+class _Sources:
+    """All that the jobs read: no output of another job replaces it, or gets into a model folder that is read."""
+
+    def __init__(self, planned: Sequence[PlannedJob], outputs: _Outputs) -> None:
+        self.outputs = outputs
+        self.writers = [s.entry for s in planned if s.runs]
+        self.readers: dict[Path, list[BatchJob]] = {}  # path → jobs that read it
+        for s in planned:
+            for path in s.entry.inputs if s.entry.job.map is None else (*s.entry.inputs, s.entry.job.map):
+                self.readers.setdefault(path, []).append(s.entry)
+        for path in [*self.readers]:
+            with suppress(MergeError, OSError):  # the failure of the jobs that read it
+                for other in (of_index(path), configuration(path)):
+                    if other is not None and other != path:
+                        self.readers.setdefault(other, []).extend(self.readers[path])
+
+    def check(self) -> None:
+        """Raise UsageError if jobs that run write where others read."""
+        replacing = [e for e in self.writers if os.path.lexists(e.job.output)]
+        clashes = [*(self._replaced(replacing) if replacing else ()), *self._entered()]
+        if clashes:
+            raise UsageError(f"{plural(len(clashes), 'output')} in the place of what other jobs read", _listed(clashes),
+                             "give each of these outputs a name that is free, outside the folders that are read"
+                             )  # fmt: skip
+
+    def _replaced(self, replacing: Sequence[BatchJob]) -> Iterator[str]:
+        """Yield a line for each output that would replace a file that another job reads, by any of its names."""
+        found: dict[object, list[tuple[Path, Path]]] = {}  # name of a file, or of a folder around it → file, its source
+        for path in self.readers:
+            with suppress(OSError):  # the failure of the jobs that read it
+                for file in _files(path):
+                    real = os.path.realpath(file)
+                    for name in (_id(file), (real.casefold(),), real, *map(str, Path(real).parents)):
+                        found.setdefault(name, []).append((file, path))
+        for e in replacing:
+            real = os.path.realpath(e.job.output)
+            hits = [*found.get(_id(e.job.output), ()), *found.get(real, ())]
+            hits += [one for one in found.get((real.casefold(),), ()) if same(one[0], e.job.output)]
+            for file, path in hits:
+                if (reader := self._reader(path, e)) is not None:
+                    yield f"{e.where} would replace {file}, which {reader.where} reads"
+                    break
+
+    def _reader(self, path: Path, writer: BatchJob) -> BatchJob | None:
+        """Return another job that reads a path, other than a base that the writer makes for it again."""
+        others = (e for e in self.readers[path] if e is not writer)
+        return next((e for e in others if not self._remade(e, path, writer)), None)
+
+    def _remade(self, reader: BatchJob, path: Path, writer: BatchJob) -> bool:
+        """Return whether the writer makes the base of a job: what is there now is of an earlier run."""
+        base = reader.request is None and path in (reader.job.base, of_index(reader.job.base))
+        return base and self.outputs.maker(reader.job.base) is writer and is_ours(writer.job.output)
+
+    def _entered(self) -> Iterator[str]:
+        """Yield a line for each output in a model folder that another job reads."""
+        models = {os.path.realpath(path): path for path in self.readers if is_folder(path) and _is_model(path)}
+        for e in self.writers if models else ():
+            for above in Path(os.path.realpath(e.job.output)).parents:
+                path = models.get(str(above))
+                if path is not None and (reader := self._reader(path, e)) is not None:
+                    yield f"{e.where} would write {e.job.output} into a folder that {reader.where} reads"
+                    break
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files at a path that may be read, those that are there: of a model also those of its components."""
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    return [file for level in ("*", "*/*")[: 1 + _is_model(path)] for file in path.glob(level) if file.is_file()]
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder is read as a whole; of an adapter a few files are."""
+    return not (folder / CONFIGS[0]).exists()
+
+
+def _id(path: Path) -> tuple[int, int] | None:
+    """Return what is equal for all names of a file; None where nothing is there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) -> Iterator[list[BatchJob]]:

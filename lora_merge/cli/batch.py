@@ -148,10 +148,9 @@ def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet
 def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """Return the paths that are read, and those that are made."""
     from ..paths import expand
-    from ..planning.plan import sources
 
-    asked = [s.entry.job for s in made.planned]
-    return {expand(jobs), *(p for j in asked for p in sources(j))}, {j.output for j in asked}
+    asked = [s.entry for s in made.planned]
+    return {expand(jobs), *(p for e in asked for p in e.sources)}, {e.job.output for e in asked}
 
 
 def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:

@@ -448,6 +448,62 @@ def test_an_adapter_is_never_replaced(models: Path, name: str) -> None:
     assert (models / name).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("reads", "writes"),
+    [
+        ({"adapters": ["oil.safetensors"]}, "oil.safetensors"),
+        ({"adapters": ["hard.safetensors"]}, "oil.safetensors"),
+        ({"adapters": ["link.safetensors"]}, "oil.safetensors"),
+        ({"adapters": ["oil.safetensors"]}, "link.safetensors"),
+        ({"base": "other.safetensors"}, "other.safetensors"),
+        ({"base": "missing.safetensors", "adapters": ["oil.safetensors"]}, "oil.safetensors"),
+        ({"command": "resize", "rank": 2, "adapters": ["oil.safetensors"]}, "oil.safetensors"),
+        ({"command": "extract", "rank": 2, "base": "other.safetensors", "adapters": ["base.safetensors"]},
+         "other.safetensors"),
+        ({"base": "model"}, "model/unet/diffusion_pytorch_model.safetensors"),
+        ({"base": "model"}, "blob.safetensors"),
+        ({"base": "model"}, "model/unet/new.safetensors"),
+        ({"command": "extract", "rank": 2, "base": "base.safetensors", "adapters": ["model"]}, "model/new.safetensors"),
+        ({"adapters": ["peft"]}, "peft/adapter_model.safetensors"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)  # fmt: skip
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_job_replaces_what_another_job_reads(
+    models: Path, reads: dict[str, Any], writes: str, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever name, whether the reader can run or not, and in either order; nothing runs then."""
+    shutil.copy(models / "base.safetensors", models / "other.safetensors")
+    os.link(models / "oil.safetensors", models / "hard.safetensors")
+    (models / "link.safetensors").symlink_to("oil.safetensors")
+    for folder, config in (("model/unet", "config.json"), ("peft", "adapter_config.json")):
+        (models / folder).mkdir(parents=True)
+        (models / folder / config).write_text("{}")
+    (models / "model" / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
+    save({"a.weight": rand(4, 4)}, models / "blob.safetensors")
+    (models / "model/unet/diffusion_pytorch_model.safetensors").symlink_to("../../blob.safetensors")
+    save({"a.lora_A.weight": rand(2, 4)}, models / "peft/adapter_model.safetensors")
+    monkeypatch.chdir(models)
+    reader = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": "x.safetensors", **reads}
+    writer = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": writes}
+    before = {file: file.read_bytes() for file in models.rglob("*") if file.is_file()}
+    with pytest.raises(UsageError, match="in the place of what other jobs read") as caught:
+        run([reader, writer][::order], overwrite=True)
+    where = [f"jobs[{n}]" for n in range(2)][::order]
+    assert all(name in str(caught.value.where) for name in where)
+    assert {file: file.read_bytes() for file in models.rglob("*") if file.is_file()} == before
+
+
+def test_a_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_run(models: Path) -> None:
+    jobs = [job(models, "first"), {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}]
+    assert fates(run(jobs)) == ["merged"] * 2
+    changed = [{**jobs[0], "adapters": [str(models / "ink.safetensors:0.25")]}, jobs[1]]
+    assert fates(run(changed, overwrite=True)) == ["merged"] * 2
+    shutil.copy(models / "base.safetensors", models / "out" / "first.safetensors")
+    with pytest.raises(UsageError, match="in the place of what other jobs read"):
+        run(changed, overwrite=True)
+
+
 def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = make_batch(grid(models, 1)).size
     monkeypatch.setattr(disk, "free_bytes", lambda _: int(2.5 * size))
