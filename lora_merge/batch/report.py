@@ -17,8 +17,8 @@ from ..text import Lines, Shown, html_table, json_text, plural
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
-"""`made`: an adapter was written. `skipped`: the output is there already, by the same recipe. `taken`: another process
-is at it."""
+"""`made`: an adapter was written. `skipped`: the output is there already, by the same recipe and with its header as
+it was written; the weights of a merge are not read again. `taken`: another process is at it."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,6 +1,8 @@
 """Finds out whether an output is there already, complete and by the same recipe.
 
-It compares the metadata of the weights, the sizes and SHA-256 of the inputs, and the bytes of all other files.
+It compares the metadata of the weights, the sizes and SHA-256 of the inputs, and the bytes of all other files. Headers
+must be as they were sealed, and the bytes of an adapter those of the SHA-256 in its header. The weights of checkpoints
+have no such hash and are not read here: `lora-merge verify` does that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ..models.strengths import on_base
 from ..planning.cache import CheckpointCache
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
+from ..proof.header_changes import changed_files
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
 """The same, and what a run tells of its result, in the recipe of an adapter."""
+
+DATA_HASH: Final = "sshs_model_hash"
+"""The entry of an adapter with the SHA-256 of all bytes behind its header."""
 
 VARIES: Final = frozenset({"name", "version", "format", STRENGTHS})
 """The entries that may differ between equal recipes: names of files, the version of this program, and what a recipe
@@ -96,11 +102,15 @@ def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     from ..adapters_out.written import recipe
 
     try:
-        stored = parsed(open_checkpoint(job.output).metadata.get(KEY, ""))
+        there = open_checkpoint(job.output)
+        stored = parsed(there.metadata.get(KEY, ""))
     except MergeError as e:
         return f"is not a complete adapter: {e.what}"
     if stored is None:
         return "is not one of ours"
+    for file, header in there.headers.items():
+        if header.metadata.get(DATA_HASH) not in (None, sha256(file, header.data_offset)):
+            return "is damaged: its bytes have another SHA-256 than its header says"
     inputs = [open_checkpoint(a.path) for a in job.adapters]
     for dropped, digest in ((OF_RUN | {"sha256"}, lambda _: ""), (OF_RUN, hashes.of)):
         wanted = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
@@ -121,6 +131,8 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
         return "has no recipe to compare" if job.no_metadata else "is not one of ours"
     if weights.keys() != wanted.weights:
         return "has other files of weights"
+    if broken := changed_files(there):
+        return f"was changed after it was made: the header of {listed(file.name for file in broken)}"
     stored = {name: parsed(there.headers[f].metadata.get(KEY, "")) for name, f in weights.items()}
     if not _same(job, stored, opened, hashes):
         return "was made by another recipe"

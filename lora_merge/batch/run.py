@@ -170,7 +170,8 @@ def run_batch(  # noqa: PLR0913  # the options of the command
 
     The call returns when all jobs have ended. It plans them all before the first one runs; jobs that share a base are
     made together. A job that fails does not raise: its report has the status "failed" and an `error`, and the others
-    go on. An output that is there already, by the same recipe, has the status "skipped".
+    go on. An output that is there already, by the same recipe and with its header as it was written, has the status
+    "skipped". An adapter's bytes are then compared with their hash; the weights of a merge are read by `verify` alone.
 
     Ctrl-C ends the call with KeyboardInterrupt: finished outputs stay, and of an unfinished one nothing is left. The
     next call skips what is finished. An exception from `on_report` ends the call in the same way.

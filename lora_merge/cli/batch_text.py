@@ -51,7 +51,7 @@ class Telling:
     def flush(self) -> None:
         """Say how many jobs were skipped since the last line."""
         if self._skipped and not self.quiet:
-            echo(f"{self._skipped} skipped: {SKIPPED}")
+            echo(f"{self._skipped} skipped: {SKIPPED}; their recipes and headers are right, verify reads the weights")
         self._skipped = 0
 
     def _line(self, one: JobReport) -> str:

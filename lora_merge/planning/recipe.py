@@ -147,10 +147,11 @@ def config_hash(path: Path) -> str:
     return sha256(file) if file else ""
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a regular file."""
+def sha256(path: Path, start: int = 0) -> str:
+    """Return the SHA-256 of a regular file, or of its bytes from a place on."""
     digest = hashlib.sha256()
     with open_regular(path) as f:
+        f.seek(start)
         while data := f.read(1 << 24):
             digest.update(data)
     return digest.hexdigest()

@@ -199,7 +199,7 @@ def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
     assert fates(run([job(models, "a.safetensors", strength_for={"unet": 0.5})])) == ["failed"]
 
 
-@pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated"])
+@pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated", "edited"])
 def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
     jobs, output = grid(models, 2), models / "out" / "1.safetensors"
     run(jobs)
@@ -212,6 +212,8 @@ def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change
         save({k: t + 1 for k, t in ink.items()}, models / "ink.safetensors")  # same size, other bytes
     elif change == "foreign":
         save({"w": torch.ones(3)}, output)
+    elif change == "edited":
+        output.write_bytes(output.read_bytes().replace(b"diffusion_model.input", b"diffusion_model.inpux", 1))
     else:
         output.write_bytes(output.read_bytes()[:-5])
     other = 1 if change == "content" else 0

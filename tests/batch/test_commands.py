@@ -118,6 +118,19 @@ def test_an_input_that_another_job_makes_is_refused(files: Path) -> None:
     assert "is the output of another job" in str(told["r.safetensors"].error)
 
 
+def test_an_adapter_with_one_other_bit_is_not_skipped(files: Path) -> None:
+    jobs, output = batch(files, {"command": "combine", "output": "c.safetensors"}), files / "c.safetensors"
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["made"]
+    content = bytearray(output.read_bytes())
+    content[-1] ^= 1
+    output.write_bytes(content)
+    (report,) = lora_merge.run_batch(jobs)
+    assert report.error is not None and "is damaged" in report.error.what
+    assert output.read_bytes() == content
+    assert [r.status for r in lora_merge.run_batch(jobs, overwrite=True)] == ["made"]
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["skipped"]
+
+
 def test_jobs_go_to_workers_as_plain_data_and_a_dry_run_writes_nothing(files: Path) -> None:
     jobs = batch(files, {"command": "combine", "output": "c.safetensors"})
     (entry,) = load_jobs(jobs)
