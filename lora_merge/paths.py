@@ -218,9 +218,34 @@ def home(path: str | Path) -> Path:
     return found
 
 
-def absolute(path: Path) -> Path:
-    """Return the absolute path; UsageError if the current folder was deleted."""
+_lost = False
+"""Whether this process has left its current folder, as that was deleted."""
+
+
+def leave_lost_folder() -> None:
+    """Go to the root if the current folder was deleted: MKL ends the process when it is loaded there.
+
+    Relative paths then remain errors.
+    """
+    global _lost
+    _lost = not current_folders()
+    if _lost:
+        os.chdir(os.path.sep)
+
+
+def current_folders() -> list[Path]:
+    """Return the current folder; nothing if it was deleted."""
     try:
-        return path.absolute()
-    except FileNotFoundError as e:
-        raise UsageError("the current folder was deleted", str(path), "change to an existing folder") from e
+        here = Path.cwd()
+    except FileNotFoundError:
+        return []
+    return [] if _lost and here == Path(here.anchor) else [here]
+
+
+def absolute(path: Path) -> Path:
+    """Return the absolute path; UsageError for a relative one if the current folder was deleted."""
+    if path.is_absolute():
+        return path
+    if not current_folders():
+        raise UsageError("the current folder was deleted", str(path), "change to an existing folder")
+    return path.absolute()

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter
+from ..paths import absolute, current_folders
 from ..planning.metadata import TITLE
 from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
@@ -91,7 +92,7 @@ def task_of(
         raise damaged(made, str(e)) from e
     except (UsageError, FitError) as e:
         raise damaged(made, f"{e.what} ({e.where})") from e
-    paths = find_all(inputs, [*folders, made.absolute().parent, Path.cwd()])
+    paths = find_all(inputs, [*folders, absolute(made).parent, *current_folders()])
     if links is not None:
         paths = [_as_named(path, one.name, links) for path, one in zip(paths, inputs, strict=True)]
     found = task(paths, **options)
@@ -104,7 +105,7 @@ def _as_named(path: Path, name: str, links: Path) -> Path:
         return path
     link = Path(tempfile.mkdtemp(dir=links)) / name
     try:
-        link.symlink_to(path.absolute(), target_is_directory=path.is_dir())
+        link.symlink_to(absolute(path), target_is_directory=path.is_dir())
     except OSError:
         return path
     return link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import sep
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,7 +105,8 @@ def make_adapter_job(
     rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
-    job = make_job(base if base is not None else "no base", adapters, **common)  # it would name an output as a merge's
+    nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
+    job = make_job(nothing[0] if base is None else base, adapters, nothing[1], **common)
     to = dialect(own["format"]) if isinstance(own["format"], str) else None
     if to is None:
         raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",

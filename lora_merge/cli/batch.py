@@ -20,7 +20,7 @@ from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
 from .parameters import HTML
 from .stages import Jobs, paused, watching
-from .text import echo, leave_lost_folder, put
+from .text import echo, put
 from .values import whole_number
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ def batch(
         _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
         return
     check_room()  # once, as it holds for every worker
-    leave_lost_folder()
     run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
     ended = _run(made, run, told, as_json=as_json, quiet=quiet, here=here)

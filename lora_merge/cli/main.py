@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import proof, tables, viewing
@@ -30,7 +30,7 @@ from .making import commands
 from .merge_look import Asked, carried_out, with_pictures
 from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
 from .stages import watching
-from .text import echo, leave_lost_folder, put
+from .text import echo, put
 from .values import named_adapters, named_base, named_parts, with_strengths
 
 if TYPE_CHECKING:
@@ -189,7 +189,6 @@ def demo(
     from ..paths import expand
 
     where = expand(folder)
-    leave_lost_folder()
     with watching(quiet=False, doing="loading torch"):
         from .demo import demo as run_demo
     run_demo(where, echo)
@@ -220,6 +219,7 @@ def _program() -> Any:
 def main() -> None:
     """Run the program; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
+    leave_lost_folder()
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other

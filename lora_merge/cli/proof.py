@@ -19,7 +19,7 @@ from .making.look import tell
 from .merge_look import Asked, carried_out, conclude, describe, show_proof, with_pictures
 from .parameters import HTML, QUIET, SILENT, read, with_options
 from .stages import PROOF, paused, watching
-from .text import carry_out, echo, leave_lost_folder, put, silent
+from .text import carry_out, echo, put, silent
 from .values import named_adapter, named_parts, with_strengths
 
 if TYPE_CHECKING:
@@ -208,7 +208,6 @@ def doctor(
     where = expand(folder)
     if not where.is_dir():
         raise UsageError("a folder is missing whose disk could be measured", str(where), "name a folder that is there")
-    leave_lost_folder()
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import spoken
@@ -88,20 +86,8 @@ def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
     return ", ".join(found)
 
 
-def leave_lost_folder() -> None:
-    """Go to the root if the current folder was deleted: MKL ends the process when it is loaded there.
-
-    Called when every path is absolute already, and torch not there yet.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        os.chdir(os.path.sep)
-
-
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     """Run a plan; `progress` is called with each of its steps."""
-    leave_lost_folder()
     with kept_objects():
         from ..engine.merge import run
     from ..progress import unwatched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
 from ..job import Adapter, Job, make_job
+from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import contents, differing, misleading
@@ -132,10 +133,7 @@ def refuse_to_unmerge(made: Path) -> NoReturn:
 
 
 def _around(output: Path, search: Sequence[Path]) -> list[Path]:
-    folders = [*search, output.absolute().parent]
-    with suppress(FileNotFoundError):  # the current folder may have been deleted
-        folders.append(Path.cwd())
-    return folders
+    return [*search, absolute(output).parent, *current_folders()]
 
 
 def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:

@@ -15,6 +15,7 @@ from ..errors import FitError, InputError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..methods import SUM
+from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
@@ -39,7 +40,7 @@ def plan_unmerge(
         method = recipe.options.get("method", SUM)
         if method != SUM:
             raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
-        folders = [*search, made.absolute().parent, Path.cwd()]
+        folders = [*search, absolute(made).parent, *current_folders()]
         paths = find_all([a for a, _, _ in recipe.adapters], folders)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
         kept = {n: recipe.options[n] for n in ("setting", "unmatched") if n in recipe.options}

@@ -18,7 +18,7 @@ from ..habits.words import checked_output, completed
 from ..helping import examples
 from ..parameters import Command, dialects, read, with_options
 from ..stages import watching
-from ..text import leave_lost_folder, put
+from ..text import put
 from ..values import named_adapter, named_adapters, named_parts, with_strengths
 from .look import tell
 from .options import OWN
@@ -220,7 +220,6 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
         for file in (told, pictures):
             if file is not None:
                 file.protect([a.path for a in task.job.adapters], [task.job.output])
-        leave_lost_folder()
         if told is not None:
             told.begin()
         done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
