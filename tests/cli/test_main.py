@@ -153,19 +153,41 @@ def test_names_that_begin_as_home_folders_do(
     _refused(run(model, "~style.safetensors"), 2, tmp_path, "no such user")
 
 
-@pytest.mark.usefixtures("model", "style")
-@pytest.mark.parametrize("command", ["batch", "doctor"])
-def test_a_current_folder_that_is_gone_is_left(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    """Torch's libraries end a process that loads them there."""
-    (tmp_path / "j.yaml").write_text(
-        "version: 1\njobs: [{base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}]\n"
-    )
-    (tmp_path / "lost").mkdir()
-    monkeypatch.chdir(tmp_path / "lost")
+@pytest.fixture
+def lost(tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with models, a merge of them and a jobs file, and a current folder that is gone."""
+    monkeypatch.chdir(tmp_path)
+    lora_merge.merge(model, style, "merged")
+    Path("j.yaml").write_text(f"[{{base: {model.name}, adapters: [{style.name}], output: o.safetensors}}]")
+    Path("lost").mkdir()
+    monkeypatch.chdir("lost")
     (tmp_path / "lost").rmdir()
-    code, _, err = run(command, tmp_path / {"batch": "j.yaml", "doctor": ""}[command])
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [
+    "base.safetensors style.safetensors -o {}/o.safetensors", "combine {}/style.safetensors", "doctor", "demo",
+    "resize style.safetensors --rank 2 -o {}/o.safetensors", "inspect style.safetensors", "batch j.yaml",
+    "convert style.safetensors --to comfy -o {}/o.safetensors", "average style.safetensors -o {}/o.safetensors",
+    "extract {}/base.safetensors merged.safetensors", "compare merged.safetensors {}/base.safetensors",
+    "verify merged.safetensors", "replay {}/merged.safetensors -o o.safetensors", "unmerge merged.safetensors -o {}/o",
+    "{}/base.safetensors {}/style.safetensors --report r.json -o {}/o.safetensors", "batch --init",
+])  # fmt: skip
+def test_a_relative_path_in_a_current_folder_that_is_gone_is_one_error(run: Run, lost: Path, words: str) -> None:
+    code, _, err = run(*words.format(*[lost] * 3).split())
+    assert code == 2
+    assert err.startswith("error: the current folder was deleted\n") and err.count("\n") == 3, err
+    assert not (lost / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("words", [
+    "batch {}/j.yaml", "doctor {}", "unmerge {}/merged.safetensors -o {}/o.safetensors",
+    "replay {}/merged.safetensors -o {}/o.safetensors", "compare {}/merged.safetensors {}/base.safetensors",
+    "combine {}/style.safetensors {}/style.safetensors -o {}/o.safetensors",
+])  # fmt: skip
+def test_a_current_folder_that_is_gone_is_left(run: Run, lost: Path, words: str) -> None:
+    """Torch's libraries end a process that loads them there."""
+    code, _, err = run(*words.format(*[lost] * 3).split())
     assert code == 0, err
     assert Path.cwd() == Path("/")
 
