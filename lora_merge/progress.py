@@ -314,7 +314,7 @@ def watched(progress: bool | Progress, *, jobs: int = 0) -> Iterator[Progress]: 
             yield observer
     elif progress is True:
         guard = Guard()
-        bar = guard(_bar, jobs)
+        bar: Any = guard(_bar, jobs)  # None if it cannot be made; then the guard calls nothing
         try:
             show = JobBar(bar) if jobs else Bar(bar)
             with beating(lambda: guard(bar.refresh), SECOND_HAND), observed(show, guard) as observer:
