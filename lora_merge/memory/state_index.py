@@ -20,6 +20,7 @@ from ..files.pickles import raw_bytes
 from ..models.names import Names
 from ..models.tied_weights import tied
 from ..options import unlike
+from .spans import shared
 
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """The configuration of a model whose head shares the tensor of its embeddings."""
@@ -70,14 +71,10 @@ def codes(tensor: Tensor) -> bool:
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return pairs of names of which both are the same tensor."""
-    first: dict[tuple[Any, ...], str] = {}
-    found = []
-    for name, value in tensors.items():
-        at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        if value.numel() and first.setdefault(at, name) != name:
-            found.append((first[at], name))
-    return found
+    """Return pairs of names, in their order, whose tensors share memory."""
+    order = {name: number for number, name in enumerate(tensors)}
+    return sorted((pair for pair in shared(tensors, tensors) if order[pair[0]] < order[pair[1]]),
+                  key=lambda pair: (order[pair[0]], order[pair[1]]))  # fmt: skip
 
 
 def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
