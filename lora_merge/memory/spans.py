@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ ADDRESSED: Final = ("cpu", "cuda", "xpu")
 """Kinds of devices whose pointers are addresses; on others (Metal) a pointer is a handle of its storage."""
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """The bytes from the first to the last that a tensor touches."""
 
     space: tuple[str, int]  # device, and the storage where pointers are no addresses
@@ -20,6 +23,16 @@ class Span(NamedTuple):
     high: int
     name: str
     tensor: Tensor
+
+    @cached_property
+    def runs(self) -> tuple[Tensor, int]:
+        """Addresses of the runs of bytes that the tensor touches, sorted; and the bytes of each run."""
+        size = length = self.tensor.element_size()
+        axes = [(step * size, n) for step, n in _axes(self.tensor)]
+        while axes and axes[0][0] <= length:
+            step, n = axes.pop(0)
+            length += (n - 1) * step
+        return _starts(self.low, axes), length
 
 
 def shared(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -29,11 +42,11 @@ def shared(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Itera
     """
     rows = [(side, span) for side, table in enumerate((tensors, others)) for span in _spans(table)]
     live: tuple[list[Span], list[Span]] = [], []
-    for side, span in sorted(rows, key=lambda row: row[1][:2]):
+    for side, span in sorted(rows, key=lambda row: (row[1].space, row[1].low)):
         for spans in live:
             spans[:] = [s for s in spans if s.high > span.low and s.space == span.space]
         for other in live[1 - side]:
-            if _touch(other.tensor, span.tensor):
+            if other.tensor is span.tensor or _touch(other, span):
                 yield (other.name, span.name) if side else (span.name, other.name)
         live[side].append(span)
 
@@ -63,21 +76,11 @@ def _spans(tensors: Mapping[str, Tensor]) -> Iterator[Span]:
             yield Span((str(tensor.device), handle), low, low + numbers * tensor.element_size(), name, tensor)
 
 
-def _touch(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors with values in one address space touch a common byte."""
-    (starts, length), (others, width) = _runs(a), _runs(b)
+def _touch(a: Span, b: Span) -> bool:
+    """Return whether the tensors of two spans that overlap touch a common byte."""
+    (starts, length), (others, width) = sorted((a.runs, b.runs), key=lambda runs: len(runs[0]))
     last = torch.searchsorted(others, starts + length) - 1  # of the runs of b, the last that begins before each end
     return bool(((last >= 0) & (others[last] + width > starts)).any())
-
-
-def _runs(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return (addresses of the runs of bytes that a tensor touches, sorted; bytes of each run)."""
-    size = length = tensor.element_size()
-    axes = [(step * size, n) for step, n in _axes(tensor)]
-    while axes and axes[0][0] <= length:
-        step, n = axes.pop(0)
-        length += (n - 1) * step
-    return _starts(tensor.data_ptr(), axes), length
 
 
 def _starts(first: int, axes: list[tuple[int, int]]) -> Tensor:
@@ -85,4 +88,4 @@ def _starts(first: int, axes: list[tuple[int, int]]) -> Tensor:
     starts = torch.tensor([first], device="cpu")
     for step, n in axes:
         starts = (starts + step * torch.arange(n, device="cpu")[:, None]).reshape(-1)
-    return starts.sort().values
+    return starts.sort().values if len(axes) > 1 else starts
