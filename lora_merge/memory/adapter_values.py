@@ -19,6 +19,7 @@ from ..adapters_out.layers import decomposing, spectrum
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
+from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.devices import place
 from ..engine.placement import host
@@ -63,6 +64,7 @@ class Changes:
     def __sub__(self, other: object) -> AdapterSum:
         return self + -other if isinstance(other, Changes) else NotImplemented
 
+    @public
     def spectrum(self, name: str, *, base: str | Path | None = None) -> list[float]:
         """Return the singular values of the change of one module, the largest first, without rounding errors.
 
@@ -79,6 +81,7 @@ class Changes:
         with torch.no_grad(), undisturbed():
             return self._spectrum(name, None if base is None else str(base))
 
+    @public
     def rank(self, name: str, *, base: str | Path | None = None) -> int:
         """Return the rank of the change of one module: how many singular values are no rounding errors.
 
@@ -94,6 +97,7 @@ class Changes:
         """
         return len(self.spectrum(name, base=base))
 
+    @public
     def save(
         self, path: str | Path, *, format: str = KEEP, rank: str | int = EXACT,
         base: str | Path | None = None, **options: Unpack[AdapterReading],
@@ -192,6 +196,7 @@ class AdapterSum(Shown, Changes):
             found.setdefault(body_of(name), name)
         return found
 
+    @public
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
         """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape.
 
@@ -224,6 +229,7 @@ class AdapterSum(Shown, Changes):
             raise UsageError(e.what, e.where, "save the sum with a base, and open that") from e
 
 
+@public
 def load_adapter(path: str | Path) -> OpenAdapter:
     """Open an adapter: the names of its modules, the ΔW, rank and spectrum of each; add, scale and save it.
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import Self, Unpack
 
+from ..boundary import public
 from ..engine.placement import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
-from ..errors import DeviceFailed, FitError, InputError, UsageError, resource_errors
+from ..errors import DeviceFailed, FitError, InputError, UsageError
 from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
@@ -72,7 +73,7 @@ class MergedModel(Shown):
         """The names of the tensors that hold merged numbers; () after `undo`."""
         return tuple(self._originals)
 
-    @resource_errors()
+    @public
     def undo(self) -> None:
         """Restore the exact bytes of every changed tensor. A second call does nothing.
 
@@ -179,8 +180,8 @@ class MergedModel(Shown):
         return tensor if data is None else data.view(tensor.dtype).view(tensor.shape)
 
 
+@public
 @undisturbed()
-@resource_errors()
 def merge_into(
     model: Module | Pipeline,
     adapters: MemoryAdapters,
@@ -218,7 +219,7 @@ def merge_into(
         >>> with lora_merge.merge_into(pipe, [("style.safetensors", 0.8)]):
         ...     image = pipe("a lighthouse").images[0]
     """
-    if keep not in _KEEPERS:
+    if not isinstance(keep, str) or keep not in _KEEPERS:
         raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
     if options.get("dtype", KEEP) != KEEP:
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")

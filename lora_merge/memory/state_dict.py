@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..boundary import public
 from ..engine.torch_state import undisturbed
-from ..errors import resource_errors
 from ..keywords import PythonOptions
 from ..progress import Progress, watched
 from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 
 
+@public
 @undisturbed()
-@resource_errors()
 def merge_state_dict(
     state_dict: Mapping[str, Tensor],
     adapters: MemoryAdapters,
