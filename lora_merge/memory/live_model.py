@@ -78,9 +78,16 @@ def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
     found = _all(module)
     for name, tensor in found.items():
-        if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or codes(tensor):
+        if not _is_plain(tensor) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    try:
+        return type(tensor) in PLAIN or type(tensor.data) in PLAIN
+    except RuntimeError:  # of a class that refuses what it does not know
+        return False
 
 
 def _config(module: Module) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def prepare(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
-    keep = options.get("device") == KEEP
+    keep = isinstance(device := options.get("device"), str) and device == KEEP
     if keep:
         options = {**options, "device": _device(own.values())}
     paths, files, lent = _adapters(adapters)
