@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import lora_merge
 from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
+from lora_merge.memory.live_model import live_model
 
 from ..support import Tensors, rand
 from ..whole.test_pipelines import PIPELINES, saved
@@ -495,3 +497,66 @@ def test_an_undo_in_two_threads_restores_once(monkeypatch: pytest.MonkeyPatch) -
     merged.undo()
     assert same(model, before)
     merged.undo()
+
+
+def test_a_live_model_has_the_configuration_of_its_folder(tmp_path: Path) -> None:
+    """Of transformers and diffusers, of a table, and of a module without one; of each part of a pipeline."""
+    model = llama(tie_word_embeddings=True)
+    config = live_model(model, {}, lambda _: rand(1)).config
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for field in ("architectures", "tie_word_embeddings", "num_attention_heads", "model_type", "vocab_size"):
+        assert config[field] == written[field] or (field == "architectures" and config[field] == [type(model).__name__])
+    flux_config = live_model(flux("FluxTransformer2DModel"), {}, lambda _: rand(1)).config
+    assert flux_config["architectures"] == ["FluxTransformer2DModel"] and "num_attention_heads" in flux_config
+    plain = stack()
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Sequential"]}
+    plain.config = {"architectures": ["Other"], "size": 3}  # type: ignore[assignment]
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Other"], "size": 3}
+    plain.config = {"architectures": None, "size": 3}  # type: ignore[assignment]
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Sequential"], "size": 3}
+    make, _ = PIPELINES["SD"]
+    index = live_model(pipe := make(), {}, lambda _: rand(1))
+    assert index.config == {"_class_name": type(pipe).__name__}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    assert index.components.keys() == parts.keys()
+    for name, part in parts.items():
+        assert index.components[name].config["architectures"] == [type(part).__name__]
+        assert {n for n in index.tensors if n.startswith(f"{name}.")} == {
+            f"{name}.{n}" for n in index.components[name].tensors
+        }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_configuration_decides_what_a_change_of_the_embeddings_is(*, tied: bool, tmp_path: Path) -> None:
+    """A model that ties its head has one weight for both ends: a change of the embeddings names the head."""
+    model = llama(tie_word_embeddings=tied)
+    name = "model.embed_tokens"
+    adapter = {f"{name}.lora_B.weight": rand(30, 2), f"{name}.lora_A.weight": rand(2, 16, seed=1)}
+    before = state(model)
+    if tied:
+        with pytest.warns(UserWarning, match=r"lm_head\.weight with model\.embed_tokens\.weight"):
+            merged = lora_merge.merge_into(model, adapter)
+    else:
+        merged = lora_merge.merge_into(model, adapter)
+    assert torch.equal(model.lm_head.weight, before["lm_head.weight"]) is not tied
+    assert merged.changed == ("model.embed_tokens.weight",)
+    merged.undo()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("end", ["model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"])
+def test_a_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str, *, shared: bool) -> None:
+    """They are tied if their values are equal, in one memory or in two."""
+    tensors = llama(tie_word_embeddings=True).state_dict()
+    if not shared:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    rows = 16 if end.endswith("q_proj") else 30
+    adapter = {f"{end}.lora_B.weight": rand(rows, 2), f"{end}.lora_A.weight": rand(2, 16, seed=1)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lora_merge.merge_state_dict(tensors, adapter)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (rows == 30), texts
+    assert all("model.embed_tokens.weight and lm_head.weight were tied and now differ" in text for text in texts)
