@@ -442,14 +442,15 @@ def test_numbers_too_large_for_the_dtype_of_a_conversion_are_refused(
     lora_merge.convert(source, output, to="lycoris", base=base, dtype=dtype, **options)
     assert all(t.isfinite().all() for t in load(output).values())
     weight = torch.zeros(up.shape[0], down.shape[1])
-    made, wanted = (lora_merge.load_adapter(p).delta(name, weight) for p in (output, source))
+    adapters = [lora_merge.load_adapter(path) for path in (output, source)]
+    made, wanted = (adapter.delta(adapter.modules[0], weight) for adapter in adapters)
     torch.testing.assert_close(made, wanted, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "diffusers"}, {"dtype": "fp32", "format": "comfy"}], ids=str)
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize(("command", "rank"), [("resize", 1), ("resize", 3), ("combine", 2)])
 def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
-    rank: int, options: dict[str, Any], tmp_path: Path
+    command: str, rank: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of each layer, of its block, and of all: Σ of the largest σ² by all σ², by numpy; also in two steps."""
     base = save(sd1(torch.float32), tmp_path / "base.safetensors")
@@ -459,7 +460,8 @@ def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
         up, down = (tensors[f"{name}.lora_{k}.weight"].double().flatten(1).numpy() for k in ("up", "down"))
         values = np.linalg.svd(up @ down, compute_uv=False) ** 2
         squares[name] = values[:rank].sum(), values.sum()
-    report = lora_merge.resize(source, tmp_path / "out.safetensors", rank=rank, base=base, **options)
+    write = lora_merge.combine if command == "combine" else lora_merge.resize
+    report = write(source, tmp_path / "out.safetensors", rank=rank, base=base, **options)
     wanted = sorted(kept / every for kept, every in squares.values())
     assert sorted(one["energy"] for one in report.layers.values()) == pytest.approx(wanted, abs=1e-5)
     for one in report.layers.values():
