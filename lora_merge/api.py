@@ -8,6 +8,7 @@ from pathlib import Path
 from typing_extensions import Unpack
 
 from .adapters_out.report import AdapterReport
+from .boundary import public
 from .job import Adapters, make_job
 from .keywords import PythonOptions, VerifyOptions
 from .planning.plan import Plan
@@ -17,6 +18,7 @@ from .report import Report
 from .viewing.facts import Facts
 
 
+@public
 def merge(
     base: str | Path,
     adapters: Adapters,
@@ -111,6 +113,7 @@ def merge(
         return run(admitted, watcher)  # writes, verifies, then gives the output its name
 
 
+@public
 def plan(
     base: str | Path,
     adapters: Adapters,
@@ -141,6 +144,7 @@ def plan(
     return made
 
 
+@public
 def unmerge(
     merged: str | Path, adapters: Adapters = (), output: str | Path | None = None, *,
     search: Sequence[str | Path] = (), progress: bool | Progress = False, **options: Unpack[PythonOptions],
@@ -178,6 +182,7 @@ def unmerge(
         return run(admit(plan_unmerge(made, adapters, output, folders, **options)), watcher)
 
 
+@public
 def replay(  # noqa: PLR0913  # the options of the command
     made: str | Path,
     output: str | Path,
@@ -228,6 +233,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         return run(admit(plan_again(made, output, folders, device=device, overwrite=overwrite)), watcher)
 
 
+@public
 def verify(  # noqa: PLR0913  # the options of the command
     output: str | Path,
     base: str | Path | None = None,

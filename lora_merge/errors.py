@@ -243,3 +243,21 @@ def resource_errors() -> Iterator[None]:
         if error is None:
             raise
         raise error from e
+
+
+def as_merge_error(e: BaseException, where: str) -> MergeError:
+    """Return the error that users see for a failure of any kind; with the traceback if it is a mistake of this program.
+
+    `where`: what was asked for, if the failure has no place of its own.
+    """
+    error = e if isinstance(e, MergeError) else as_resource_error(e) if isinstance(e, Exception) else None
+    if error is None and isinstance(e, OSError):
+        error = MergeError(e.strerror or str(e), str(e.filename or where), "see what the system reports, and run again")
+        error.__cause__ = e
+    if error is None:
+        from traceback import format_exception
+
+        lines = Lines.of(["please report this:", *"".join(format_exception(e)).rstrip().splitlines()])
+        error = MergeError(f"unexpected failure: {type(e).__name__}: {e}", where, lines)
+        error.__cause__ = e
+    return error

@@ -182,8 +182,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
     found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
     found["setting"] = _settings({} if found["setting"] is None else found["setting"])
-    found["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}"))
-                              for key, value in dict(pairs(found["metadata"] or {}, "--metadata")).items())  # fmt: skip
+    entries = dict(pairs(() if found["metadata"] is None else found["metadata"], "--metadata"))
+    found["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}")) for key, value in entries.items())
     if found["max_vram"] is not None:
         found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
     if found["map"] is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .boundary import public
 from .job import Adapter, OneAdapter, make_job
 from .viewing.facts import Facts
 
 
+@public
 def inspect(
     path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool = False
 ) -> Facts:
@@ -41,6 +43,7 @@ def inspect(
     return Facts(look(input_path(path), ref, weights=weights, hashes=hashes), rows)
 
 
+@public
 def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
     """Tell where two models differ and by how much, or how alike the changes of two adapters are.
 

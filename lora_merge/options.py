@@ -169,7 +169,10 @@ def shown(value: Any, length: int | None = 40) -> str:
     """Return the beginning of a value for a message; Python refuses to write out numbers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= HUGE:
         return "of too many digits"
-    return str(value if length is None else beginning(value, length))[:length]
+    try:
+        return str(value if length is None else beginning(value, length))[:length]
+    except Exception as e:  # noqa: BLE001  # of a class of the caller
+        return f"without a text ({type(e).__name__})"
 
 
 def beginning(value: Any, length: int) -> Any:
@@ -246,7 +249,12 @@ def a_list(value: Any, where: str, wanted: str) -> list[Any]:
     """Return the items of a list, or of any iterable that is not text or a table; UsageError for other values."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise unlike(value, where, wanted)
-    return list(value)
+    try:
+        return list(value)
+    except Exception as e:  # of the caller's iterator, or a closed file
+        raise UsageError(
+            f"{type(e).__name__} while a {type(value).__name__} was read: {e}", where, f"give {wanted}"
+        ) from e
 
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:

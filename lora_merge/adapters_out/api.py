@@ -7,6 +7,7 @@ from pathlib import Path
 
 from typing_extensions import Unpack
 
+from ..boundary import public
 from ..job import Adapters, OneAdapter
 from ..keywords import AdapterOptions, AdapterReading, AverageOptions, ResizeOptions
 from ..methods import SUM
@@ -18,6 +19,7 @@ from .rank_rules import EXACT, SAME
 from .report import AdapterReport
 
 
+@public
 def combine(  # noqa: PLR0913  # each is an option of the command
     adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
     rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", progress: bool | Progress = False,
@@ -57,6 +59,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
         return run(make_adapter_job("combine", adapters, output, base, {**own, **options}), watcher)
 
 
+@public
 def resize(
     adapter: OneAdapter,
     output: str | Path | None = None,
@@ -93,6 +96,7 @@ def resize(
         return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}), watcher)
 
 
+@public
 def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str = "keep", base: str | Path | None = None,
     rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
@@ -137,6 +141,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         return run_conversion(make_conversion(adapter, output, base, {**own, **options}), watcher)
 
 
+@public
 def extract(  # noqa: PLR0913  # each is an option of the command
     base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
     conv_rank: str | int | None = None, max_rank: int | None = None,
@@ -187,6 +192,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
         return run(prepared(base, tuned, output, {**own, **options}, cache), watcher, cache)
 
 
+@public
 def average(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,

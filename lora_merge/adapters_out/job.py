@@ -179,7 +179,7 @@ def _alpha(value: Any) -> str | float:
         return str(value)
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not LEAST_ALPHA <= number <= 1 / LEAST_ALPHA:
         raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..adapters_out.report import AdapterReport
-from ..errors import MergeError, as_resource_error, error_dict
+from ..errors import MergeError, as_merge_error, error_dict
 from ..process import here
 from ..report import Report
 from ..spellings import in_jobs_file
-from ..text import Lines, Shown, html_table, json_text, plural
+from ..text import Shown, html_table, json_text, plural
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
@@ -105,13 +104,6 @@ class Reports(list[JobReport]):
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
     """Return the report of a job that failed; other failures than ours are reported with their traceback."""
-    if isinstance(error, Exception):
-        error = as_resource_error(error) or error
-    if not isinstance(error, MergeError):
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        cause = error
-        error = MergeError(f"unexpected failure: {type(cause).__name__}: {cause}", entry.where,
-                           Lines.of(["please report this:", *trace.splitlines()]))  # fmt: skip
-        error.__cause__ = cause
+    error = as_merge_error(error, entry.where)
     return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
                      error=error.reword(in_jobs_file), worker=here())  # fmt: skip

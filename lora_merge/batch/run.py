@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ..boundary import public
 from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.temporary import remove_stale
@@ -153,6 +154,7 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     return Batch(survey(entries, workers=_share(len(entries), workers, by)))
 
 
+@public
 def run_batch(  # noqa: PLR0913  # the options of the command
     path: Jobs,
     *,

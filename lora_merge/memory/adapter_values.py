@@ -19,6 +19,7 @@ from ..adapters_out.layers import decomposing, spectrum
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
+from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.devices import place
 from ..engine.placement import host
@@ -29,6 +30,7 @@ from ..keywords import AdapterReading
 from ..options import factor
 from ..text import Shown
 from .loaded_adapter import LoadedAdapter
+from .state_index import check_values
 
 Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
@@ -63,6 +65,7 @@ class Changes:
     def __sub__(self, other: object) -> AdapterSum:
         return self + -other if isinstance(other, Changes) else NotImplemented
 
+    @public
     def spectrum(self, name: str, *, base: str | Path | None = None) -> list[float]:
         """Return the singular values of the change of one module, the largest first, without rounding errors.
 
@@ -79,6 +82,7 @@ class Changes:
         with torch.no_grad(), undisturbed():
             return self._spectrum(name, None if base is None else str(base))
 
+    @public
     def rank(self, name: str, *, base: str | Path | None = None) -> int:
         """Return the rank of the change of one module: how many singular values are no rounding errors.
 
@@ -94,6 +98,7 @@ class Changes:
         """
         return len(self.spectrum(name, base=base))
 
+    @public
     def save(
         self, path: str | Path, *, format: str = KEEP, rank: str | int = EXACT,
         base: str | Path | None = None, **options: Unpack[AdapterReading],
@@ -192,6 +197,7 @@ class AdapterSum(Shown, Changes):
             found.setdefault(body_of(name), name)
         return found
 
+    @public
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
         """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape.
 
@@ -206,6 +212,7 @@ class AdapterSum(Shown, Changes):
             UsageError: None of the adapters has such a module, or they name the weights of a model in different words.
             MergeError: As for `merge`.
         """
+        check_values(base_weight, "the base's weight")
         self._expect_one_layout()
         body = body_of(str(name))
         if body not in self._named:
@@ -224,6 +231,7 @@ class AdapterSum(Shown, Changes):
             raise UsageError(e.what, e.where, "save the sum with a base, and open that") from e
 
 
+@public
 def load_adapter(path: str | Path) -> OpenAdapter:
     """Open an adapter: the names of its modules, the ΔW, rank and spectrum of each; add, scale and save it.
 

@@ -53,11 +53,15 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
     return replace(index_of(label, tensors, original), config={"_class_name": label}, components=components)
 
 
-def live_tensors(model: object) -> dict[str, Tensor]:
-    """Return the tensors that a model or pipeline has now, under the names that `live_model` gives them."""
+def live_tensors(model: object, *, aliases: bool = False) -> dict[str, Tensor]:
+    """Return the tensors that a model or pipeline has now, under the names that `live_model` gives them.
+
+    `aliases`: also under all other names that they have.
+    """
     if isinstance(model, Module):
-        return _all(model)
-    return {f"{part}.{name}": t for part, module in _modules(model).items() for name, t in _all(module).items()}
+        return _all(model, aliases=aliases)
+    return {f"{part}.{name}": tensor for part, module in _modules(model).items()
+            for name, tensor in _all(module, aliases=aliases).items()}  # fmt: skip
 
 
 def _modules(pipeline: object) -> dict[str, Module]:
@@ -65,17 +69,25 @@ def _modules(pipeline: object) -> dict[str, Module]:
     return {k: v for k, v in parts.items() if isinstance(v, Module)} if isinstance(parts, Mapping) else {}
 
 
-def _all(module: Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def _all(module: Module, *, aliases: bool = False) -> dict[str, Tensor]:
+    tensors = module.named_parameters, module.named_buffers
+    return {name: tensor for named in tensors for name, tensor in named(remove_duplicate=not aliases)}
 
 
 def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
     found = _all(module)
     for name, tensor in found.items():
-        if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or codes(tensor):
+        if not _is_plain(tensor) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    try:
+        return type(tensor) in PLAIN or type(tensor.data) in PLAIN
+    except RuntimeError:  # of a class that refuses what it does not know
+        return False
 
 
 def _config(module: Module) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, DoesNotFit
+from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.blocks import BlockPart
 from ..engine.devices import place
@@ -21,7 +22,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, finite, host, stage
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
-from ..errors import InputError, TooLarge, UsageError
+from ..errors import InputError, TooLarge, UsageError, misfit
 from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
 from ..matching.choose import choose
@@ -29,7 +30,6 @@ from ..matching.context import AdapterContext
 from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
-from ..options import unlike
 from ..planning.plan import OutputTensor
 from ..shapes import flat
 from ..spellings import adapter_path
@@ -50,6 +50,7 @@ class LoadedAdapter(Shown):
         ('lora', True)
     """
 
+    @public
     def __init__(self, path: str | Path) -> None:
         self.path = adapter_path(path, alone=True)
         self.file: AdapterFile = group(open_checkpoint(self.path))
@@ -71,6 +72,7 @@ class LoadedAdapter(Shown):
         own = (m.name for m in self.file.modules if not self._rules.of(m.name).is_shared(m.name))
         return tuple(dict.fromkeys(own))
 
+    @public
     def algorithm(self, name: str) -> str:
         """Return the name of the algorithm of a module's tensors.
 
@@ -91,6 +93,7 @@ class LoadedAdapter(Shown):
             raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")
         return chosen
 
+    @public
     @undisturbed()
     def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
         """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
@@ -111,8 +114,6 @@ class LoadedAdapter(Shown):
             ShapeMismatch: The tensors do not fit the weight, or contradict the configuration.
             MergeError: As for `merge`.
         """
-        if not isinstance(base_weight, Tensor):
-            raise unlike(base_weight, "the base's weight", "a tensor")
         check_values(base_weight, "the base's weight")
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
@@ -128,8 +129,11 @@ class LoadedAdapter(Shown):
             alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
             piece = patch.view.row_slices[0]
             part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
-            stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-            made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+            try:
+                stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
+                made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+            except DoesNotFit as e:
+                raise misfit(f"{self.path}: {name}", e) from e
             found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():
             raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
-from threading import Lock
+from itertools import chain, count
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakSet
@@ -17,16 +18,18 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import Self, Unpack
 
+from ..boundary import public
 from ..engine.placement import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
-from ..errors import DeviceFailed, FitError, InputError, UsageError, resource_errors
+from ..errors import DeviceFailed, FitError, InputError, UsageError
 from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
 from ..text import Shown, listed, plural
 from .live_model import Pipeline, live_model, live_tensors
 from .merging import KEEP, MemoryAdapters, prepare, warn_of
+from .spans import repeats, shared
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]
 
@@ -36,7 +39,7 @@ and the tensor has others."""
 
 _numbers: Final = count()
 _merges: Final[WeakSet[MergedModel]] = WeakSet()
-_lock: Final = Lock()  # for `_merges`, and who is busy
+_lock: Final = Lock()  # for `_merges`, and the memory that each of them works on
 
 LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
 
@@ -57,8 +60,11 @@ class MergedModel(Shown):
         self._model, self._tensors, self._keep = model, tensors, keep
         self._originals: dict[str, Restore] = {}
         self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        self._number, self._busy = next(_numbers), 0
-        _merges.add(self)
+        self._number = 0
+        self._works: dict[object, tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
+        """Block of `_alone` → its thread, and the tensors that it writes and reads."""
+        with _lock:
+            _merges.add(self)
         self.numbers: Mapping[str, Any] = {}
         """The effect of the merge on the weights, as `numbers` of a report."""
 
@@ -67,22 +73,23 @@ class MergedModel(Shown):
         """The names of the tensors that hold merged numbers; () after `undo`."""
         return tuple(self._originals)
 
-    @resource_errors()
+    @public
     def undo(self) -> None:
         """Restore the exact bytes of every changed tensor. A second call does nothing.
 
-        Merges into one model are undone in reverse order: the last one first.
+        Merges into the same memory, of one model or of several, are undone in reverse order: the last one first.
 
         Raises:
-            UsageError: If a later merge into a changed tensor is not undone, or a tensor has another dtype or shape
-                now: then nothing is restored. Also for numbers that were changed since, where only a difference from
-                the merged ones is kept; all other tensors are restored.
+            UsageError: If a later merge into the memory of a changed tensor is not undone, a tensor has another dtype
+                or shape now, or another merge uses its memory now: then nothing is restored. Also for numbers that were
+                changed since, where only a difference from the merged ones is kept; all other tensors are restored.
+            InputError: If a tensor shares memory with another changed one now: then nothing is restored.
         """
-        with self._alone():
-            now, failed = live_tensors(self._model), list[str]()
-            found = {name: now.get(name, self._tensors[name]) for name in reversed(self._originals)}
-            self._check(found)
-            for name, tensor in found.items():
+        changed, failed = self._changed(), list[str]()
+        with self._alone(changed, changed):
+            changed = {name: tensor for name, tensor in changed.items() if name in self._originals}
+            self._check(changed)
+            for name, tensor in changed.items():
                 data = self._originals[name](tensor)
                 if data is None:
                     failed.append(name)
@@ -94,28 +101,36 @@ class MergedModel(Shown):
             raise UsageError("numbers were changed after the merge, and only their difference from the old is kept",
                              listed(failed), "load the model again; with keep='host' all numbers are kept")  # fmt: skip
 
+    def _changed(self) -> dict[str, Tensor]:
+        """Return the tensors that the model has now under the names of the changed ones, the last one first."""
+        now = live_tensors(self._model)
+        return {name: now.get(name, self._tensors[name]) for name in reversed([*self._originals])}
+
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Change the model's tensors in this block; UsageError if another thread changes some of them now."""
-        own = set(map(id, self._tensors.values()))
+    def _alone(self, written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> Iterator[None]:
+        """Read and write these tensors in this block; UsageError if another merge changes or reads their memory now."""
+        thread, block = get_ident(), object()
         with _lock:
-            others = [m for m in _merges if m is not self and m._busy]
-            if any(not own.isdisjoint(map(id, m._tensors.values())) for m in others):
-                raise UsageError("another thread is changing this model", type(self._model).__name__,
-                                 "merge into a model, and undo that, in one thread at a time")  # fmt: skip
-            self._busy += 1
+            for merge in _merges:
+                for other, writes, reads in merge._works.values():
+                    nested = merge is self and other == thread  # a merge that failed takes its changes back
+                    if not nested and any(chain(shared(written, reads), shared(read, writes))):
+                        raise UsageError("another merge, or its undo, uses this memory now", type(self._model).__name__,
+                                         "merge into a model, and undo that, one after the other")  # fmt: skip
+            self._works[block] = thread, written, read
         try:
             yield
         finally:
-            self._busy -= 1
+            with _lock:
+                del self._works[block]
 
     def _check(self, found: Mapping[str, Tensor]) -> None:
         """Raise UsageError unless the original bytes can be written into these tensors."""
-        own = {id(self._tensors[name]) for name in found}
-        for later in [m for m in _merges if m._number > self._number]:
-            if names := [n for n in later._originals if id(later._tensors[n]) in own]:
-                raise UsageError("a later merge into this model is not undone yet", listed(names),
-                                 "undo that merge first")  # fmt: skip
+        with _lock:
+            later = [m for m in _merges if m._number > self._number]
+        if names := [other for merge in later for _, other in shared(found, merge._changed())]:
+            raise UsageError("a later merge into this memory is not undone yet", listed(names), "undo that merge first")
+        _check_apart(found, found)
         for name, tensor in found.items():
             if (tensor.dtype, tensor.shape) != self._kinds[name] or tensor.is_meta:
                 was, now = (str(kind).removeprefix("torch.") for kind in (self._kinds[name][0], tensor.dtype))
@@ -165,8 +180,8 @@ class MergedModel(Shown):
         return tensor if data is None else data.view(tensor.dtype).view(tensor.shape)
 
 
+@public
 @undisturbed()
-@resource_errors()
 def merge_into(
     model: Module | Pipeline,
     adapters: MemoryAdapters,
@@ -194,13 +209,17 @@ def merge_into(
 
     Raises:
         MergeError: As `merge_state_dict`. Also FitError for adapters that add or resize tensors, or separate a tied
-            head, which needs another model; and InputError for quantised and sharded parameters.
+            head, which needs another model; InputError for quantised and sharded parameters, and for tensors that share
+            memory and are both changed; and UsageError while another merge uses the model's memory.
+
+    Warns:
+        UserWarning: Tensors share memory with merged ones, and changed with them.
 
     Examples:
         >>> with lora_merge.merge_into(pipe, [("style.safetensors", 0.8)]):
         ...     image = pipe("a lighthouse").images[0]
     """
-    if keep not in _KEEPERS:
+    if not isinstance(keep, str) or keep not in _KEEPERS:
         raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
     if options.get("dtype", KEEP) != KEEP:
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
@@ -209,19 +228,30 @@ def merge_into(
     index = live_model(model, live, merged.original)
     options.setdefault("device", KEEP)
     merge = prepare(index, adapters, options, live, "merge_into")
+    written = {}
     for target in merge.targets():
         _check_fits(target, live)
+        if not (target.copied and merge.of_base(target)):
+            written[target.name] = live[target.name]
+    _check_apart(written, written | dict(merge.lent))
+    names = live_tensors(model, aliases=True)
+    aliases = [f"{other} with {name}" for name, other in shared(written, names) if other not in written]
 
     def give(target: OutputTensor, made: Tensor) -> None:
-        if not (target.copied and merge.of_base(target)):
+        if target.name in written:
             merged.replace(target.name, made)
 
-    with merged._alone():
+    with merged._alone(written, live | dict(merge.lent)):
+        merged._number = next(_numbers)
         try:
             with watched(progress) as watcher:
                 facts = merge.run(give, watcher)
             merged.numbers = facts.numbers
             warn_of(facts)
+            if aliases:
+                warnings.warn("tensors share memory with merged ones, and changed with them: "
+                              f"{listed(aliases)}; clone them before the merge if they are other weights",
+                              stacklevel=4)  # fmt: skip
         except BaseException:
             with suppress(DeviceFailed):  # the first error is the one to report
                 merged.undo()
@@ -230,12 +260,8 @@ def merge_into(
 
 
 def _check_fits(target: OutputTensor, live: Mapping[str, Tensor]) -> None:
-    """Raise FitError for a result that the live model has no tensor for, and InputError for one that torch cannot write
-    into the model's."""
+    """Raise FitError for a result that the live model has no tensor for."""
     own = live.get(target.name)
-    if own is not None and target.uses and any(not s and n > 1 for s, n in zip(own.stride(), own.shape, strict=True)):
-        raise InputError("numbers of this tensor share their memory, and cannot be changed one by one", target.name,
-                         "give the layer a tensor of its own: .contiguous()")  # fmt: skip
     if own is None:
         what, where = "the adapter adds a tensor that the live model lacks", target.name
     elif tuple(own.shape) != tuple(target.shape):
@@ -244,6 +270,17 @@ def _check_fits(target: OutputTensor, live: Mapping[str, Tensor]) -> None:
     else:
         return
     raise FitError(what, where, "merge into the model's files with `merge`, and load the result")
+
+
+def _check_apart(written: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Raise InputError if a number that is written shares its memory with another one of these tensors."""
+    for name, tensor in written.items():
+        if repeats(tensor):
+            raise InputError("numbers of this tensor share their memory, and cannot be changed one by one", name,
+                             "give the layer a tensor of its own: .contiguous()")  # fmt: skip
+    if pair := next((pair for pair in shared(written, others) if pair[0] != pair[1]), None):
+        raise InputError("one of these tensors is changed by a merge, and shares memory with the other, which must "
+                         "have its own numbers", " and ".join(pair), "give each a copy: .clone()")  # fmt: skip
 
 
 def _write(tensor: Tensor, data: Tensor) -> None:

@@ -78,6 +78,8 @@ class MemoryMerge:
     at: tuple[Placement, ...]
     own: Mapping[str, Tensor]
     """Name → tensor of the base whose result is made on the device of that tensor; empty: all results on the CPU."""
+    lent: Mapping[str, Tensor]
+    """Tensors of adapters that the caller holds."""
     head: tuple[str, ...]
     """The names of embeddings and head, if a state dict holds the same values under both."""
 
@@ -149,10 +151,10 @@ def prepare(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
-    keep = options.get("device") == KEEP
+    keep = isinstance(device := options.get("device"), str) and device == KEEP
     if keep:
         options = {**options, "device": _device(own.values())}
-    paths, files = _adapters(adapters)
+    paths, files, lent = _adapters(adapters)
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
     if job.dtype in FORMATS or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
@@ -165,7 +167,7 @@ def prepare(
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     found = replace(found, inputs=replace(found.inputs, job=job))
-    return MemoryMerge(found, at, own if keep else {}, head)
+    return MemoryMerge(found, at, own if keep else {}, lent, head)
 
 
 def warn_of(made: MergeFacts) -> None:
@@ -254,8 +256,8 @@ def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
     return as_bytes(out)[low : low + size(block.elements)]
 
 
-def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
-    """Return the adapters in the form that `make_job` takes, and the opened files."""
+def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], dict[str, Tensor]]:
+    """Return the adapters in the form that `make_job` takes, the opened files, and the tensors of state dicts."""
     items: Any = given
     if isinstance(given, Mapping) and given and all(isinstance(value, Real) for value in given.values()):
         items = [*given.items()]
@@ -264,12 +266,14 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
     items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []
+    lent: dict[str, Tensor] = {}
     for number, item in enumerate(summands(items)):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
         if isinstance(source, Mapping):
             files.append(group(index_of(f"adapter {number}", source)))
             ref: Any = f"adapter {number}"
+            lent |= {f"{ref}: {key}": tensor for key, tensor in source.items()}
         elif isinstance(source, LoadedAdapter):
             files.append(source.file)
             ref = source.path
@@ -277,4 +281,4 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
             ref = source
             files.append(group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref))))
         refs.append((ref, strength) if paired else ref)
-    return refs, files
+    return refs, files, lent

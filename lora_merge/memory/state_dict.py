@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..boundary import public
 from ..engine.torch_state import undisturbed
-from ..errors import resource_errors
 from ..keywords import PythonOptions
 from ..progress import Progress, watched
 from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 
 
+@public
 @undisturbed()
-@resource_errors()
 def merge_state_dict(
     state_dict: Mapping[str, Tensor],
     adapters: MemoryAdapters,
@@ -59,9 +59,19 @@ def merge_state_dict(
     warn_of(facts)
     if numbers is not None:
         numbers.update(facts.numbers)
-    parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
+    changed = {target.in_file[0] for target in merge.targets() if target.uses}
+    parted = [
+        tie for tie in ties(state_dict)
+        if {*tie} != {*merge.head} and not changed.isdisjoint(tie) and merged.keys() >= {*tie}
+        and not (_alike(*(state_dict[k] for k in tie)) and torch.equal(*(merged[k] for k in tie)))
+    ]  # fmt: skip
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:
         warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
                       "such as with tie_word_embeddings=False, or one is lost", stacklevel=4)  # fmt: skip
     return merged
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors that share memory are the same numbers in the same order."""
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())

@@ -20,6 +20,7 @@ from ..files.pickles import raw_bytes
 from ..models.names import Names
 from ..models.tied_weights import tied
 from ..options import unlike
+from .spans import shared
 
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """The configuration of a model whose head shares the tensor of its embeddings."""
@@ -49,15 +50,6 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
     for key, value in tensors.items():
         if not isinstance(key, str):
             raise unlike(key, f"a name in {path}", "a str")
-        if not isinstance(value, Tensor) or value.dtype not in STORED or value.layout != torch.strided:
-            fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
-            raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
-        if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
-            fix = "give the numbers themselves, such as tensor.dequantize(), or merge into the files with `merge`"
-            raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
-        if codes(value):
-            fix = "give what state_dict() of its module returns, or merge into the files with `merge`"
-            raise InputError(f"a {type(value).__name__} holds a part of the weight alone", f"{path}: {key}", fix)
         check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
         infos[key] = StoredTensor(key, STORED[value.dtype], tuple(value.shape), source, 0, nbytes)
@@ -70,14 +62,10 @@ def codes(tensor: Tensor) -> bool:
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return pairs of names of which both are the same tensor."""
-    first: dict[tuple[Any, ...], str] = {}
-    found = []
-    for name, value in tensors.items():
-        at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        if value.numel() and first.setdefault(at, name) != name:
-            found.append((first[at], name))
-    return found
+    """Return pairs of names, in their order, whose tensors share memory."""
+    order = {name: number for number, name in enumerate(tensors)}
+    return sorted((pair for pair in shared(tensors, tensors) if order[pair[0]] < order[pair[1]]),
+                  key=lambda pair: (order[pair[0]], order[pair[1]]))  # fmt: skip
 
 
 def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
@@ -87,7 +75,37 @@ def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
     return (head.info.name, head.stored) if head is not None and same else ()
 
 
-def check_values(tensor: Tensor, where: str) -> None:
-    """Raise InputError for a tensor that has a shape but no values."""
-    if tensor.device.type == "meta":
+def check_values(value: object, where: str) -> None:
+    """Raise InputError unless a value is a tensor whose bytes are its numbers, and these are in memory."""
+    kind = type(value).__name__
+    if not isinstance(value, Tensor) or not _strided(value):
+        fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
+        raise InputError(f"a {kind} is not a plain tensor", where, fix)
+    if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
+        fix = "give the numbers themselves, such as tensor.dequantize(), or merge into the files with `merge`"
+        raise InputError(f"a {kind} is not a plain tensor", where, fix)
+    if codes(value):
+        fix = "give what state_dict() of its module returns, or merge into the files with `merge`"
+        raise InputError(f"a {kind} holds a part of the weight alone", where, fix)
+    if value.is_meta:
         raise InputError("a tensor on the meta device has no values", where, "load the model before merging")
+    if value.numel() and not _in_memory(value):
+        raise InputError("the memory of this tensor was freed, or is none", where, "load the model before merging")
+
+
+def _strided(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape, steps, and a dtype of files, as lazy, nested and sparse tensors have not."""
+    try:
+        return tensor.layout == torch.strided and tensor.dtype in STORED and len(tensor.stride()) == len(tensor.shape)
+    except (RuntimeError, ValueError, TypeError):  # torch's ways to refuse
+        return False
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage holds all its numbers, as those of sharded models do not at all times."""
+    try:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return bool(tensor.data_ptr()) and reach <= tensor.untyped_storage().nbytes()
+    except RuntimeError:  # fake tensors have no pointer
+        return False

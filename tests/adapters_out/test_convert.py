@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,12 +17,12 @@ import lora_merge
 from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
-from lora_merge.errors import FitError, UsageError
+from lora_merge.errors import FitError, TooLarge, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.planning.cache import CheckpointCache
-from tests.support import Tensors, in_process, kohya, rand, sd1
+from tests.support import Tensors, in_process, kohya, load, rand, save, sd1
 
 HEADERS = Path(__file__).parents[1] / "headers"
 H = 8
@@ -415,3 +416,62 @@ def test_the_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_pa
     )
     assert report.residual == pytest.approx(float((one - other).norm() / one.norm()), rel=1e-3)
     assert report.residual > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("largest", [6e4, 1e5, -1e5])
+@pytest.mark.parametrize("options", [{}, {"rank": "energy:1"}, {"algorithm": "full"}], ids=str)
+def test_numbers_too_large_for_the_dtype_of_a_conversion_are_refused(
+    dtype: str, largest: float, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """fp16 holds numbers up to 65504; nothing is written if one is larger, and no other number is refused."""
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    base = save(sd1(torch.float32), tmp_path / "base.safetensors")
+    shapes = {k: t.shape for k, t in kohya(sd1()).items() if k.startswith(name)}
+    up, down = torch.zeros(shapes[f"{name}.lora_up.weight"]), torch.zeros(shapes[f"{name}.lora_down.weight"])
+    up[2, 0], down[0, 3] = (largest, 1.0) if "rank" not in options else (largest, largest)  # balanced where it is cut
+    tensors = {f"{name}.lora_up.weight": up, f"{name}.lora_down.weight": down, f"{name}.alpha": torch.tensor(4.0)}
+    source = save(tensors, tmp_path / "a.safetensors")
+    output = tmp_path / "out.safetensors"
+    scaled = "rank" not in options and "algorithm" not in options  # copied factors share one scale: the other takes it
+    if dtype == "fp16" and abs(largest) > 65504 and not scaled:
+        with pytest.raises(TooLarge, match="too large for the dtype"):
+            lora_merge.convert(source, output, to="lycoris", base=base, dtype=dtype, **options)
+        assert not output.exists()
+        return
+    lora_merge.convert(source, output, to="lycoris", base=base, dtype=dtype, **options)
+    assert all(t.isfinite().all() for t in load(output).values())
+    weight = torch.zeros(up.shape[0], down.shape[1])
+    adapters = [lora_merge.load_adapter(path) for path in (output, source)]
+    made, wanted = (adapter.delta(adapter.modules[0], weight) for adapter in adapters)
+    torch.testing.assert_close(made, wanted, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "diffusers"}, {"dtype": "fp32", "format": "comfy"}], ids=str)
+@pytest.mark.parametrize(("command", "rank"), [("resize", 1), ("resize", 3), ("combine", 2)])
+def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
+    command: str, rank: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of each layer, of its block, and of all: Σ of the largest σ² by all σ², by numpy; also in two steps."""
+    base = save(sd1(torch.float32), tmp_path / "base.safetensors")
+    source = save({n: t.float() for n, t in kohya(sd1(torch.float32), rank=4).items()}, tmp_path / "a.safetensors")
+    tensors, squares = load(source), dict[str, tuple[float, float]]()
+    for name in (n.removesuffix(".lora_up.weight") for n in tensors if n.endswith(".lora_up.weight")):
+        up, down = (tensors[f"{name}.lora_{k}.weight"].double().flatten(1).numpy() for k in ("up", "down"))
+        values = np.linalg.svd(up @ down, compute_uv=False) ** 2
+        squares[name] = values[:rank].sum(), values.sum()
+    write = lora_merge.combine if command == "combine" else lora_merge.resize
+    report = write(source, tmp_path / "out.safetensors", rank=rank, base=base, **options)
+    wanted = sorted(kept / every for kept, every in squares.values())
+    assert sorted(one["energy"] for one in report.layers.values()) == pytest.approx(wanted, abs=1e-5)
+    for one in report.layers.values():
+        assert one["energy"] == pytest.approx(1 - one["residual"] ** 2, abs=1e-12)
+    kept, every = map(sum, zip(*squares.values(), strict=True))
+    assert report.energy == pytest.approx(kept / every, abs=1e-5)
+    assert report.residual == pytest.approx(max(0.0, 1 - report.energy) ** 0.5, abs=1e-9)
+    assert report.numbers["all"]["energy"] == pytest.approx(report.energy, abs=1e-9)
+    assert f"keeps {100 * report.energy:.4g}%" in report.summary
+    for kind in ("components", "blocks"):
+        rows = report.numbers[kind].values()
+        total = sum(row["norm"] ** 2 for row in rows)
+        assert sum(row["norm"] ** 2 * row["energy"] for row in rows) / total == pytest.approx(kept / every, abs=1e-5)

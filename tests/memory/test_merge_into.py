@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import lora_merge
 from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
+from lora_merge.memory.live_model import live_model
 
 from ..support import Tensors, rand
 from ..whole.test_pipelines import PIPELINES, saved
@@ -285,7 +287,7 @@ def test_one_thread_changes_a_model_at_a_time() -> None:
             seen.append(None)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(lambda: lora_merge.merge_into(other, pairs(1)).undo()).result()
-                with pytest.raises(UsageError, match="another thread"):
+                with pytest.raises(UsageError, match="uses this memory"):
                     pool.submit(lora_merge.merge_into, model, pairs(1)).result()
 
     with lora_merge.merge_into(model, pairs(0), progress=during):
@@ -309,3 +311,252 @@ def test_the_first_error_of_a_device_is_told_though_nothing_can_be_restored(monk
     monkeypatch.setattr(merge_into, "_write", broken)
     with pytest.raises(DeviceFailed, match="device-side assert"):
         lora_merge.merge_into(stack(), pairs(0))
+
+
+class Two(nn.Module):
+    """Two layers whose weights the test puts into memory."""
+
+    def __init__(self, a: torch.Tensor, c: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.c = nn.Module(), nn.Module()
+        self.a.weight, self.c.weight = (nn.Parameter(t, requires_grad=False) for t in (a, c))
+
+
+def layer(name: str, weight: torch.Tensor, seed: int = 0) -> Tensors:
+    return {f"{name}.lora_up.weight": rand(weight.shape[0], 2, seed=seed), f"{name}.lora_down.weight": rand(2, weight.shape[1], seed=seed + 1)}  # fmt: skip
+
+
+def mapped(folder: Path) -> torch.Tensor:
+    (folder / "numbers").write_bytes(bytes(36 * 4))
+    return torch.from_file(str(folder / "numbers"), shared=True, size=36).view(9, 4)
+
+
+MEMORY: dict[str, Any] = {
+    "one storage": (lambda t: t, lambda t: t.data),
+    "transposed": (lambda t: t, lambda t: t.t()),
+    "slices": (lambda t: t[:6], lambda t: t[3:]),
+    "one row": (lambda t: t[:5], lambda t: t[4:]),
+    "columns": (lambda t: t[:, :3], lambda t: t[:, 2:]),
+    "steps": (lambda t: t.as_strided((4, 4), (8, 2)), lambda t: t.as_strided((2, 4), (16, 2))),
+    "two storages": (lambda t: torch.from_numpy(t.numpy()[:6]), lambda t: torch.from_numpy(t.numpy()[3:])),
+}
+"""Views of a weight [9, 4] that touch common bytes."""
+
+APART: dict[str, Any] = {
+    "rows": (lambda t: t[:5], lambda t: t[5:]),
+    "columns": (lambda t: t[:, :3], lambda t: t[:, 3:]),
+    "every other": (lambda t: t[:, ::2], lambda t: t[:, 1::2]),
+    "no numbers": (lambda t: t, lambda t: t[:0]),
+}
+"""Views of a weight [9, 4] that touch no common byte."""
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+@pytest.mark.parametrize("source", ["memory", "file"])
+def test_weights_that_share_memory_are_merged_alone_and_with_a_warning(kind: str, source: str, tmp_path: Path) -> None:
+    """A change of one is a change of the other; changes of both would be mixed."""
+    numbers = mapped(tmp_path) if source == "file" else rand(9, 4)
+    a, c = (view(numbers) for view in MEMORY[kind])
+    model = Two(a, c)
+    before, want = state(model), a + rand(a.shape[0], 2) @ rand(2, a.shape[1], seed=1)
+    with pytest.raises(InputError, match=r"a\.weight and c\.weight|c\.weight and a\.weight"):
+        lora_merge.merge_into(model, layer("a", a) | layer("c", c))
+    assert same(model, before)
+    with pytest.warns(UserWarning, match=r"c\.weight with a\.weight") as caught:
+        merged = lora_merge.merge_into(model, layer("a", a))
+    assert caught[0].filename == __file__
+    assert torch.allclose(model.a.weight, want)
+    merged.undo()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_weights_in_one_storage_without_a_common_byte_are_merged(kind: str) -> None:
+    numbers = rand(9, 4)
+    a, c = (view(numbers) for view in APART[kind])
+    model = Two(a, c)
+    adapter = layer("a", a) | (layer("c", c) if c.numel() else {})
+    want = lora_merge.merge_state_dict(state(model), adapter)
+    with lora_merge.merge_into(model, adapter):  # warnings are errors
+        assert same(model, want)
+
+
+def test_a_buffer_and_a_second_name_of_a_changed_weight_are_named() -> None:
+    model = stack()
+    model.register_buffer("row", model[0].weight[1])
+    model.add_module("again", model[0])
+    with pytest.warns(UserWarning, match=r"row with 0\.weight.*again\.weight with 0\.weight|again.*row"):
+        lora_merge.merge_into(model, pairs(0)).undo()
+
+
+def test_a_number_that_shares_its_memory_within_a_weight_is_refused_before_and_after() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).requires_grad_(requires_grad=False)
+    model[0].weight.data = rand(7).as_strided((4, 4), (1, 1))
+    with pytest.raises(InputError, match="share their memory"):
+        lora_merge.merge_into(model, pairs(0, layers=1))
+    model[0].weight.data = rand(4, 4)
+    merged = lora_merge.merge_into(model, pairs(0, layers=1))
+    now = model[0].weight.data
+    model[0].weight.data = now[:1].expand(4, 4)
+    with pytest.raises(InputError, match="share their memory"):
+        merged.undo()
+    model[0].weight.data = now
+    merged.undo()
+
+
+def test_an_adapter_in_the_memory_of_a_weight_that_it_changes_is_refused() -> None:
+    """Windows that are written would change the factors of those that follow."""
+    model = stack()
+    before = state(model)
+    adapter = pairs(0) | {"2.lora_down.weight": model[0].weight[1:3]}
+    with pytest.raises(InputError, match=r"adapter 0: 2\.lora_down\.weight"):
+        lora_merge.merge_into(model, adapter)
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)], ids=["whole", "rows"])
+def test_merges_into_two_models_on_one_memory_are_undone_in_reverse_order(keep: Any, part: slice) -> None:
+    first = nn.Sequential(nn.Linear(4, 4, bias=False)).requires_grad_(requires_grad=False)
+    weight = first[0].weight[part]
+    second = Two(weight, rand(3, 3))
+    before = state(first)
+    merged = lora_merge.merge_into(first, pairs(0, layers=1), keep=keep)
+    later = lora_merge.merge_into(second, layer("a", weight), keep=keep)
+    both = state(first)
+    with pytest.raises(UsageError, match="later merge"):
+        merged.undo()
+    assert same(first, both)
+    later.undo()
+    merged.undo()
+    assert same(first, before)
+
+
+def test_the_later_merge_is_the_one_that_was_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that which was called later: the first call may have matched for longer."""
+    model, match = stack(), merge_into.prepare
+    before, inner = state(model), []
+
+    def slow(*args: Any) -> Any:
+        made = match(*args)
+        if not inner:
+            inner.append(None)
+            inner[0] = lora_merge.merge_into(model, pairs(1))
+        return made
+
+    monkeypatch.setattr(merge_into, "prepare", slow)
+    outer = lora_merge.merge_into(model, pairs(0))
+    with pytest.raises(UsageError, match="later merge"):
+        inner[0].undo()
+    outer.undo()
+    inner[0].undo()
+    assert same(model, before)
+
+
+def test_merges_of_threads_on_one_memory_are_whole_or_refused() -> None:
+    """Merges and undos at once, of models that share one weight: each is whole or refused, and all bytes are restored."""
+    weight = rand(64, 64)
+    models = [Two(weight, rand(64, 64)) for _ in range(3)] + [Two(rand(4, 4), weight[8:40])]
+    before, counts = [state(m) for m in models], {"merged": 0, "refused": 0}
+
+    def work(number: int) -> None:
+        name = "c" if number == 3 else "a"
+        for _ in range(5):
+            with warnings.catch_warnings():
+                try:
+                    merged = lora_merge.merge_into(models[number], layer(name, getattr(models[number], name).weight))
+                except UsageError:
+                    counts["refused"] += 1
+                    continue
+            while merged.changed:
+                try:
+                    merged.undo()
+                except UsageError:
+                    counts["refused"] += 1
+            counts["merged"] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert not [f.exception() for f in [pool.submit(work, n) for n in range(4)] if f.exception()]
+    assert counts["merged"] > 0
+    assert all(same(m, b) for m, b in zip(models, before, strict=True))
+
+
+def test_an_undo_in_two_threads_restores_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, write, seen = stack(), merge_into._write, []
+    before = state(model)
+    merged = lora_merge.merge_into(model, pairs(0))
+
+    def during(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        if not seen:
+            seen.append(None)
+            with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="uses this memory"):
+                pool.submit(merged.undo).result()
+        write(tensor, data)
+
+    monkeypatch.setattr(merge_into, "_write", during)
+    merged.undo()
+    assert same(model, before)
+    merged.undo()
+
+
+def test_a_live_model_has_the_configuration_of_its_folder(tmp_path: Path) -> None:
+    """Of transformers and diffusers, of a table, and of a module without one; of each part of a pipeline."""
+    model = llama(tie_word_embeddings=True)
+    config = live_model(model, {}, lambda _: rand(1)).config
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for field in ("architectures", "tie_word_embeddings", "num_attention_heads", "model_type", "vocab_size"):
+        assert config[field] == written[field] or (field == "architectures" and config[field] == [type(model).__name__])
+    flux_config = live_model(flux("FluxTransformer2DModel"), {}, lambda _: rand(1)).config
+    assert flux_config["architectures"] == ["FluxTransformer2DModel"] and "num_attention_heads" in flux_config
+    plain = stack()
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Sequential"]}
+    plain.config = {"architectures": ["Other"], "size": 3}  # type: ignore[assignment]
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Other"], "size": 3}
+    plain.config = {"architectures": None, "size": 3}  # type: ignore[assignment]
+    assert live_model(plain, {}, lambda _: rand(1)).config == {"architectures": ["Sequential"], "size": 3}
+    make, _ = PIPELINES["SD"]
+    index = live_model(pipe := make(), {}, lambda _: rand(1))
+    assert index.config == {"_class_name": type(pipe).__name__}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    assert index.components.keys() == parts.keys()
+    for name, part in parts.items():
+        assert index.components[name].config["architectures"] == [type(part).__name__]
+        assert {n for n in index.tensors if n.startswith(f"{name}.")} == {
+            f"{name}.{n}" for n in index.components[name].tensors
+        }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_configuration_decides_what_a_change_of_the_embeddings_is(*, tied: bool, tmp_path: Path) -> None:
+    """A model that ties its head has one weight for both ends: a change of the embeddings names the head."""
+    model = llama(tie_word_embeddings=tied)
+    name = "model.embed_tokens"
+    adapter = {f"{name}.lora_B.weight": rand(30, 2), f"{name}.lora_A.weight": rand(2, 16, seed=1)}
+    before = state(model)
+    if tied:
+        with pytest.warns(UserWarning, match=r"lm_head\.weight with model\.embed_tokens\.weight"):
+            merged = lora_merge.merge_into(model, adapter)
+    else:
+        merged = lora_merge.merge_into(model, adapter)
+    assert torch.equal(model.lm_head.weight, before["lm_head.weight"]) is not tied
+    assert merged.changed == ("model.embed_tokens.weight",)
+    merged.undo()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("end", ["model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"])
+def test_a_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str, *, shared: bool) -> None:
+    """They are tied if their values are equal, in one memory or in two."""
+    tensors = llama(tie_word_embeddings=True).state_dict()
+    if not shared:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    rows = 16 if end.endswith("q_proj") else 30
+    adapter = {f"{end}.lora_B.weight": rand(rows, 2), f"{end}.lora_A.weight": rand(2, 16, seed=1)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lora_merge.merge_state_dict(tensors, adapter)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (rows == 30), texts
+    assert all("model.embed_tokens.weight and lm_head.weight were tied and now differ" in text for text in texts)

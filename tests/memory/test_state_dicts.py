@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lora_merge
 from lora_merge.errors import InputError
+from lora_merge.memory.spans import repeats, shared
 
 from ..files.quantised_forms import FORMS
 from ..files.test_quantised_bases import NAMES, adapter, base, same
@@ -99,3 +104,62 @@ def test_a_state_dict_gets_the_bias_that_its_layer_lacks(options: dict[str, Any]
     assert made.keys() == wanted.keys() == {"a.weight", "a.bias"}
     assert torch.equal(made["a.bias"], lora["a.lora_B.bias"])
     torch.testing.assert_close(made["a.weight"], wanted["a.weight"])
+
+
+@st.composite
+def views(draw: st.DrawFn, memory: Tensor) -> Tensor:
+    """A strided view of a small memory: of any dtype, with steps of 0, and without numbers."""
+    typed = memory.view(draw(st.sampled_from([torch.uint8, torch.int16, torch.float32])))
+    axes = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3))
+    reach = sum((n - 1) * step for n, step in axes if n)
+    first = draw(st.integers(0, max(0, len(typed) - 1 - reach)))
+    assume(first + reach < len(typed))
+    return typed.as_strided([n for n, _ in axes], [step for _, step in axes], first)
+
+
+def touched(tensor: Tensor) -> list[int]:
+    """The address of every byte of every number."""
+    steps, size = [step * tensor.element_size() for step in tensor.stride()], tensor.element_size()
+    firsts = (sum(map(mul, place, steps)) for place in product(*map(range, tensor.shape)))
+    return [tensor.data_ptr() + first + byte for first in firsts for byte in range(size)]
+
+
+MEMORY = torch.zeros(160, dtype=torch.uint8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(views(MEMORY), min_size=4, max_size=4))
+def test_tensors_share_memory_where_they_touch_a_common_byte(tensors: list[Tensor]) -> None:
+    first, second = ({str(i): t for i, t in enumerate(some)} for some in (tensors[:2], tensors[2:]))
+    wanted = {(a, b) for a, t in first.items() for b, u in second.items() if {*touched(t)} & {*touched(u)}}
+    assert sorted(shared(first, second)) == sorted(wanted)
+    for tensor in tensors:
+        assert repeats(tensor) == (len({*touched(tensor)}) < len(touched(tensor)))
+
+
+def lora(name: str, rows: int, cols: int) -> dict[str, Tensor]:
+    return {f"{name}.lora_A.weight": torch.ones(1, cols), f"{name}.lora_B.weight": torch.ones(rows, 1)}
+
+
+@pytest.mark.parametrize(
+    "second", [lambda t: t, lambda t: t.data, lambda t: t[2:], lambda t: t.t(), lambda t: t[:, ::2]]
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_entries_that_shared_memory_and_now_differ_are_warned_of(second: Any, *, both: bool) -> None:
+    weight = torch.zeros(6, 6)
+    state = {"a.weight": weight, "c.weight": second(weight), "d.weight": torch.zeros(6, 6)}
+    shape = state["c.weight"].shape
+    adapter = lora("a", 6, 6) | (lora("c", *shape) if both else {})
+    if both and state["c.weight"].stride() == weight.stride() and shape == weight.shape:
+        lora_merge.merge_state_dict(state, adapter)  # both have the same new values; warnings are errors
+        return
+    with pytest.warns(UserWarning, match=r"a\.weight and c\.weight were tied and now differ") as caught:
+        lora_merge.merge_state_dict(state, adapter)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert not weight.any()
+
+
+def test_entries_that_share_memory_and_do_not_change_are_not_warned_of() -> None:
+    weight = torch.full((6, 6), torch.nan)
+    state = {"a.weight": weight, "c.weight": weight, "d.weight": torch.zeros(6, 6)}
+    lora_merge.merge_state_dict(state, lora("d", 6, 6), dtype="bf16")

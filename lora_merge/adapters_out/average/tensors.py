@@ -57,7 +57,9 @@ class Averages:
     dtype: torch.dtype
 
     def of(self, info: StoredTensor) -> Tensor:
-        """Return the average of a tensor of the first snapshot, in the dtype of the output."""
+        """Return a tensor's average over the snapshots, in the dtype of the output; the base's as it is."""
+        if info.file not in self.snapshots[0].files:
+            return self.fetch(info)
         found = [self.fetch(index.tensors[info.name]) for index in self.snapshots]
         if not _is_averaged(info):
             if any(not torch.equal(t.double(), found[0].double()) for t in found):

@@ -40,7 +40,7 @@ def average_weights(
             )
         return [float(w) for w in weights]
     betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
-    return [1 / count] * count if betas is None else _moving(betas)
+    return [1 / max(count, 1)] * count if betas is None else _moving(betas)
 
 
 def shares(

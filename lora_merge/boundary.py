@@ -1,0 +1,64 @@
+"""What leaves a public function: its result, or a MergeError."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar, Union
+
+from .errors import MergeError, UsageError, as_merge_error
+from .options import unlike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Make every failure of a function a MergeError: a UsageError if an argument is of another type than annotated."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MergeError:
+            raise
+        except Exception as e:
+            raise _wrong_call(function, args, kwargs) or as_merge_error(e, f"lora_merge.{function.__qualname__}") from e
+
+    return call
+
+
+def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
+    """Return the error for arguments that do not fit the function's parameters and their types; None if they do."""
+    name = f"lora_merge.{function.__qualname__}"
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as e:
+        return UsageError(str(e), name, "give its parameters, which help(…) lists")
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:  # types that are imported for type checkers alone
+        return None
+    for parameter, value in bound.arguments.items():
+        if parameter in hints and parameter != "options" and not _fits(value, hints[parameter]):
+            wanted = inspect.signature(function).parameters[parameter].annotation
+            return unlike(value, f"{name}: {parameter}", f"a value of the type {wanted}")
+    return None
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a value is of a type, but for what is in it."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if kind is Literal:
+        return isinstance(value, str | bool | int) and value in typing.get_args(hint)
+    if kind is float:
+        return isinstance(value, int | float)
+    try:
+        return value is None if kind is type(None) else isinstance(value, kind)
+    except TypeError:  # Any, type variables, protocols
+        return True
