@@ -23,7 +23,7 @@ from .codecs.told import SECTIONS
 from .json_files import json_value, read_index
 from .layouts import entries
 
-NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
+NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part(?:\.\w+)?|claim)")
 """Names of files that belong to other programs or to a running merge; they are not copied."""
 
 MODULES: Final = "modules.json"
