@@ -1,4 +1,4 @@
-"""Publishes an output: a temporary file or folder beside the target is written, synced and renamed.
+"""Publishes outputs, and the small files next to them: a temporary file or folder is written, synced and renamed.
 
 So the output is complete, or it is not there. Runs that publish into one folder take turns (`_turn`). Without that,
 a run whose last flush fails would take back its rename, and with it the output that another run has published since.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError, UsageError
-from ..process import begin_commit, uninterrupted
-from .destination import check_output, failures
+from ..process import begin_commit, kept_back, uninterrupted
+from .destination import check_kind, check_output, failures
 from .system import CAN_OPEN_FOLDERS, PLAIN_FLAGS, swap_names
 from .temporary import LOCK, OLD, create, moved, release, remove, sibling, sweep, try_lock
 
@@ -97,6 +97,28 @@ def replacing(
             release(part, lock)
         if not done:
             _unmake(made)
+
+
+def put_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+    """Write a small file next to outputs: a card, a page, a report. It is complete and on the disk, or not there.
+
+    A link at the path is replaced, and never followed. Signals wait until it is written. Raises MergeError.
+    """
+    with failures(path), kept_back():
+        check_kind(path, overwrite=overwrite)
+        with suppress(OSError):
+            sweep(path.parent)
+        part, lock = create(path, folder=False)
+        try:
+            part.write_bytes(content)
+            _sync(part)
+            with _turn(path.parent):
+                old = _publish(part, path, overwrite=overwrite, replaces=os.path.lexists(path))
+            if old is not None:
+                remove(old)
+        finally:
+            remove(part)
+            release(part, lock)
 
 
 @contextmanager
