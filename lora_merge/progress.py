@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from .options import unlike
-from .text import html_table
+from .text import html_table, one_line
 
 Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove", "look"]
 """`load`: inputs are opened and torch is imported. `merge`: bytes are merged and written. `make`: the layers of an
@@ -146,7 +146,7 @@ class JobBar:
 
     def __call__(self, step: Step) -> None:
         """Take a step."""
-        self._bar.set_description(f"{step.stage} {Path(step.output).name}")
+        self._bar.set_description(one_line(f"{step.stage} {Path(step.output).name}"))
 
     def end(self) -> None:
         """Count a run that has ended."""

@@ -13,6 +13,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import resource_errors
 from ..keywords import PythonOptions
 from ..progress import Progress, watched
+from ..text import one_line
 from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 
@@ -61,7 +62,8 @@ def merge_state_dict(
         numbers.update(facts.numbers)
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
-    for first, second in parted + [merge.head] * untied:
+    for tie in parted + [merge.head] * untied:
+        first, second = map(one_line, tie)
         warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
                       "such as with tie_word_embeddings=False, or one is lost", stacklevel=4)  # fmt: skip
     return merged
