@@ -114,12 +114,13 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     tags = front.get("tags")
     held = [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str | int | float)]
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
-    return _shown({
+    ours = {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
         "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
         **entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
-    })  # fmt: skip
+    }  # fmt: skip
+    return {name: _shown(value) for name, value in ours.items()}
 
 
 def _shown(value: Any) -> Any:
