@@ -69,6 +69,7 @@ def replacing(
             for left in range(TRIES)[::-1]:
                 with uninterrupted():
                     make_parents(target.parent, made)
+                sweep(target.parent)
                 try:
                     with uninterrupted():
                         part, lock = create(target, folder=folder)
