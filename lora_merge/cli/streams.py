@@ -48,6 +48,9 @@ STREAMS: Final = {"/dev/stdin": "0", "/dev/stdout": "1", "/dev/stderr": "2"}
 DESCRIPTORS: Final = ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd", f"/proc/{os.getpid()}/fd")
 """Paths of the descriptors of this process, and folders of them."""
 
+_select: Final[Any] = select
+"""The module, for calls that type checkers do not find on every platform."""
+
 WRITING: Final[int] = os.O_WRONLY | PLAIN_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """Flags that open a report without waiting."""
 
@@ -134,7 +137,7 @@ def _stream(path: Path) -> int:
     fd = os.dup(number) if number is not None else os.open(path, WRITING)
     try:
         _require_writable(fd)
-        if hasattr(select, "poll") and _events(fd, 0) & select.POLLERR:  # a pipe without a reader
+        if hasattr(select, "poll") and _events(fd, 0) & _select.POLLERR:  # a pipe without a reader
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
     except OSError:
         os.close(fd)
@@ -153,9 +156,9 @@ def _require_writable(fd: int) -> None:
 
 def _events(fd: int, seconds: float) -> int:
     """Return what has happened to a stream, or happens in this time: it can be written, its reader is gone."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return next((events for _, events in poll.poll(seconds * 1000)), 0)
+    poll = _select.poll()
+    poll.register(fd, _select.POLLOUT)
+    return int(next((events for _, events in poll.poll(seconds * 1000)), 0))
 
 
 class ReportFile:
