@@ -73,6 +73,12 @@ def _cut(text: str) -> str:
     return type(text)("\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines))
 
 
+def cause(e: Exception) -> str:
+    """Return in the words of the system why a file could not be written; else what is wrong."""
+    of_system = e if isinstance(e, OSError) else e.__cause__
+    return (isinstance(of_system, OSError) and of_system.strerror) or getattr(e, "what", "") or str(e)
+
+
 class UsageError(MergeError):
     """The request itself is wrong: contradicting options, an output that is an input."""
 

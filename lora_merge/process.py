@@ -162,6 +162,19 @@ def uninterrupted() -> Iterator[None]:
         deliver_pending()
 
 
+@contextmanager
+def kept_back() -> Iterator[None]:
+    """Keep signals back during a short block. Unlike `uninterrupted`, a commit under way goes on after it."""
+    before = _stops.committing
+    if threading.current_thread() is threading.main_thread():
+        _stops.committing = True
+    try:
+        yield
+    finally:
+        if not before:
+            deliver_pending()
+
+
 def ignore_signals() -> None:
     """Ignore all signals from now on."""
     for number in NUMBERS:

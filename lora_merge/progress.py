@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from .options import unlike
-from .text import html_table
+from .text import html_table, one_line
 
 Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove", "look"]
 """`load`: inputs are opened and torch is imported. `merge`: bytes are merged and written. `make`: the layers of an
@@ -299,7 +299,7 @@ class JobBar:
         if step.stage == ENDED.stage:
             self._bar.update(step.done)
         else:
-            self._bar.set_description(f"{step.stage} {Path(step.output).name}")
+            self._bar.set_description(one_line(f"{step.stage} {Path(step.output).name}"))
 
 
 @contextmanager

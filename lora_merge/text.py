@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
+from struct import iter_unpack
 from typing import Any, Final, NewType
 
 Note = NewType("Note", str)
@@ -19,11 +20,12 @@ NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
 
 def json_text(value: object, *, indent: int | None = None) -> str:
     """Return a value as JSON. Numbers that are NaN or infinite, which JSON lacks, are null; what is no plain value is
-    text."""
+    text. Hidden characters are escapes in it."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+        made = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, indent=indent, default=str)
+        made = json.dumps(_finite(value), ensure_ascii=False, indent=indent, default=str)
+    return made.translate(CONTROLS)
 
 
 def _finite(value: object) -> object:
@@ -123,7 +125,7 @@ class Shown:
         return type(self).__name__
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value in self._facts())
+        return one_line(f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value in self._facts()))
 
     def _repr_html_(self) -> str:
         return html_table(self._heading(), self._facts())
@@ -146,20 +148,30 @@ def _plain(value: Any) -> str:
     return escape(one_line(str(value)))
 
 
-LINE_ENDS: Final = "\n\r"
-CONTROLS: Final = {
-    c: f"\\u{c:04x}"
-    for c in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-    if chr(c) not in LINE_ENDS + "\t"
-}
-"""Character that a terminal or an editor takes for a command, a line end or a change of direction → its JSON escape.
-Line feeds, which end our own lines, and carriage returns, which progress bars need, are not among them."""
+HIDDEN: Final = (
+    (0x00, 0x1F), (0x7F, 0x9F), (0xAD, 0xAD), (0x34F, 0x34F), (0x600, 0x605), (0x61C, 0x61C), (0x6DD, 0x6DD),
+    (0x70F, 0x70F), (0x890, 0x891), (0x8E2, 0x8E2), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F),
+    (0x200B, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F), (0x3164, 0x3164), (0xFE00, 0xFE0F), (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0), (0xFFF0, 0xFFFB), (0x110BD, 0x110BD), (0x110CD, 0x110CD), (0x13430, 0x1343F), (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A), (0xE0000, 0xE01EF),
+)  # fmt: skip
+"""First and last of the characters that nobody sees, or that terminals and editors take for a command, a line end or a
+change of direction: Unicode's categories Cc, Cf, Zl and Zp, and what it calls ignorable by default.
+Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 
-_ALL: Final = CONTROLS | {ord(c): f"\\u{ord(c):04x}" for c in LINE_ENDS}
+
+def _json_escape(character: str) -> str:
+    return "".join(f"\\u{unit:04x}" for (unit,) in iter_unpack(">H", character.encode("utf-16-be")))
+
+
+_ALL: Final = {c: _json_escape(chr(c)) for first, last in HIDDEN for c in range(first, last + 1) if chr(c) != "\t"}
+CONTROLS: Final = {c: escape for c, escape in _ALL.items() if chr(c) not in "\n\r"}
+"""Hidden character → its JSON escape. Line feeds, which end our own lines, and carriage returns, which progress bars
+need, are not among them."""
 
 
 def one_line(text: str) -> str:
-    """Return the text with control characters and line ends escaped."""
+    """Return the text of a stranger, safe to show: hidden characters and line ends are JSON escapes."""
     return text.translate(_ALL)
 
 

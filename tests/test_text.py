@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.text import by_pattern, by_reason, counted, done_of, rate
+from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
 from lora_merge.viewing.words.rows import percent, runs, spoken_run
 
 NAMES = st.lists(
@@ -62,3 +65,33 @@ def test_a_small_share_is_not_told_as_none() -> None:
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:
     rows = [*((f"IN{n:02d}", "a") for n in range(3)), ("IN03", "b"), ("IN05", "b"), *((f"x.{n}", "b") for n in (9, 10))]
     assert [spoken_run(names) for names, _ in runs(rows)] == ["IN00–IN02", "IN03", "IN05", "x.9–10"]
+
+
+EVERY = "".join(chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) != "Cs")
+HIDDEN = [c for c in EVERY if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c != "\t"]
+"""Controls, directions of writing, zero widths, tags and line ends, as Python's Unicode has them."""
+
+INVISIBLE = ["\u034f", "\u115f", "\u3164", "\ufe0f", "\uffa0", "\U000e0101"]
+"""Ignorable by default, in other categories: joiners, fillers and selectors of variants."""
+
+
+def test_hidden_characters_are_escaped_and_others_stay() -> None:
+    shown = one_line(EVERY)
+    assert not {*HIDDEN, *INVISIBLE} & {*shown}
+    assert one_line("Größe 大きさ Δ\tй 🎨 a\u0301 \u00a0") == "Größe 大きさ Δ\tй 🎨 a\u0301 \u00a0"
+
+
+def test_json_has_no_hidden_character_and_the_true_value() -> None:
+    for indent in (None, 2):
+        text = json_text({EVERY: [EVERY, float("nan")]}, indent=indent)
+        assert not {*HIDDEN, *INVISIBLE} - {"\n"} & {*text}
+        assert json.loads(text) == {EVERY: [EVERY, None]}
+
+
+def test_objects_in_notebooks_show_no_hidden_character() -> None:
+    class Named(Shown):
+        def __init__(self) -> None:
+            self.name = "".join(HIDDEN)
+
+    for text in (repr(Named()), Named()._repr_html_(), html_table("".join(HIDDEN), [])):
+        assert not {*HIDDEN} & {*text}

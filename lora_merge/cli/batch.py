@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
@@ -91,6 +92,8 @@ def batch(
     if told is not None:
         told.protect(*_files(made, jobs))
     pictures.protect(*_files(made, jobs))
+    if told is not None:
+        told.begin_lines()
     if dry_run:
         _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
         return
@@ -105,14 +108,13 @@ def batch(
 def _write_first(name: str) -> None:
     """Write a first jobs file; UsageError if there is a file of this name."""
     from ..batch.short import FIRST
+    from ..disk.publish import put_file
     from ..paths import expand
 
     path = expand(name)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(FIRST.format(name=name))
-    except FileExistsError as e:
-        raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml") from e
+    if os.path.lexists(path):
+        raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml")
+    put_file(path, FIRST.format(name=name).encode(), overwrite=False)
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 
@@ -126,6 +128,8 @@ def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet
         display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(made.planned), runs)))
         if runs and here:
             preload(wait=True)
+        if told is not None:
+            stack.callback(told.close)
         telling = Telling(len(made.planned), quiet)
         # Where a signal stops it, what is unfinished is removed.
         for one in stack.enter_context(closing(run(progress=display or unwatched))):
@@ -158,10 +162,11 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
     from ..disk.volumes import free_bytes
 
     named: dict[str, int] = {}  # error → number of the first job that has it
-    for s in made.planned:
-        line = json_text(facts(s))
-        if told is not None:
-            told.append(line)
+    lines = [json_text(facts(s)) for s in made.planned]
+    if told is not None:
+        told.append("\n".join(lines))
+        told.close()
+    for s, line in zip(made.planned, lines, strict=True):
         if as_json:
             put(line)
         elif not quiet or s.error is not None:

@@ -155,7 +155,9 @@ def unmerge(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    report: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file.")] = None,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")
+    ] = None,
     html: HTML = None,
     quiet: QUIET = False,
     **options: Any,

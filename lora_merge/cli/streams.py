@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import select
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.system import PLAIN_FLAGS
 from ..disk.volumes import same
-from ..errors import UsageError, as_resource_error, failure
+from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -33,6 +36,23 @@ def _escaped(e: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(ESCAPED, _escaped)
+
+
+PATIENCE: Final = 60.0
+"""Seconds that a report waits for a reader that does not read."""
+
+LINKS: Final = 40
+"""Links that lead to each other at most, as in Linux."""
+
+STREAMS: Final = {"/dev/stdin": "0", "/dev/stdout": "1", "/dev/stderr": "2"}
+DESCRIPTORS: Final = ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd", f"/proc/{os.getpid()}/fd")
+"""Paths of the descriptors of this process, and folders of them."""
+
+_select: Final[Any] = select
+"""The module, for calls that type checkers do not find on every platform."""
+
+WRITING: Final[int] = os.O_WRONLY | PLAIN_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""Flags that open a report without waiting."""
 
 
 class SafeStream:
@@ -92,25 +112,101 @@ def open_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
+def _descriptor(path: Path) -> int | None:
+    """Return the number of the descriptor of this process that a path names, itself or by links: /dev/stdout."""
+    for _ in range(LINKS):
+        if str(path) in STREAMS or path.parent.as_posix() in DESCRIPTORS:
+            name = STREAMS.get(str(path), path.name)
+            return int(name) if name.isdecimal() else None
+        if not path.is_symlink():
+            return None
+        path = Path(os.path.normpath(path.parent / path.readlink()))
+    return None
+
+
+def _stream(path: Path) -> int:
+    """Open what a path leads to if that is a pipe, a terminal or a device, without waiting for a reader; -1 for a file.
+
+    Raises OSError, with ENXIO for a pipe that nobody reads.
+    """
+    number = _descriptor(path)
+    if number is None and (not os.path.exists(path) or stat.S_ISREG(path.stat().st_mode)):  # noqa: PTH110
+        return -1
+    if number is None and not any(kind(path.stat().st_mode) for kind in (stat.S_ISFIFO, stat.S_ISCHR)):
+        raise OSError(errno.EINVAL, "no file, pipe or terminal")
+    fd = os.dup(number) if number is not None else os.open(path, WRITING)
+    try:
+        _require_writable(fd)
+        if hasattr(select, "poll") and _events(fd, 0) & _select.POLLERR:  # a pipe without a reader
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_writable(fd: int) -> None:
+    """Raise OSError for a descriptor that is open for reading alone; a full device has its turn when it is written."""
+    try:
+        os.write(fd, b"")
+    except OSError as e:
+        if e.errno == errno.EBADF:
+            raise
+
+
+def _events(fd: int, seconds: float) -> int:
+    """Return what has happened to a stream, or happens in this time: it can be written, its reader is gone."""
+    poll = _select.poll()
+    poll.register(fd, _select.POLLOUT)
+    return int(next((events for _, events in poll.poll(seconds * 1000)), 0))
+
+
 class ReportFile:
-    """The file of `--report`. It is checked before the work begins, so that it is not the work that fails."""
+    """The file of `--report`. It is checked before the work begins, so that it is not the work that fails.
+
+    A file is replaced as a whole, as outputs are; links to files are replaced too. A pipe, a terminal or a descriptor
+    such as /dev/fd/3 is opened at once and written to at the end; a file whose folder allows no new file as well.
+    """
 
     def __init__(self, text: str, flag: str = "--report") -> None:
         """Raise UsageError if a report cannot be written there."""
         from ..paths import exists, expand, is_folder
 
         self.path, self._flag, self._spares = expand(text), flag, False
-        if is_folder(self.path) or not os.access(self.path if exists(self.path) else self.path.parent, os.W_OK):
-            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
         if text == "-":
             raise UsageError("a file is wanted", f"{flag} -", "give its name; --json prints the report")
+        if is_folder(self.path):
+            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
+        try:
+            self._fd = _stream(self.path)
+            self._streams, self._written = self._fd >= 0, False
+            present = exists(self.path)
+            if not self._streams and not (
+                os.access(self.path.parent, os.W_OK) and (not present or os.access(self.path, os.W_OK))
+            ):
+                self._open(0 if present else os.O_CREAT)
+        except OSError as e:
+            if e.errno == errno.ENXIO:
+                raise UsageError("nobody reads the pipe", f"{flag} {text}",
+                                 "start its reader first, or choose a file") from e  # fmt: skip
+            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE) from e
+
+    def _open(self, flags: int) -> None:
+        """Write to the file itself from now on."""
+        self._fd = os.open(self.path, WRITING | flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    def close(self) -> None:
+        """Close it; what was written to a file is on the disk."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
         """Raise UsageError if the report would be written over one of these, or over a file of another kind."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise UsageError(f"the report would be written over {role}", f"{self._flag} {self.path}", ELSEWHERE)
-        there = self._start().lstrip() if self.path.is_file() else b""
+        there = self._start().lstrip() if self.path.is_file() and not self._streams else b""
         if there and not there.startswith(KINDS[self._flag]):
             raise UsageError("a file of another kind is there", f"{self._flag} {self.path}", ELSEWHERE)
         self._spares = True
@@ -123,13 +219,36 @@ class ReportFile:
 
     def begin(self) -> None:
         """Empty the report of an earlier run, which would be taken for that of this one if it is killed."""
-        if self.path.is_file():
-            self._put("", "w")
+        if self._fd < 0 and self.path.is_file():
+            try:
+                self.put(b"")
+            except MergeError:  # such as a file that is mounted by itself
+                self._begin_in_place(0)
+        elif self._fd >= 0 and not self._streams:
+            self.replace("")
+
+    def begin_lines(self) -> None:
+        """Open the report for `append`. Lines of earlier runs stay; a link is replaced."""
+        if self._fd < 0:
+            if self.path.is_symlink() or not self.path.exists():
+                self.put(b"")
+            self._begin_in_place(os.O_APPEND)
+
+    def _begin_in_place(self, flags: int) -> None:
+        try:
+            self._open(flags)
+        except OSError as e:
+            where = f"{self._flag} {self.path}"
+            raise UsageError(f"the report cannot be written there: {e.strerror}", where, ELSEWHERE) from e
 
     def fail(self, e: BaseException) -> None:
         """Report a failure, unless something else than a report is there, or may get there: an input, the output."""
         with suppress(OSError):
-            if self._is_report() if self.path.is_file() else self._spares and not self.path.exists():
+            if self._streams:
+                ours = not self._written
+            else:
+                ours = self._is_report() if self.path.is_file() else self._spares and not self.path.exists()
+            if ours:
                 self.replace(json_text(failure(e)))
 
     def _is_report(self) -> bool:
@@ -145,19 +264,49 @@ class ReportFile:
 
     def replace(self, line: str) -> None:
         """Make the line all of the report."""
-        self._put(line, "w")
+        self._tell(line, self.put)
 
     def append(self, line: str) -> None:
-        """Add a line; it is on its way to the disk on return."""
-        self._put(line, "a")
+        """Add a line; it is on the disk on return."""
+        self._tell(line, self._write)
 
-    def _put(self, line: str, mode: str) -> None:
+    def _tell(self, line: str, put: Callable[[bytes], None]) -> None:
         try:
-            with self.path.open(mode, encoding="utf-8", errors=ESCAPED) as f:
-                f.write(line and line + "\n")
-        except OSError as e:
+            put((line and line + "\n").encode(errors=ESCAPED))
+        except (OSError, MergeError) as e:
             where = one_line(str(self.path))
-            print(f"warning: the report could not be written: {e.strerror} ({where})", file=sys.stderr)  # noqa: T201
+            print(f"warning: the report could not be written: {cause(e)} ({where})", file=sys.stderr)  # noqa: T201
+
+    def put(self, content: bytes) -> None:
+        """Make this all of the file; OSError or MergeError if that fails."""
+        if self._fd < 0:
+            from ..disk.publish import put_file
+
+            put_file(self.path, content)
+            return
+        if not self._streams:
+            os.ftruncate(self._fd, 0)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+        self._write(content)
+
+    def _write(self, content: bytes) -> None:
+        """Write to what is open."""
+        self._written = self._written or bool(content)
+        if self._streams:
+            sys.stdout.flush()  # the stream may be the same
+        left = memoryview(content)
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:
+                self._wait()
+        if not self._streams:
+            os.fsync(self._fd)
+
+    def _wait(self) -> None:
+        """Wait until the reader of a full pipe has read some of it; OSError if it reads nothing."""
+        if not _events(self._fd, PATIENCE):
+            raise OSError(errno.ETIMEDOUT, "its reader does not read")
 
 
 @contextmanager
@@ -170,3 +319,6 @@ def reporting(text: str | None) -> Iterator[ReportFile | None]:
         if told is not None:
             told.fail((isinstance(e, Exception) and as_resource_error(e)) or e)
         raise
+    finally:
+        if told is not None:
+            told.close()

@@ -34,7 +34,7 @@ def check_output(
             target = Path(os.path.realpath(target.parent), target.name)
         protect(target, inputs)
         _check_name(target, folder=folder)
-        _check_kind(target, overwrite=overwrite, folder=folder)
+        check_kind(target, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
         raise UsageError(
@@ -77,7 +77,8 @@ def _check_name(target: Path, *, folder: bool) -> None:
         raise UsageError("the output's folder is a link to itself", str(target), "choose another -o") from e
 
 
-def _check_kind(target: Path, *, overwrite: bool, folder: bool) -> None:
+def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:
+    """Raise UsageError unless a file, or a folder, may have this path by what is there."""
     if not os.path.lexists(target):
         around = next((p for p in target.parents if os.path.lexists(p)), Path())
         if not around.is_dir():

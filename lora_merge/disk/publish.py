@@ -1,27 +1,29 @@
-"""Publishes an output: a temporary file or folder beside the target is written, synced and renamed.
+"""Publishes outputs, and the small files next to them: a temporary file or folder is written, synced and renamed.
 
 So the output is complete, or it is not there. Runs that publish into one folder take turns (`_turn`). Without that,
 a run whose last flush fails would take back its rename, and with it the output that another run has published since.
+
+What a call returns proves nothing. Network disks lose replies, so a rename that has happened may fail, and some file
+systems report success for what they did not do. After each call that gives a name, `_give` looks which file has it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError, UsageError
-from ..process import begin_commit, uninterrupted
-from .destination import check_output, failures
-from .system import CAN_OPEN_FOLDERS
-from .temporary import create, moved, release, remove, sibling, sweep, try_lock
+from ..process import begin_commit, kept_back, uninterrupted
+from .destination import check_kind, check_output, failures
+from .system import CAN_OPEN_FOLDERS, PLAIN_FLAGS, swap_names
+from .temporary import LOCK, OLD, create, moved, release, remove, sibling, sweep, try_lock
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Errors of the disk itself. Any other error means that the file system does not support the call."""
@@ -31,6 +33,12 @@ PATIENCE: Final = 120.0
 
 POLL: Final = 0.01  # seconds between two attempts to take the turn
 TRIES: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
+
+LOOKING: Final[int] = PLAIN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags that open whatever has a name, but for links, without waiting."""
+
+LOST: Final = "the file system reports that the file has its name, but another file has it"
+REPLACED: Final = "another program replaced the temporary file"
 
 _unsynced: set[Path] = set()
 """Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
@@ -50,6 +58,8 @@ def replacing(
     Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
     a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
+    with suppress(OSError):  # first, as it may give an earlier output its name back
+        sweep(target.parent)
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
     old: Path | None = None
@@ -75,6 +85,8 @@ def replacing(
                     check_output(target, overwrite=True, folder=folder, contents=contents)
                 _sync_parents(target.parent)
                 sync_folder(target.parent)  # a failing disk shows here, before the rename
+                if not LOCK and not _same(_look(part), os.fstat(lock)):
+                    raise OSError(errno.EIO, REPLACED, str(part))
                 begin_commit()
                 old = _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
                 done = True
@@ -86,6 +98,28 @@ def replacing(
             release(part, lock)
         if not done:
             _unmake(made)
+
+
+def put_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+    """Write a small file next to outputs: a card, a page, a report. It is complete and on the disk, or not there.
+
+    A link at the path is replaced, and never followed. Signals wait until it is written. Raises MergeError.
+    """
+    with failures(path), kept_back():
+        check_kind(path, overwrite=overwrite)
+        with suppress(OSError):
+            sweep(path.parent)
+        part, lock = create(path, folder=False)
+        try:
+            part.write_bytes(content)
+            _sync(part)
+            with _turn(path.parent):
+                old = _publish(part, path, overwrite=overwrite, replaces=os.path.lexists(path))
+            if old is not None:
+                remove(old)
+        finally:
+            remove(part)
+            release(part, lock)
 
 
 @contextmanager
@@ -173,14 +207,14 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
     elif part.is_dir():
         _publish_folder(part, target, overwrite=overwrite)
     elif overwrite:
-        part.replace(target)
+        _give(part.replace, part, target)
     else:
         _publish_new(part, target)
     try:
         sync_folder(target.parent)
     except OSError:
         if not replaces:
-            target.rename(part)
+            _give(target.rename, target, part)
         elif old is not None and os.path.lexists(old):
             _undo(old, target, part)
         raise
@@ -193,12 +227,12 @@ def _swap_file(part: Path, target: Path) -> Path | None:
         return part
     old = sibling(target)
     try:
-        os.link(target, old, follow_symlinks=False)
+        _give(partial(os.link, target, follow_symlinks=False), target, old)
     except (OSError, NotImplementedError):
-        part.replace(target)
+        _give(part.replace, part, target)
         return None
     try:
-        part.replace(target)
+        _give(part.replace, part, target)
     except OSError:
         remove(old)
         raise
@@ -209,12 +243,12 @@ def _swap_folder(part: Path, target: Path) -> Path:
     """Rename the folder over the old one; return the new name of the old folder."""
     if _exchange(part, target):
         return part
-    old = part.with_name(part.name + ".old")
-    target.rename(old)
+    old = part.with_name(part.name + OLD)
+    _give(target.rename, target, old)
     try:
-        part.rename(target)
+        _give(part.rename, part, target)
     except OSError:
-        old.rename(target)
+        _give(old.rename, old, target)
         raise
     return old
 
@@ -223,21 +257,21 @@ def _undo(old: Path, target: Path, part: Path) -> None:
     """Give the old output its name back, and the new output its temporary name."""
     if _exchange(old, target):
         if old != part:
-            old.rename(part)
+            _give(old.rename, old, part)
         return
-    target.rename(part)
-    old.rename(target)
+    _give(target.rename, target, part)
+    _give(old.rename, old, target)
 
 
 def _publish_new(part: Path, target: Path) -> None:
     try:
-        os.link(part, target)  # unlike a rename, it fails where the name is taken
+        _give(partial(os.link, part), part, target)  # unlike a rename, it fails where the name is taken
     except FileExistsError as e:
         raise _appeared(target) from e
     except OSError as e:  # no links on this file system (exFAT, some networks)
         if os.path.lexists(target):
             raise _appeared(target) from e
-        part.rename(target)
+        _give(part.rename, part, target)
     else:
         remove(part)
 
@@ -257,7 +291,7 @@ def _appeared(target: Path) -> MergeError:
 
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
     try:
-        part.rename(target)  # it fails over anything but an empty folder
+        _give(part.rename, part, target)  # it fails over anything but an empty folder
     except OSError as e:
         if not overwrite and os.path.lexists(target):
             raise _appeared(target) from e
@@ -265,14 +299,61 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names with renameat2(2), Linux only; return False where that is not possible.
+    """Swap two names; return False where that is not possible. Raises OSError if the disk itself fails."""
+    reply: int | None = None
 
-    Raises OSError if the disk itself fails.
+    def swap(_: Path) -> None:
+        nonlocal reply
+        reply = swap_names(a, b)
+
+    try:
+        _give(swap, a, b)
+    except OSError:
+        if reply in DISK:
+            raise OSError(reply, os.strerror(reply), str(a)) from None
+        return False
+    return True
+
+
+def _give(call: Callable[[Path], object], source: Path, name: Path) -> None:
+    """Give a file or folder a name by `call(name)`, and look whether it has it.
+
+    Raises the error of the call, or one of its own, if it has not; an error of a call that did its work is none.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
-    if call is None or call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:
-        return call is not None
-    number = ctypes.get_errno()
-    if number in DISK:
-        raise OSError(number, os.strerror(number), str(a))
-    return False
+    file, before = _look(source), _look(name)
+    reply = OSError(errno.EIO, LOST, str(name))
+    try:
+        call(name)
+    except OSError as e:
+        reply = e
+    now = _look(name)
+    # Some file systems give each name an inode of its own: then the name has another file than before, with our times.
+    if file is None or now is None or not (_same(now, file) or (not _same(now, before) and _alike(now, file))):
+        raise reply
+
+
+def _look(path: Path) -> os.stat_result | None:
+    """Return what has this name, links not followed; None if nothing has it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | LOOKING) if CAN_OPEN_FOLDERS else -1  # opened, a network disk is asked anew
+    except OSError:
+        fd = -1
+    try:
+        return os.fstat(fd) if fd >= 0 else path.lstat()
+    except FileNotFoundError:
+        return None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _same(a: os.stat_result | None, b: os.stat_result | None) -> bool:
+    """Return whether two looks saw one file, or both of them nothing."""
+    if a is None or b is None:
+        return a is b
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino) if a.st_ino and b.st_ino else _alike(a, b)
+
+
+def _alike(a: os.stat_result, b: os.stat_result) -> bool:
+    """Return whether two looks saw files of one size and time."""
+    return (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)

@@ -6,6 +6,7 @@ so a test can first remove calls from `os` and `mmap` and then run the program w
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -159,6 +160,14 @@ def path_of(fd: int) -> Path | None:
         return Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # not a link on a disk
     except OSError:
         return None
+
+
+def swap_names(a: Path, b: Path) -> int | None:
+    """Swap two names with renameat2(2), Linux only; return its error, 0 for none, None where there is no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
+    if call is None:
+        return None
+    return ctypes.get_errno() if call(-100, os.fsencode(a), -100, os.fsencode(b), 2) else 0
 
 
 def user_id() -> int | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..disk.hashes import RunningHashes
-from ..disk.publish import replacing
+from ..disk.publish import put_file, replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
-from ..errors import MergeError, TooLarge, as_resource_error, resource_errors
+from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
 from ..models.names import names
 from ..planning.card import card, card_path
@@ -155,17 +155,13 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    made = None if path in plan.read else card(plan, path)
+    made = None if path in plan.read or path.is_symlink() else card(plan, path)
     if made is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
-    part = path.with_name(f".{path.name}.lora-merge.part")
     try:
-        part.write_bytes(made)
-        part.replace(path)
-    except OSError as e:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        return (Note(f"no model card was written: {e.strerror} ({path})"),)
+        put_file(path, made)
+    except MergeError as e:
+        return (Note(f"no model card was written: {cause(e)} ({path})"),)
     return ()
 
 

@@ -23,7 +23,7 @@ from .codecs.told import SECTIONS
 from .json_files import json_value, read_index
 from .layouts import entries
 
-NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
+NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part(?:\.\w+)?|claim)")
 """Names of files that belong to other programs or to a running merge; they are not copied."""
 
 MODULES: Final = "modules.json"
@@ -41,6 +41,9 @@ PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embeddi
 
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
 """EMBEDDING, PATCHES, HEAD: tensors whose size config.json holds: rows = tokens, columns = channels, rows = labels."""
+
+CONFIGS: Final = ("config.json", "generation_config.json")
+"""Names of the configuration of a model in its own folder."""
 
 ON_QUANTISATION: Final = frozenset((
     "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json", "quanto_qmap.json",
@@ -85,15 +88,43 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return _relative(copied, base), _relative(left, base)
 
 
-def links_outside(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return `name -> target` for each file whose link leads out of the folder and out of its model cache.
+def refuse_links_outside(base: Index, names: Sequence[str]) -> None:
+    """Raise InputError if a file whose content goes into the output is a link that leads out of the model folder.
 
-    huggingface_hub keeps files in `blobs` beside `snapshots`; each snapshot is a folder of links to them.
+    People publish outputs, and anybody can put a link to a key or to /proc/self/environ into a folder that others
+    download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` beside `snapshots`,
+    and each snapshot is a folder of links to them; its older versions made such links in other folders, too. Whoever
+    names a blob by the hash of its content knows the content. Weights may be anywhere: their tensors are read. So may a
+    whole component of a pipeline, of which only weights and configuration are taken then.
     """
-    root = Path(os.path.realpath(folder))
+    root = Path(os.path.realpath(base.path))
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
-    targets = {name: Path(os.path.realpath(folder / name)) for name in names}
-    return [f"{name} -> {path}" for name, path in targets.items() if {root, *blobs}.isdisjoint(path.parents)]
+    indexes = [path.relative_to(base.path).as_posix() for path in base.index_files]
+    targets = {name: Path(os.path.realpath(base.path / name)) for name in (*names, *indexes)}
+    allowed = {root, *blobs}
+    outside = [
+        f"{name} -> {path}"
+        for name, path in targets.items()
+        if allowed.isdisjoint(path.parents) and not (_is_blob(path) or _is_linked(base, name))
+    ]
+    if outside:
+        raise InputError(
+            "files of the model folder are links that lead out of it: the output would hold their content",
+            f"{base.path}: {listed(outside)}",
+            "put the files in place of the links if they belong to the model; else remove the links",
+        )
+
+
+def _is_linked(base: Index, name: str) -> bool:
+    """Return whether this is the configuration, or the index, in a component that is a link to a folder of weights."""
+    path = base.path / name
+    of_weights = path.name in CONFIGS or path in base.index_files
+    return of_weights and not path.is_symlink() and any(file.parent == path.parent for file in base.files)
+
+
+def _is_blob(path: Path) -> bool:
+    """Return whether this is a file of a model cache, which is called by the SHA-1 or the SHA-256 of its content."""
+    return path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", path.name) is not None
 
 
 def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[Note]:

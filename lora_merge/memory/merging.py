@@ -43,7 +43,7 @@ from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
 from ..spellings import adapter_path
-from ..text import listed, plural
+from ..text import listed, one_line, plural
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
@@ -174,11 +174,11 @@ def warn_of(made: MergeFacts) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in made.lost:
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(one_line(text), stacklevel=5)
     if saturated := made.saturated:
         were = plural(sum(saturated.values()), "number was", "numbers were")
-        warnings.warn(f"{were} too large for the dtype and cut to its largest: "
-                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=5)  # fmt: skip
+        names = listed([f"{n} of {name}" for name, n in saturated.most_common()])
+        warnings.warn(one_line(f"{were} too large for the dtype and cut to its largest: {names}"), stacklevel=5)
 
 
 def _device(tensors: Iterable[Tensor]) -> str:

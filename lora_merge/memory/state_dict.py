@@ -13,6 +13,7 @@ from ..boundary import public
 from ..engine.torch_state import undisturbed
 from ..keywords import PythonOptions
 from ..progress import Progress, watched
+from ..text import one_line
 from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 
@@ -66,7 +67,8 @@ def merge_state_dict(
         and not (_alike(*(state_dict[k] for k in tie)) and torch.equal(*(merged[k] for k in tie)))
     ]  # fmt: skip
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
-    for first, second in parted + [merge.head] * untied:
+    for tie in parted + [merge.head] * untied:
+        first, second = map(one_line, tie)
         warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
                       "such as with tie_word_embeddings=False, or one is lost", stacklevel=4)  # fmt: skip
     return merged

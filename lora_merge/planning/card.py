@@ -15,7 +15,7 @@ from typing import Any, Final, TypeGuard
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
 from ..paths import WEIGHTS
-from ..text import plural
+from ..text import one_line, plural
 from ..text import stored as of_dtype
 from .licences import ENTRIES, entries, stated, word
 from .metadata import TITLE
@@ -114,12 +114,22 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     tags = front.get("tags")
     held = [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str | int | float)]
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
-    return {
+    ours = {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
         "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
         **entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
     }  # fmt: skip
+    return {name: _shown(value) for name, value in ours.items()}
+
+
+def _shown(value: Any) -> Any:
+    """Return an entry with hidden characters of its texts escaped."""
+    if isinstance(value, dict):
+        return {name: _shown(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return one_line(value) if isinstance(value, str) else value
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
@@ -184,7 +194,7 @@ def _section(plan: Plan) -> Iterator[str]:
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
         of = [(part, s, n) for part, counts in m.strengths.items() for s, n in counts.items()]
-        parts = [f"{s:g}× {part} ({plural(n, 'module')})" for part, s, n in of]
+        parts = [f"{s:g}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in of]
         what = ", ".join(m.algorithms) or "no change"
         yield f"* {_code(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
@@ -201,10 +211,10 @@ def _section(plan: Plan) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Return a text as one line, without the characters that Markdown and HTML interpret."""
-    return re.sub(r"[\x00-\x1f<>`*#\[\]|]", " ", text)[:200].strip()
+    return one_line(re.sub(r"[\x00-\x1f<>`*#&~\\\[\]|]", " ", text)[:200].strip())
 
 
 def _code(name: str) -> str:
     """Return the name of a file in backquotes, in which Markdown interprets nothing."""
     plain = re.sub(r"[\x00-\x1f<>`]", " ", name)[:200].strip()
-    return f"`{plain}`"
+    return f"`{one_line(plain)}`"

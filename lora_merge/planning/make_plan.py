@@ -26,9 +26,9 @@ from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
     ON_QUANTISATION,
     index_names,
-    links_outside,
     other_tokenizers,
     output_name,
+    refuse_links_outside,
     side_files,
     stored_name,
 )
@@ -124,9 +124,8 @@ def make_plan(matched: Matched) -> Plan:
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
+    refuse_links_outside(base, sides)
     notes = [Note(f"not copied, because they hold other weights: {listed(left)}")] if left else []
-    if led := links_outside(base.path, sides):
-        notes.append(Note(f"copied through links that lead out of the model folder: {listed(led)}"))
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":

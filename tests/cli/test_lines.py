@@ -51,7 +51,7 @@ def test_what_is_ours_may_have_several() -> None:
 
 
 def test_directions_of_writing_are_escaped_and_json_stays_json() -> None:
-    text = "\u202egnp.exe\u2066 \x1b[2J \u2028"
+    text = "\u202egnp.exe\u2066 \x1b[2J \u2028 \u200b\U000e0041"
     assert "\u202e" not in json.dumps(text, ensure_ascii=False).translate(CONTROLS)
     assert json.loads(json.dumps(text, ensure_ascii=False).translate(CONTROLS)) == text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,7 +20,9 @@ import torch
 
 import lora_merge
 from lora_merge.cli import main as program
+from lora_merge.cli import streams
 from lora_merge.cli import text as cli_text
+from lora_merge.disk import publish
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
 from lora_merge.progress import Step
@@ -645,6 +648,132 @@ def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Pat
         assert run("batch", jobs, "--report", place)[0] == 2, place
     assert not (tmp_path / "o.safetensors").exists()
     assert model.read_bytes() == before[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes")
+@pytest.mark.parametrize("command", ["merge", "batch"])
+def test_pipe_without_a_reader_is_refused_before_the_work(
+    run: Run, tmp_path: Path, model: Path, style: Path, command: str
+) -> None:
+    pipe, out, jobs = tmp_path / "p", tmp_path / "o.safetensors", tmp_path / "j.yaml"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    jobs.write_text(f"version: 1\njobs: [{{base: {model}, adapters: [{style}], output: {out}}}]\n")
+    for place in (pipe, tmp_path / "link"):
+        arguments = [model, style, "-o", out] if command == "merge" else ["batch", jobs]
+        code, _, err = run(*arguments, "--report", place)
+        assert (code, "nobody reads" in err) == (2, True), err
+    assert not out.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes")
+@pytest.mark.parametrize("place", ["p", "/dev/fd/{}", "link"])
+def test_pipe_with_a_reader_gets_the_report_or_the_failure(
+    run: Run, tmp_path: Path, model: Path, style: Path, place: str
+) -> None:
+    os.mkfifo(tmp_path / "p")
+    for more, key in (([], "written"), (["--dtype", "no"], "error")):
+        reader = os.open(tmp_path / "p", os.O_RDONLY | os.O_NONBLOCK)
+        writer = os.open(tmp_path / "p", os.O_WRONLY)
+        path = tmp_path / place.format(writer)
+        with contextlib.suppress(FileExistsError):
+            (tmp_path / "link").symlink_to("p")
+        run(model, style, "-o", tmp_path / f"{key}.safetensors", "--report", path, *more)
+        os.close(writer)
+        assert key in json.loads(os.read(reader, 1 << 16))
+        os.close(reader)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes")
+def test_reader_that_stops_costs_the_report_alone(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "PATIENCE", 0.01)
+    pipe = tmp_path / "p"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    filler = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, bytes(1 << 12))
+    code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--report", pipe)
+    assert (code, "its reader does not read" in err) == (0, True), err
+    assert (tmp_path / "o.safetensors").exists()
+    os.close(filler)
+    os.close(reader)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing shows which files are synced")
+def test_files_next_to_the_output_follow_no_link_and_are_on_the_disk(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report, the lines of a batch, the page and the card: a link is replaced, its target stays as it is."""
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd))[1]
+    )
+    (tmp_path / "mine").mkdir()
+    links = {tmp_path / f"r{ending}": tmp_path / "mine" / f"r{ending}" for ending in (".json", ".jsonl", ".html")}
+    for link, place in links.items():
+        place.write_text("<" if link.suffix == ".html" else '{"output": ')
+        link.symlink_to(place)
+    before = {place: place.read_text() for place in links.values()}
+    out, jobs = tmp_path / "o.safetensors", tmp_path / "j.yaml"
+    jobs.write_text(f"version: 1\njobs: [{{base: {model}, adapters: [{style}], output: {tmp_path}/p.safetensors}}]\n")
+    assert (
+        run(model, style, "-o", out, "--card", "--report", tmp_path / "r.json", "--html", tmp_path / "r.html")[0] == 0
+    )
+    assert run("batch", jobs, "--report", tmp_path / "r.jsonl")[0] == 0
+    assert {place: place.read_text() for place in links.values()} == before
+    assert json.loads((tmp_path / "r.json").read_text())["written"]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1
+    for path in (*links, tmp_path / "o.md"):
+        assert path.is_file() and not path.is_symlink()
+        assert any(path.name in name for name in synced), path
+    assert strays(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+def test_card_that_is_a_link_or_a_pipe_stays(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    (tmp_path / "mine").write_text("my words")
+    for n, put in enumerate((lambda p: p.symlink_to("mine"), os.mkfifo)):
+        card = tmp_path / f"o{n}.md"
+        put(card)
+        mode = card.lstat().st_mode
+        code, out, err = run(model, style, "-o", card.with_suffix(".safetensors"), "--card")
+        assert (code, "no model card was written" in out + err) == (0, True), err
+        assert card.lstat().st_mode == mode
+    assert (tmp_path / "mine").read_text() == "my words"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are others there")
+def test_report_in_a_folder_that_allows_no_new_file_is_written_in_place(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is played; and a file that is mounted by itself."""
+    really, folder = os.access, tmp_path / "closed"
+    folder.mkdir()
+    place = folder / "r.json"
+    for n, mounted in enumerate((False, True)):
+        place.write_text('{"output": ' + "x" * 100_000)
+        inode = place.stat().st_ino
+        with monkeypatch.context() as patch:
+            if mounted:
+                patch.setattr(publish, "create", lambda *_, **__: busy())
+            else:
+                patch.setattr(os, "access", lambda path, *rest: path != folder and really(path, *rest))
+            report = streams.ReportFile(str(place))
+            report.protect([], [])
+            report.begin()
+        report.replace(f'{{"n": {n}}}')
+        report.close()
+        assert json.loads(place.read_text()) == {"n": n}
+        assert place.stat().st_ino == inode
+
+
+def busy() -> None:
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

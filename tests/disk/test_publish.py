@@ -97,6 +97,148 @@ def failed_at_last(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(publish, "sync_folder", called)
 
 
+class UnreliableNames:
+    """Calls that give names, of which the n-th (from 0) loses its reply, or does nothing and reports success."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str, number: int, *, swaps: bool) -> None:
+        self._kind, self._number, self.calls = kind, number, 0
+        for name in ("rename", "replace", "link"):
+            patch.setattr(os, name, self._unreliable(getattr(os, name)))
+        swap = self._unreliable(publish.swap_names)
+        patch.setattr(publish, "swap_names", self._numbered(swap) if swaps else lambda *_: errno.EINVAL)
+
+    def _unreliable(self, call: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: object, **more: object) -> object:
+            number, self.calls = self.calls, self.calls + 1
+            if number != self._number:
+                return call(*args, **more)
+            if self._kind == "lie":
+                return 0
+            call(*args, **more)
+            raise OSError(getattr(errno, self._kind), "the reply is lost")
+
+        return called
+
+    def _numbered(self, call: Callable[..., object]) -> Callable[..., object]:
+        """The call with the number of its error as its result."""
+
+        def called(*args: object) -> object:
+            try:
+                return call(*args)
+            except OSError as e:
+                return e.errno
+
+        return called
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("old", ["an older one", None])
+@pytest.mark.parametrize("kind", ["lie", "EIO", "ENOENT", "EEXIST", "ETIMEDOUT"])
+def test_the_result_of_a_call_that_gives_a_name_is_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, old: str | None, *, folder: bool, swaps: bool
+) -> None:
+    """Success means that the new output has the name, failure that the old one has it. Nothing else stays."""
+    target = tmp_path / "out"
+    for number in range(5):
+        if old is not None:
+            put(target, old, folder=folder)
+        with monkeypatch.context() as patch:
+            names = UnreliableNames(patch, kind, number, swaps=swaps)
+            try:
+                publish_once(target, "a newer one", overwrite=old is not None, folder=folder)
+                expected: str | None = "a newer one"
+            except MergeError:
+                expected = old
+        if number >= names.calls:
+            break
+        assert held(target, folder=folder) == expected, number
+        assert [p.name for p in tmp_path.iterdir()] == ["out"] * target.exists(), number
+        if kind != "lie":
+            assert expected == "a newer one", "only the reply was lost"
+        temporary.remove(target)
+    else:
+        raise AssertionError("the last fault hit no call")
+
+
+def publish_once(target: Path, text: str, *, overwrite: bool, folder: bool) -> None:
+    with publish.replacing(target, overwrite=overwrite, folder=folder, contents=["weights"]) as part:
+        (part / "weights" if folder else part).write_text(text)
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_file_systems_whose_inodes_follow_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lies: bool) -> None:
+    """Some FUSE drivers number files by their paths: an output with another inode is no failure, an old one is."""
+    target, look, count = tmp_path / "out", publish._look, iter(range(2, 10**6))
+
+    class Numbered:
+        """The same facts with a new inode for each look at a changed name."""
+
+        def __init__(self, real: os.stat_result, inode: int) -> None:
+            self.st_dev, self.st_size, self.st_mtime_ns = real.st_dev, real.st_size, real.st_mtime_ns
+            self.st_ino = inode
+
+    inodes: dict[tuple[Path, int], int] = {}
+
+    def numbered(path: Path) -> object:
+        real = look(path)
+        return None if real is None else Numbered(real, inodes.setdefault((path, real.st_ino), next(count)))
+
+    put(target, "an older one", folder=False)
+    os.utime(target, ns=(10**18, 10**18))
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "LOCK", ".lock")  # the open file has a number of its own there
+        patch.setattr(publish, "_look", numbered)
+        if lies:
+            patch.setattr(publish, "swap_names", lambda *_: 0)
+            patch.setattr(os, "replace", lambda *_: None)
+            with pytest.raises(MergeError, match="another file has it"):
+                put(target, "a newer one", folder=False)
+        else:
+            put(target, "a newer one", folder=False)
+    assert held(target, folder=False) == ("an older one" if lies else "a newer one")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_of_a_killed_run_gets_its_name_back(tmp_path: Path, *, finished: bool) -> None:
+    """Killed between the two renames that replace it; it is removed if the new one has the name."""
+    target = tmp_path / "out"
+    put(target, "an older one", folder=True)
+    part = tmp_path / f".out.0123456789ab.{PART}"
+    target.rename(part.with_name(part.name + temporary.OLD))
+    (target if finished else part).mkdir()
+    ((target if finished else part) / "weights").write_text("a newer one")
+    temporary.remove_stale(tmp_path)
+    assert held(target, folder=True) == ("a newer one" if finished else "an older one")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be locked there")
+@pytest.mark.parametrize("named", [True, False])
+def test_the_old_folder_of_a_running_process_stays(tmp_path: Path, *, named: bool) -> None:
+    target = tmp_path / "out"
+    part, lock = temporary.create(target, folder=True)
+    old = part.with_name(part.name + temporary.OLD)
+    old.mkdir()
+    if named:
+        part.rename(target)
+    temporary.remove_stale(tmp_path)
+    assert old.exists()
+    os.close(lock)
+    temporary.remove_stale(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_old_folder_whose_name_was_cut_stays(tmp_path: Path) -> None:
+    """Its name is not known whole: another folder may have the beginning of it."""
+    part = temporary.sibling(tmp_path / ("é" * 120))
+    old = part.with_name(part.name + temporary.OLD)
+    old.mkdir()
+    temporary.remove_stale(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [old.name]
+
+
 def fail() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

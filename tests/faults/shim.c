@@ -1,7 +1,9 @@
 /* Loaded in front of the C library: makes the n-th call of one kind fail, fall short, or stop or kill the process.
  * Only calls on files whose path contains the pattern count. fault_set() arms it; each fault happens once, but for
  * "short", which halves every call. "stop" waits for SIGCONT, which shells and terminals send as well; "gate" makes
- * the file ../waiting and waits until it is gone, whatever signals come. */
+ * the file ../waiting and waits until it is gone, whatever signals come. Of calls that give names, "lost" loses the
+ * reply: the call does its work and fails; "lie": it reports success and does nothing. "plain" at the end of either, such
+ * as "lost plain": names cannot be swapped. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -111,19 +113,27 @@ static int reserve(const char *name, int fd, off_t at, off_t n) {
 int posix_fallocate(int fd, off_t at, off_t n) { return reserve("posix_fallocate", fd, at, n); }
 int posix_fallocate64(int fd, off_t at, off_t n) { return reserve("posix_fallocate64", fd, at, n); }
 
+/* What becomes of a call that gives a name: `act` does its work. */
+#define NAMED(a, act) \
+    if (hit("name", a)) { \
+        if (!strncmp(kind, "lie", 3)) return 0; \
+        if (!strncmp(kind, "lost", 4)) { (void)!(act); errno = EIO; return -1; } \
+        if (happen()) return -1; \
+    } \
+    return act
+
 int rename(const char *a, const char *b) {
-    return hit("name", a) && happen() ? -1 : NEXT(int, "rename", const char *, const char *)(a, b);
+    NAMED(a, NEXT(int, "rename", const char *, const char *)(a, b));
 }
 int link(const char *a, const char *b) {
-    return hit("name", a) && happen() ? -1 : NEXT(int, "link", const char *, const char *)(a, b);
+    NAMED(a, NEXT(int, "link", const char *, const char *)(a, b));
 }
 int linkat(int p, const char *a, int q, const char *b, int f) {
-    if (hit("name", a) && happen()) return -1;
-    return NEXT(int, "linkat", int, const char *, int, const char *, int)(p, a, q, b, f);
+    NAMED(a, NEXT(int, "linkat", int, const char *, int, const char *, int)(p, a, q, b, f));
 }
 int renameat2(int p, const char *a, int q, const char *b, unsigned f) {
-    if (hit("name", a) && happen()) return -1;
-    return NEXT(int, "renameat2", int, const char *, int, const char *, unsigned)(p, a, q, b, f);
+    if (strstr(kind, "plain") && strstr(a, pattern)) { errno = EINVAL; return -1; }
+    NAMED(a, NEXT(int, "renameat2", int, const char *, int, const char *, unsigned)(p, a, q, b, f));
 }
 int unlink(const char *a) {
     return hit("unlink", a) && happen() ? -1 : NEXT(int, "unlink", const char *)(a);

@@ -39,6 +39,16 @@ def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: s
     assert "fix:" in scene.log()
 
 
+@pytest.mark.parametrize("kind", ["lost", "lie", "lost plain", "lie plain"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_exit_code_agrees_with_the_output_where_a_reply_is_lost(scene: Scene, kind: str, at: int) -> None:
+    scene.reset()
+    code = scene.run(**scene.armed("name", at, kind, "out.safetensors"))
+    scene.check(finished=code == 0)
+    assert code == 0 or kind.startswith("lie"), scene.log()
+    assert scene.strays() == []
+
+
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_input_that_cannot_be_read(scene: Scene, file: str, at: int) -> None:

@@ -75,6 +75,17 @@ def model(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return made
 
 
+@pytest.mark.parametrize("kind", ["lost", "lie", "lost plain", "lie plain"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_exit_code_agrees_with_the_folder_where_a_reply_is_lost(model: Model, kind: str, at: int) -> None:
+    model.reset()
+    assert model.run(0.5) == 0, model.log()
+    code = model.run(1.0, "--overwrite", fault=("name", at, kind, "out"))
+    assert model.out() == (model.new if code == 0 else model.old), model.log()
+    assert code == 0 or kind.startswith("lie"), model.log()
+    assert model.strays() == []
+
+
 @pytest.mark.parametrize(("call", "at"), [("pwrite", 0), ("pwrite", 2), ("fsync", 0), ("fsync", 3), ("name", 0)])
 @pytest.mark.parametrize("kind", ["kill", "EIO"])
 def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int, kind: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,6 @@ def test_a_copy_is_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a regular file"):
         copy_file(tmp_path / "pipe", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
-
-
-def test_links_to_files_are_followed(model: Path) -> None:
-    """As in the cache of the Hugging Face hub."""
-    (model / "blob").write_text("words")
-    (model / "base" / "vocab.txt").symlink_to(model / "blob")
-    assert (merge(model) / "vocab.txt").read_text() == "words"
-    assert not (model / "out" / "vocab.txt").is_symlink()
 
 
 def test_a_linked_component_comes_with_its_configuration(model: Path) -> None:
@@ -278,30 +270,77 @@ def test_an_adapter_of_a_shard_that_the_index_does_not_name_is_not_merged_in_par
         merge(model)
 
 
-def linked_out(notes: Sequence[str]) -> list[str]:
-    return [note.partition(": ")[2] for note in notes if "lead out of the model folder" in note]
+OUTSIDE = {
+    "a file": lambda base: (base / "tokenizer.json").symlink_to("../id_key"),
+    "a file, by an absolute path": lambda base: (base / "tokenizer.json").symlink_to(base.parent / "id_key"),
+    "the environment": lambda base: (base / "vocab.txt").symlink_to("/proc/self/environ"),
+    "a chain of links": lambda base: [(base / "a.txt").symlink_to("b"), (base / "b").symlink_to("../id_key")],
+    "the configuration": lambda base: relinked(base / "config.json"),
+    "the index": lambda base: linked_index(base),
+    "the card": lambda base: (base / "README.md").symlink_to("../id_key"),
+    "in a sub-folder": lambda base: [(base / "deep").mkdir(), (base / "deep" / "own.txt").symlink_to("../../id_key")],
+    "in a folder that is no cache": lambda base: [
+        (base.parent / "blobs").mkdir(), kept(base.parent / "blobs" / "key"), (base / "a.txt").symlink_to("../blobs/key"),
+    ],
+    "in a linked component": lambda base: [kept(base / "id_key"), base.rename(base.parent / "all"), base.mkdir(),
+        kept(base / "model_index.json", '{"unet": ["diffusers", "UNet2DConditionModel"]}'),
+        (base / "unet").symlink_to("../all")],
+}  # fmt: skip
+"""What a stranger's model folder may hold → a function that puts it there."""
 
 
-def test_a_link_that_leads_out_of_the_model_folder_is_named(model: Path) -> None:
-    """Its content is copied, as model folders are made of links; but not without a word."""
-    secret = model / "id_key"
-    secret.write_text("private")
-    inner = model / "base" / "deep"
-    inner.mkdir()
-    (inner / "own.txt").write_text("own")
-    (model / "base" / "near.txt").symlink_to("deep/own.txt")
-    report = lora_merge.merge(model / "base", model / "lora.safetensors", model / "plain")
-    assert not linked_out(report.notes)
-    (model / "base" / "tokenizer.json").symlink_to(secret)
-    (inner / "chain.txt").symlink_to("../tokenizer.json")
-    report = lora_merge.merge(model / "base", model / "lora.safetensors", model / "out")
-    assert (model / "out" / "tokenizer.json").read_text() == "private"
-    (told,) = linked_out(report.notes)
-    assert told == f"tokenizer.json -> {secret}, deep/chain.txt -> {secret}"
-    assert (
-        f"note: copied through links that lead out of the model folder: tokenizer.json -> {secret}"
-        in cli("merge", model / "base", model / "lora.safetensors", "-o", model / "said", "--dry-run").stdout
-    )
+def kept(path: Path, text: str = "private") -> Path:
+    path.write_text(text)
+    return path
+
+
+def linked_index(base: Path) -> None:
+    name, index = "model-00001-of-00001.safetensors", {"metadata": {"key": "private"}, "weight_map": {}}
+    (base / "model.safetensors").rename(base / name)
+    kept(base.parent / "index.json", json.dumps({**index, "weight_map": {NAME: name}}))
+    (base / "model.safetensors.index.json").symlink_to("../index.json")
+
+
+def relinked(path: Path) -> None:
+    """The file moved out of its folder, with a link in its place."""
+    out = path.parents[1] / path.name
+    path.rename(out)
+    path.symlink_to(out)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_links_that_lead_out_of_the_model_folder_are_refused(model: Path, what: str) -> None:
+    kept(model / "id_key")
+    OUTSIDE[what](model / "base")
+    with pytest.raises(InputError, match="lead out of it") as refused:
+        merge(model)
+    assert " -> " in refused.value.where
+    assert not (model / "out").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_links_to_weights_and_links_inside_the_folder_are_followed(model: Path) -> None:
+    base = model / "base"
+    relinked(base / "model.safetensors")
+    (base / "deep").mkdir()
+    kept(base / "deep" / "own.txt", "own")
+    (base / "near.txt").symlink_to("deep/own.txt")
+    (base / "far.txt").symlink_to(base / "near.txt")
+    merge(model)
+    assert (model / "out" / "near.txt").read_text() == (model / "out" / "far.txt").read_text() == "own"
+    assert not (model / "out" / "near.txt").is_symlink()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_links_from_another_folder_into_a_model_cache_are_followed(model: Path) -> None:
+    """As huggingface_hub made them for large files in `--local-dir`, before version 0.23."""
+    blobs = model / "cache" / "models--me--model" / "blobs"
+    blobs.mkdir(parents=True)
+    kept(blobs / f"{1:064}", "{}")
+    (model / "base" / "tokenizer.json").symlink_to(blobs / f"{1:064}")
+    merge(model)
+    assert (model / "out" / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("by", ["itself", "a link"])
@@ -320,9 +359,9 @@ def test_links_of_a_model_cache_are_no_such_links(model: Path, by: str) -> None:
     if by == "a link":
         base = model / "linked"
         base.symlink_to(snapshot)
-    report = lora_merge.merge(base, model / "lora.safetensors", model / "out")
-    assert not linked_out(report.notes)
+    lora_merge.merge(base, model / "lora.safetensors", model / "out")
     (snapshot / "more.txt").symlink_to("../../refs")
     (cache / "refs").write_text("main")
-    report = lora_merge.merge(base, model / "lora.safetensors", model / "again")
-    assert linked_out(report.notes) == [f"more.txt -> {cache / 'refs'}"]
+    with pytest.raises(InputError, match="lead out of it") as refused:
+        lora_merge.merge(base, model / "lora.safetensors", model / "again")
+    assert f"more.txt -> {cache / 'refs'}" in refused.value.where

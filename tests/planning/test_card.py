@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,26 @@ def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
     report = lora_merge.merge(base, odd, out, card=True, overwrite=True)
     assert any("no model card" in note for note in report.notes)
     assert card.read_bytes() == b"\xff\xfe"
+
+
+ODD = "\u202e\u2066\u200b\x1b[2J\x85\u2028\U000e0041\ufe0f"
+
+
+def test_words_of_strangers_are_text_in_a_card(tmp_path: Path) -> None:
+    """Licences, titles and names of files: no link, no entity, no table, nothing hidden."""
+    licence = f"{ODD}[x](javascript:alert(1)) &#x202e; &lt;b&gt; | <img src=x> ![i](u) \\[x\\](y)"
+    base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
+    odd = save(kohya(sd1()), tmp_path / f"a{ODD}`](u).safetensors", {"modelspec.license": licence})
+    out = tmp_path / "o.safetensors"
+    lora_merge.merge(base, odd, out, card=True, metadata={"modelspec.title": licence}, verify=False)
+    text = out.with_suffix(".md").read_text()
+    assert not {*ODD.replace("[2J", "")} & {*text}
+    ours = text.partition(BEGIN)[2].partition(END)[0]
+    for line in ours.replace("`lora-merge verify`", "").replace("`replay`", "").splitlines():
+        plain = re.sub(r"`[^`]*`", "", line)  # Markdown interprets nothing in these
+        assert not re.search(r"[\]\[<>&|`]", plain), line
+    assert "\\u202e" in text
+    yaml.safe_load(text.split("---")[1])
 
 
 @pytest.mark.parametrize(("words", "cards"), [((), [True, False, False]), (("--card",), [True, False, True]),

@@ -174,7 +174,7 @@ def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Pat
 
 def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
     """They stand in the page as JSON without `<`; its script sets them as text."""
-    bad = "</script><img src=x onerror=alert(1)>\u202e.to_q"
+    bad = "</script><img src=x onerror=alert(1)>\u202e\u200b.to_q"
     factors = {f"{bad}{n}.lora_{end}.weight": rand(2, 2) for n in range(2) for end in ("up", "down")}
     file = save(factors, tmp_path / "a.safetensors")
     page = tmp_path / "page.html"
@@ -182,9 +182,9 @@ def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
     html = page.read_text(encoding="utf-8")
     assert "<img" not in html
     assert html.count("</script>") == 3
-    shown_as = bad.replace("\u202e", "\\u202e")  # it would turn what follows
+    shown_as = bad.replace("\u202e", "\\u202e").replace("\u200b", "\\u200b")  # hidden, or it would turn what follows
     assert any(shown_as in name for name in content(html)["heat_maps"][0]["weights"])
-    assert "\u202e" not in html
+    assert not {"\u202e", "\u200b"} & {*html.replace(pages.plotly(), "")}
 
 
 KEYS = """
@@ -308,6 +308,23 @@ def test_a_page_shows_the_preview_picture(stored: str, beside: str, shown_as: st
         (tmp_path / beside).write_bytes(base64.b64decode(DOT))
     html = pages.page(inspect(file))
     assert content(html)["image"] == shown_as
+
+
+@pytest.mark.parametrize("content_of", [b"my key", b"<svg/>", b"RIFF", b""])
+def test_a_page_holds_no_file_that_is_not_a_picture(content_of: bytes, tmp_path: Path) -> None:
+    """What has the name of a preview may lead to a key."""
+    file = save({"a.lora_up.weight": rand(4, 2), "a.lora_down.weight": rand(2, 4)}, tmp_path / "a.safetensors")
+    (tmp_path / "a.png").write_bytes(content_of)
+    assert content(pages.page(inspect(file)))["image"] == ""
+
+
+def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
+    bad = "\u202e\u200b\x1b[2J $\\frac{$"
+    assert plot._text(bad) == "\\u202e\\u200b\\u001b[2J \\$\\frac{\\$"
+    factors = {f"{bad}{n}.lora_{end}.weight": rand(2, 2) for n in range(2) for end in ("up", "down")}
+    file = save(factors, tmp_path / f"{bad}.safetensors")
+    assert run("inspect", file, "--weights", "--plot", tmp_path / "plot.svg")[0] == 0
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
 def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:

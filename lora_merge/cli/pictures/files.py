@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import MergeError, UsageError
+from ...errors import MergeError, UsageError, cause
 from ...text import one_line
 from ..stages import watching
 from ..streams import ReportFile
@@ -59,16 +58,14 @@ class Pictures:
             yield self._files[0][0].path, e
             return
         for file, make in self._files:
-            part = file.path.with_name(f".{file.path.name}.{os.getpid()}.part")
             try:
-                part.write_bytes(make(made))
-                part.replace(file.path)
-            except (OSError, UsageError) as e:
-                part.unlink(missing_ok=True)
+                file.put(make(made))
+            except (OSError, MergeError) as e:
                 yield file.path, e
+            file.close()
 
 
 def _unwritten(path: Path, error: Exception) -> None:
     """Warn that a picture could not be written."""
-    why = getattr(error, "strerror", None) or getattr(error, "what", error)
-    print(f"warning: the picture could not be written: {why} ({one_line(str(path))})", file=sys.stderr)  # noqa: T201
+    where = one_line(str(path))
+    print(f"warning: the picture could not be written: {cause(error)} ({where})", file=sys.stderr)  # noqa: T201

@@ -48,7 +48,7 @@ def fitted(content: Mapping[str, Any], room: int) -> str:
 
 
 def _cut(value: Any) -> Any:
-    """Return the same with long texts cut, and with what would turn the direction of other texts escaped."""
+    """Return the same with long texts cut, and with what is hidden, or turns the direction of other texts, escaped."""
     if isinstance(value, str):
         value = value.translate(CONTROLS)
         return value if len(value) <= LONG else f"{value[:LONG]}… ({len(value) - LONG} more characters)"

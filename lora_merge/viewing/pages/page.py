@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...errors import UsageError
+from ...text import one_line
 from .limit import LONG, MOST, fitted
 from .made import of_adapter_made, of_jobs, of_merge
 from .seen import of_comparison, of_file, of_files
@@ -35,7 +36,7 @@ def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     """
     made = content(found)
     hashes = f"{_hash(_text('page.js'))} {_hash(plotly())}"
-    parts = {"title": escape(f"{made['title'][:LONG]} · lora-merge"), "style": _text("page.css"),
+    parts = {"title": escape(one_line(f"{made['title'][:LONG]} · lora-merge")), "style": _text("page.css"),
              "script": _text("page.js"), "library": library(), "hashes": hashes}  # fmt: skip
     frame = _text("page.html").split("{{")
     others = sum(len(part.encode(errors="replace")) for part in (*frame, *parts.values()))

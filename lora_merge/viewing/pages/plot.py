@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import UsageError
+from ...text import one_line
 from .content import COSINE
 from .page import content
 
@@ -39,7 +40,7 @@ def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> 
     heights += [0.9 + 0.26 * min(len(one["rows"]), MOST) for one in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    figure.suptitle(made["title"])
+    figure.suptitle(_text(made["title"]))
     for one, ax in zip([*heat_maps, *bars], axes, strict=True):
         (_heat_map if "cells" in one else _bars)(one, ax, figure)
     raw = io.BytesIO()
@@ -82,7 +83,7 @@ def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
     ax.xaxis.tick_top()
-    ax.set_title(f"{found['title']}: {metric['title']}", fontsize=10, loc="left")
+    ax.set_title(_text(f"{found['title']}: {metric['title']}"), fontsize=10, loc="left")
     scale = figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None, pad=0.01, aspect=40)
     scale.outline.set_visible(False)
     scale.ax.tick_params(labelsize=7)
@@ -104,12 +105,12 @@ def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
         ax.set_xlim(-1.2, 1.2)
     ax.invert_yaxis()
     ax.tick_params(labelsize=7, length=0)
-    ax.set_title(found["title"], fontsize=10, loc="left")
+    ax.set_title(_text(found["title"]), fontsize=10, loc="left")
     ax.xaxis.set_visible(False)  # each bar has its number
     ax.spines[:].set_visible(False)
     ax.axvline(0, color="#5b6675", linewidth=0.8)
 
 
 def _text(name: str) -> str:
-    """Return a name that matplotlib does not take for a formula."""
-    return name.replace("$", r"\$")
+    """Return a text that matplotlib does not take for a formula, on one line."""
+    return one_line(name).replace("$", r"\$")

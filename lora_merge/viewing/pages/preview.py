@@ -8,12 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ...disk.files import open_regular
+from ...errors import MergeError
 from ..training import THUMBNAIL
 
 LARGEST: Final = 1_000_000  # bytes of a picture in a page
 STORED: Final = re.compile(r"data:image/(?:png|jpeg|webp|gif|avif);base64,[A-Za-z0-9+/]+={0,2}")
 """A picture in the metadata. Kinds that are programs, such as SVG, are not shown."""
-KINDS: Final = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
+KINDS: Final = {
+    "png": rb"\x89PNG\r\n\x1a\n", "jpeg": rb"\xff\xd8\xff", "webp": rb"RIFF....WEBP", "gif": rb"GIF8[79]a",
+}  # fmt: skip
+"""Kind of a picture → the beginning of its file. A file beside an adapter may be a link to anything: a page holds only
+pictures."""
 
 
 def preview(found: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
@@ -22,10 +28,11 @@ def preview(found: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
         text = metadata.get(THUMBNAIL, "")
         return text if len(text) <= LARGEST * 4 // 3 and STORED.fullmatch(text) else ""
     path = Path(str(found.get("in", "")))
-    kind = KINDS.get(path.suffix.lower())
     try:
-        if kind is None or not path.is_file() or path.stat().st_size > LARGEST:
-            return ""
-        return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    except OSError:
+        with open_regular(path) as f:
+            content = f.read(LARGEST + 1)
+    except (OSError, MergeError):
         return ""
+    kinds = (kind for kind, start in KINDS.items() if re.match(start, content, re.DOTALL))
+    kind = next(kinds, "") if len(content) <= LARGEST else ""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""
