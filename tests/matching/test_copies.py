@@ -56,7 +56,7 @@ def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict
     folder.mkdir()
     pair = {"lora_A.weight": rand(2, 8), "lora_B.weight": rand(8, 2, seed=1)}
     save(
-        {f"base_model.model.{n}.{slot}": t for n in SPELLINGS for slot, t in pair.items()},
+        {f"base_model.model.{n}.{slot}": t.clone() for n in SPELLINGS for slot, t in pair.items()},
         folder / "adapter_model.safetensors",
     )
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "alpha_pattern": pattern, "target_modules": ["a"]}
