@@ -90,8 +90,10 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     """Run a plan; `progress` is called with each of its steps."""
     with kept_objects():
         from ..engine.merge import run
+    from ..engine.torch_preload import keep_freed_memory
     from ..progress import unwatched
 
+    keep_freed_memory(plan.job.max_memory)
     return run(plan, progress or unwatched)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..algorithms import ALGORITHMS
@@ -30,6 +31,12 @@ it; and for all together counts, places, some rows."""
 
 BY_ROWS: Final = 2**21
 """Numbers of a block up to which its changes are computed as a whole, where they become one change."""
+
+LARGE: Final = 2**19
+"""Numbers of an adapter's tensor from which on it is widened again for every block that reads it, not kept."""
+
+WIDENED: Final = 8
+"""Bytes of a number of such a tensor while a block is folded: as it is stored, and in fp32."""
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
@@ -62,6 +69,13 @@ class BlockPart:
         row = ALGORITHMS[patch.algorithm]
         computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuilds or patch.beside
         return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
+
+    @property
+    def whole(self) -> Iterator[int]:
+        """The numbers of each of the patch's tensors of which more than the block's rows are read."""
+        patch = self.use.patch
+        by_rows = ALGORITHMS[patch.algorithm].row_axes or {} if patch.row_group < patch.view.matrix[0] else {}
+        return (prod(shape) for slot, shape in patch.shapes.items() if by_rows.get(slot) != 0)
 
     def entries(self, axis_length: int) -> tuple[int, int]:
         """Return (first, count) of the needed entries along an axis that `row_axes` names."""
@@ -130,10 +144,10 @@ class Block:
 
     @property
     def room(self) -> int:
-        """The bytes that the changes of this block take at once, with temporaries, where they become one change; 0 for
-        other blocks, which are small."""
+        """The bytes that the changes of this block take at once, with temporaries, where they become one change; for
+        other blocks, which are small, those of the large tensors that their formulas read whole."""
         if self.target.combining is None:
-            return 0
+            return WIDENED * sum(n for s in self.slices for n in s.whole if n > LARGE)
         if self.by_rows:
             plain = self.target.packed is None and self.target.weight.packed is None
             return (ROWS_BYTES if plain else 8 * FURTHER) * self.elements + ROWS_ROOM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -116,4 +116,5 @@ def _nbytes(one: Filled) -> int:
     out, cols = one.place.view.matrix
     plain = one.shares and all(is_plain(s.patch) for s in one.shares)
     ranks = sum(s.patch.shapes["down"][0] for s in one.shares) if plain else out * cols
-    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols)
+    read = sum(prod(shape) for s in one.shares for shape in s.patch.shapes.values())
+    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols) + 8 * read
