@@ -184,6 +184,9 @@ class BlockMerger:
         try:
             merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
         except DoesNotFit as e:
+            if len(group) > 1:  # one by one, the error has the right name
+                for item in group:
+                    self._attempt([item], lane)
             raise misfit(group[0].block.target.name, e) from e
         if isinstance(merged, str):
             return merged

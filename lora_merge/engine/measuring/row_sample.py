@@ -71,7 +71,7 @@ class RowSample:
         """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
         if not any(stands_for := sampling.stands_for(blocks)):
             return None
-        rows, (n, _, cols) = sampling.rows(blocks[0]), base.shape
+        rows, (n, _, cols) = sampling.rows(blocks), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
@@ -80,7 +80,7 @@ class RowSample:
             [rows] * n,
             stands_for,
             workspace(base, (3, n, width)),
-            step=sampling.step(blocks[0], max(stands_for)),
+            step=sampling.step(blocks, max(stands_for)),
         )
         take(strided(base, rows), sample.work.select(0, 0))
         return sample
@@ -313,7 +313,7 @@ def _by_runs(
     numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
     if not any(numbers):
         return new_weights(blocks, base, stacks), None
-    period = sampling.period(blocks[0])
+    period = sampling.period(blocks)
     before = runs(base.view(-1), period)
     merged = new_weights(blocks, base, stacks)
     return merged, RunSample(blocks, numbers, before, runs(merged.reshape(-1), period), period)
