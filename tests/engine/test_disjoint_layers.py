@@ -98,9 +98,7 @@ def test_weights_follow_their_adapters_by_every_method(method: str, folder: Path
 
 
 @pytest.mark.parametrize("method", COMBINATIONS)
-def test_combine_and_merge_are_one_for_layers_of_different_adapters(
-    method: str, folder: Path, tmp_path: Path
-) -> None:
+def test_combine_and_merge_are_one_for_layers_of_different_adapters(method: str, folder: Path, tmp_path: Path) -> None:
     adapters, base = chosen(method), load(folder / "base.safetensors")
     got, _ = merged(folder, tmp_path / "out.safetensors", method, adapters)
     change = tmp_path / "change.safetensors"
@@ -132,9 +130,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("method", ["sum", "ties", "della"])
-def test_norms_from_factors_are_exact_also_where_changes_become_one(
-    method: str, folder: Path, tmp_path: Path
-) -> None:
+def test_norms_from_factors_are_exact_also_where_changes_become_one(method: str, folder: Path, tmp_path: Path) -> None:
     """Of each adapter; one number in 16 is looked at."""
     _, report = merged(folder, tmp_path / "out", method, "xyz")
     for n in range(6):  # of 6 the rows give the norm at less cost
