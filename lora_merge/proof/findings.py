@@ -103,6 +103,7 @@ class Findings:
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
+    cancelled: bool = True  # whether all wrong elements are the rounding of products that cancel
     measures: Measures = field(default_factory=Measures)
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
@@ -121,6 +122,7 @@ class Findings:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
+        self.cancelled &= part.cancelled
         self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:
