@@ -132,7 +132,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                group="Method"),
         Option("normalise", "word", DIVISORS[0], "What elected entries are divided by.", "given", DIVISORS,
                in_verify=True, group="Method"),
-        Option("agree", "whole", None, "How many adapters consensus needs; by default all.", "given", in_verify=True,
+        Option("agree", "whole", None, "How many adapters consensus needs; by default all that change the weight.", "given", in_verify=True,
                metavar="INT", group="Method"),
         Option("scale", "number", 1.0, "Multiplies the result; sum and compose of a merge have none.", "given",
                in_verify=True, metavar="X", group="Method"),
