@@ -35,6 +35,10 @@ DRAW: Final = "draw"
 BARELY: Final = 2.0**-12  # of a step: what a level may be off by, as it is computed in fp32
 
 
+ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 0"
+"""The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
+
+
 def beyond(parts: Parts, most: float = 0.5) -> float:
     """Return how many steps a number may lie beyond the outermost codes of a scale that covers it: so many as round to
     these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""

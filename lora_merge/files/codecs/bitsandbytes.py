@@ -139,7 +139,7 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
             continue  # an old order of the numbers, for one kind of device
         of = Stored(weight, scale, "bitsandbytes int8", found.present(stem, "weight_format"))
-        if packing := scaled(of, factor=1 / 127, ends=(-127, 127), zero_rows=True):
+        if packing := scaled(of, factor=1 / 127, ends=(-127, 127)):
             yield claimed(weight, weight.name, weight.shape, packing)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from .base import (
+    ALL_ZEROS,
     CODES,
     DRAW,
     Checkpoint,
@@ -79,7 +80,7 @@ class Fp4(Encoding):
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
-        bad = role == WHOLE and not all(0 < n < inf for n in numbers)
+        bad = role == WHOLE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     @property
@@ -92,6 +93,8 @@ class Fp4(Encoding):
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
+        if WHOLE in parts and not parts[WHOLE].item() and bool(values.any()):
+            raise InvalidPart(ALL_ZEROS)
         found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
             return found.view(-1, self.cols).mul_(self._pre(parts))
@@ -179,8 +182,8 @@ class Fp4(Encoding):
         if WHOLE not in parts:
             return 1.0
         scale = parts[WHOLE].item()
-        if not 0 < scale < inf:
-            raise InvalidPart(f"its scale is not a positive number: {scale:g}")
+        if fault := self.fault(WHOLE, [scale]):
+            raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
     def _scale(self, parts: Parts, count: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
-from .base import CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
+from .base import ALL_ZEROS, CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
 from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Packed(Encoding):
     zeros: bool = False
     dense: bool = True  # whether a code may lie in two words
     scales: str = "F32"  # dtype of the scales
-    zero_groups: bool = False  # whether a group of zeros has the scale 0
     signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
@@ -62,7 +61,10 @@ class Packed(Encoding):
         levels = self._levels(parts[CODES], rows).float()
         order = self._order(parts)
         groups = self._groups(levels if order is None else levels[:, order])
-        values: Tensor = (groups - self._zero(parts, rows)).mul_(self._scale(parts, rows)).view(rows, self.cols)
+        steps, scale = groups - self._zero(parts, rows), self._scale(parts, rows)
+        if not float(scale.min()) and bool((steps * (scale == 0)).any()):
+            raise InvalidPart(ALL_ZEROS)
+        values: Tensor = steps.mul_(scale).view(rows, self.cols)
         if order is None:
             return arithmetic.rotated(values, self.rotation) if self.rotation else values
         found: Tensor = values.new_empty(values.shape)
@@ -125,7 +127,7 @@ class Packed(Encoding):
 
     def _scale(self, parts: Parts, rows: int) -> Tensor:
         found = parts[SCALE].float().view(rows, -1, 1)
-        if not bool((((found > 0) | ((found == 0) & self.zero_groups)) & (found < inf)).all()):
+        if not bool(((found >= 0) & (found < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
         return found
 

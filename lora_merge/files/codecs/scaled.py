@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
 from ...shapes import flat
-from .base import CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts, beyond
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts, beyond
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,6 @@ class Scaled(Encoding):
     powers: bool = False  # whether all scales are powers of two
     factor: float = 1.0  # W = q · s · factor
     ends: tuple[int, int] = (-128, 127)  # the smallest and the largest code of whole numbers
-    zero_rows: bool = False  # whether a row of zeros has the scale 0
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
@@ -72,7 +71,7 @@ class Scaled(Encoding):
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
-        bad = role == SCALE and not all(0 < n < inf for n in numbers)
+        bad = role == SCALE and not all(0 <= n < inf for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     @property
@@ -85,7 +84,11 @@ class Scaled(Encoding):
         from . import arithmetic
 
         if not self.block[0]:
-            return arithmetic.from_bytes(parts[CODES], self.dtype, self.factor_of(parts))
+            unit = self.factor_of(parts)
+            found = arithmetic.from_bytes(parts[CODES], self.dtype, unit or 1.0)
+            if not unit and bool(found.any()):
+                raise InvalidPart(ALL_ZEROS)
+            return found
         scale = self._scale(parts, count) * self.factor
         # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
         step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
@@ -93,6 +96,8 @@ class Scaled(Encoding):
         scale, blocks = scale * step, self._blocks(values)
         if self.zeros:
             blocks = blocks - self._spread(parts[ZERO].float(), count)
+        if scale.numel() and not float(scale.min()) and bool((blocks * (self._spread(scale, count) == 0)).any()):
+            raise InvalidPart(ALL_ZEROS)
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
@@ -103,11 +108,11 @@ class Scaled(Encoding):
         from . import arithmetic
 
         count = values.numel()
-        if self.measured and not parts[SCALE].item():
+        if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.fresh or bool(values.any())):
             return None
         if not self.block[0]:
             unit = self.factor_of(parts)
-            levels = values if unit == 1 else values / unit
+            levels = values if unit == 1 else values / (unit or inf)
             if DRAW in parts and not self.fresh and levels.numel():
                 (low, high), (least, most) = self._covered(parts), levels.aminmax()
                 if not (low <= float(least) and float(most) <= high):
@@ -128,7 +133,8 @@ class Scaled(Encoding):
             zero = parts[ZERO].view(low.shape).to(low.dtype)
             scale, zero = self._fitted_with_zero((low, high), old, zero, parts)
             found[ZERO] = zero.to(parts[ZERO].dtype).reshape(-1)
-            levels = blocks / scale.to(values.dtype)[:, :, None, :, None] + zero[:, :, None, :, None]
+            levels = blocks / torch.where(scale > 0, scale, inf).to(values.dtype)[:, :, None, :, None]
+            levels += zero[:, :, None, :, None]
         else:
             scale = self._fitted((low, high), old, parts)
             levels = self._levels(blocks, scale[:, :, None, :, None])
@@ -199,7 +205,7 @@ class Scaled(Encoding):
         return -top, top
 
     def _scale(self, parts: Parts, count: int) -> Any:
-        """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is not a positive
+        """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is negative or not a
         number."""
         from . import arithmetic
 
@@ -209,7 +215,7 @@ class Scaled(Encoding):
             return one
         if self.swizzled:
             found = found.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
-        good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
+        good = (found >= 0) & (found < inf)
         if not bool(good.all()):
             raise InvalidPart(f"a scale is not a positive number: {found[~good][0].item():g}")
         return found if self.block[0] else found.item()
