@@ -114,8 +114,8 @@ class Scaled(Encoding):
             unit = self.factor_of(parts)
             levels = values if unit == 1 else values / (unit or inf)
             if DRAW in parts and not self.fresh and levels.numel():
-                (low, high), (least, most) = self._covered(parts), levels.aminmax()
-                if not (low <= float(least) and float(most) <= high):
+                (bottom, top), (least, most) = self._covered(parts), levels.aminmax()
+                if not (bottom <= float(least) and float(most) <= top):
                     return None
             drawn = self._drawn(levels, parts)
             if self.fresh:  # the scale was made for the largest of all numbers
