@@ -35,6 +35,12 @@ class Cancelled(Exception):  # no failure: the blocks are folded again
         self.numbers = numbers  # of these blocks in the call
 
 
+def stop_where(cancelled: Tensor | None) -> None:
+    """Raise Cancelled if the terms of a block of a call cancel, before its result is written."""
+    if cancelled is not None and (numbers := frozenset(n for n, yes in enumerate(cancelled.tolist()) if yes)):
+        raise Cancelled(numbers)
+
+
 class Cancelling:
     """The largest sums on the way to merged weights, as an observer of their fold.
 

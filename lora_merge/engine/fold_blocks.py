@@ -25,7 +25,7 @@ from ..planning.plan import OutputTensor
 from ..text import Note
 from .blocks import Block, groups, portions
 from .buffers import MemoryBudget, Outcome, settled
-from .cancelling import Cancelled
+from .cancelling import Cancelled, stop_where
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
 from .fold import separable
@@ -242,8 +242,7 @@ class BlockMerger:
             stacks = [s.in_units(numbers(units, at)) for s in stacks]
         sampling = None if one.measured and not one.keep else self.sampling
         merged, sample, cancelled = fold_and_sample(blocks, base, stacks, sampling)
-        if cancelled is not None and (off := frozenset(n for n, yes in enumerate(cancelled.tolist()) if yes)):
-            raise Cancelled(off)
+        stop_where(cancelled)
         if blocks[0].target.packed is not None:
             return Folded(merged, replace(sample, units=units) if isinstance(sample, RowSample) else None)
         if self.draw is not None and one.into.dtype.itemsize < 4:
