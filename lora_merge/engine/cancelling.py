@@ -71,8 +71,8 @@ class Cancelling:
 
     @property
     def found(self) -> Tensor:
-        """Whether the terms of each weight cancel, [n]."""
-        return self._most > MOST * self._last
+        """1 for each weight whose terms cancel, else 0: [n], in the dtype of the sums."""
+        return torch.gt(self._most, MOST * self._last, out=torch.empty_like(self._most))
 
     def _largest(self, sums: Tensor) -> Tensor:
         return strided(sums, self._rows).abs().amax((1, 2))

@@ -159,7 +159,7 @@ class DeviceWindows:
             return None
         ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
         flags = [flag for made in found for flag in made.cancelled]
-        cancelled = brought(torch.cat(flags).sum(), lane, "cancelled") if flags else torch.zeros(())
+        cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
