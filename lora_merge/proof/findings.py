@@ -111,6 +111,11 @@ class Findings:
         self.tensors += tensors
         self.cut += cut
 
+    def fail(self, tensor: str, where: str, *, cancelled: bool) -> None:
+        """Record a tensor with wrong elements. `cancelled`: whether they are the rounding of products that cancel."""
+        self.wrong[tensor] = where
+        self.cancelled &= cancelled
+
     def add(self, part: Findings) -> None:
         """Add the results of other rows."""
         self.tensors += part.tensors

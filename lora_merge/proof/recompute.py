@@ -194,13 +194,14 @@ class Recomputation:
         if bad.any():
             products = self._products(target, rows, found.shape[1]).max(axis=1, initial=0.0, keepdims=True)
             explained = error <= self.steps * units + lost + exact.loss * rounding * products
-            findings.cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
+            cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
-            findings.wrong[target.name] = (
+            where = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {spoken(target.dtype)} away"
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
+            findings.fail(target.name, where, cancelled=cancelled)
         return findings
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
