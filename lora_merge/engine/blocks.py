@@ -101,6 +101,7 @@ class Block:
     cols: int
     slices: tuple[BlockPart, ...]
     run: Run  # of which it is one block
+    exact: bool = False  # whether it is computed in fp64, as its terms cancel
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -109,11 +110,11 @@ class Block:
             self.last - self.first, self.cols, self.target.packing.encoding,
             self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
             self.target.combining,
-            tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
+            self.by_rows, self.exact,
             tuple(
-                (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
+                (s.low, s.high, s.formed[1] - s.formed[0], s.taken, s.needs_view, s.use.patch.adapter,
                  s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())), s.use.patch.settings,
-                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape if s.taken is not None else None)
+                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape)
                 for s in self.slices
             ),
         )  # fmt: skip

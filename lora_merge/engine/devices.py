@@ -181,10 +181,12 @@ def _precise(at: Placement) -> Placement:
 
 
 def precise_at(at: Placement, block: Block) -> Placement:
-    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
-    chooses entries by their size: in fp32 the choice would depend on rounding. The device is not touched."""
+    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, if its terms
+    cancel, or if its method chooses entries by their size: in fp32 the choice would depend on rounding. The device is
+    not touched."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    return _precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
+    exact = block.exact or block.target.combining is not None
+    return _precise(at) if exact or any(r.decomposes for r in rows) else at
 
 
 def load_decompositions(device: torch.device) -> None:

@@ -48,6 +48,14 @@ class PatchTensors:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
+    def untouched(self, item: Item) -> Item:
+        """Return a block with base values of its own, read again where the result may have overwritten them."""
+        target = item.block.target
+        if item.base is not item.into or target.packed is not None:
+            return item
+        base = stored_numbers(target.weight, *item.block.stored, self.fetch).view(item.into.shape)
+        return replace(item, base=base)
+
     def overflown(self, item: Item, values: Tensor) -> bool:
         """Return whether a sum of a merged block is NaN or infinite where the base is finite.
 
@@ -57,10 +65,7 @@ class PatchTensors:
         finite_sums = finite(values)
         if finite_sums.all() or not all(finite(self.whole(key)).all() for key in item.block.reads):
             return False
-        block, base = item.block, item.base
-        if base is item.into and block.target.packed is None:  # overwritten
-            base = stored_numbers(block.target.weight, *block.stored, self.fetch).view(item.into.shape)
-        finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.fetch)[0])
+        finite_base = finite(base_values([self.untouched(item)], HOST, DeviceStream(HOST), self.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
 
     def stacks(

@@ -103,12 +103,18 @@ class Findings:
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
+    cancelled: bool = True  # whether all wrong elements are the rounding of products that cancel
     measures: Measures = field(default_factory=Measures)
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
         """Count tensors that are looked at, and elements that are cut."""
         self.tensors += tensors
         self.cut += cut
+
+    def fail(self, tensor: str, where: str, *, cancelled: bool) -> None:
+        """Record a tensor with wrong elements. `cancelled`: whether they are the rounding of products that cancel."""
+        self.wrong[tensor] = where
+        self.cancelled &= cancelled
 
     def add(self, part: Findings) -> None:
         """Add the results of other rows."""
@@ -121,6 +127,7 @@ class Findings:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
+        self.cancelled &= part.cancelled
         self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:

@@ -192,12 +192,16 @@ class Recomputation:
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
         )  # fmt: skip
         if bad.any():
+            products = self._products(target, rows, found.shape[1]).max(axis=1, initial=0.0, keepdims=True)
+            explained = error <= self.steps * units + lost + exact.loss * rounding * products
+            cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
-            findings.wrong[target.name] = (
+            where = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {spoken(target.dtype)} away"
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
+            findings.fail(target.name, where, cancelled=cancelled)
         return findings
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
@@ -240,16 +244,32 @@ class Recomputation:
             return None
         key = part, rows.tobytes()
         if key not in made.changes:
-            made.changes[key] = part.strength * self._inside(part, rows[at], seen, made)
+            made.changes[key] = part.strength * self._inside(part, rows[at], seen, partial(self._delta, made=made))
         return at, made.changes[key]
 
-    def _inside(self, part: PatchRows, rows: Array, seen: Array, made: Made) -> Array:
-        """Return ΔW at strength 1 for rows of the stored tensor, which the patch sees as `seen`."""
+    def _inside(self, part: PatchRows, rows: Array, seen: Array, delta: Callable[[Patch, Array], Array]) -> Array:
+        """Return ΔW at strength 1 for rows of the stored tensor, seen by the patch as `seen`; `delta` makes it."""
         first = part.first
         if first.piece.transposed:
             seen = np.arange(first.start, first.start + first.piece.rows)
-            return self._delta(part.patch, seen, made).T[rows - first.piece.start]
-        return self._delta(part.patch, seen, made)
+            return delta(part.patch, seen).T[rows - first.piece.start]
+        return delta(part.patch, seen)
+
+    def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
+        """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
+        above |ΔW| where products cancel."""
+        found = np.zeros((len(rows), cols))
+        for part in self._parts(target.uses):
+            row, (at, seen) = ALGORITHMS[part.patch.algorithm], part.find(rows)
+            if len(seen) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):
+                change = self._inside(part, rows[at], seen, partial(self._unsigned, Made(target)))
+                found[at] += np.abs(part.strength * change)
+        return found
+
+    def _unsigned(self, made: Made, patch: Patch, rows: Array) -> Array:
+        """Return ΔW of an adapter whose stored numbers have no signs."""
+        g = self._given(patch, rows, made)
+        return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
     def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""

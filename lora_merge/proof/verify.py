@@ -76,7 +76,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, report)
     check_folder(plan, part, new=written is not None)
-    _conclude(plan, merged, part)
+    _conclude(plan, merged, part, new=written is not None)
     if full:
         _check_sums(paths, checked)
     proof = _proof(plan, merged, compared, full=full)
@@ -238,12 +238,17 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
     return int(np.count_nonzero(over))
 
 
-def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
-    """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause."""
+def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> None:
+    """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause. InputError for a `new` file
+    with products that cancel."""
     f = merged.findings
     if not f.wrong:
         return
     name, where = next(iter(f.wrong.items()))
+    if f.cancelled:
+        what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
+        fix = "compute with --compute-dtype fp64"
+        raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
     shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""

@@ -130,6 +130,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # fakes have no values
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stop_where", lambda _: None)
     monkeypatch.setattr("lora_merge.engine.measuring.row_sample.RowSample.measured", lambda *_, **__: ())
 
 
