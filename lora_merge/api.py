@@ -111,7 +111,7 @@ def merge(
 
 def plan(
     base: str | Path,
-    adapters: Adapters,
+    adapters: Adapters = (),
     output: str | Path | None = None,
     **options: Unpack[PythonOptions],
 ) -> Plan:

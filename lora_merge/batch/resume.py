@@ -22,6 +22,7 @@ from ..job import Job
 from ..limits import from_json
 from ..models.strengths import on_base
 from ..planning.cache import CheckpointCache
+from ..planning.make_plan import open_inputs
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
 from ..text import listed
@@ -122,9 +123,10 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
 
 def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: Hashes) -> bool:
     """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
-    base, names_of_base = opened.base(job.base, job.map)
-    job = replace(job, adapters=tuple(on_base(ref, names_of_base) for ref in job.adapters))
-    adapters = [opened.adapter(ref.path).index for ref in job.adapters]
+    inputs = open_inputs(job, opened)
+    base = inputs.base
+    job = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
+    adapters = [file.index for file in inputs.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
 
     def same(digests: Sequence[str], dropped: frozenset[str]) -> bool:

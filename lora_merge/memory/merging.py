@@ -159,7 +159,7 @@ def prepare(
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
-    found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
+    found = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
     check_stored(found)
     targets = (t for _, t in outputs(found)) if job.device == "auto" else ()
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
@@ -15,6 +15,7 @@ from ..disk.files import StoredTensor
 from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
+from ..files.file_uses import Folder
 from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
@@ -147,9 +148,10 @@ class Plan(Shown):
         adapters: For each adapter what it matches.
         files: The files that would be written, each with its tensors.
         weights: Name → the weight that formulas read.
-        sides: Files of the base's folder that are copied as they are.
+        sides: Name in the output → file that is copied as it is.
         indexes: Name of every `*.index.json`.
         quantising: What the output's format does to the weights.
+        folders: The files of every input folder: read, copied, or left out for a reason.
 
     Examples:
         >>> plan = lora_merge.plan("base.safetensors", ["style.safetensors", "detail.safetensors"])
@@ -163,9 +165,10 @@ class Plan(Shown):
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
     weights: Mapping[str, Weight]
-    sides: tuple[str, ...] = ()
+    sides: Mapping[str, Path] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
     quantising: Quantising = NOTHING
+    folders: tuple[Folder, ...] = ()
 
     def _heading(self) -> str:
         return f"Plan: {self.job.output.name}"
@@ -310,6 +313,11 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
     return found
+
+
+def files(plan: Plan) -> list[dict[str, object]]:
+    """Return for each input folder its files: read, copied, or left out and why."""
+    return [folder.to_dict() for folder in plan.folders]
 
 
 def sources(job: Job) -> tuple[Path, ...]:

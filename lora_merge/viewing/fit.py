@@ -28,7 +28,7 @@ def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any
     lookup = names(base)
     found: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
     try:
-        matched = match(Inputs(job, base, lookup, (file,)))
+        matched = match(Inputs.joined(job, base, lookup, (file,)))
     except FitError as e:
         error = {"what": e.what, "where": e.where, "fix": e.fix}
         return {**found, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}

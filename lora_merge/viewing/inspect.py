@@ -39,7 +39,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     """
-    index = open_checkpoint(path)
+    index = open_checkpoint(path, model=True)
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": str(path), "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
