@@ -165,7 +165,7 @@ def merge(
 
     pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    given = named_adapters(adapters or [], options.get("strength"))
+    given = named_adapters(adapters or [], options.get("strength")) or [base]
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
