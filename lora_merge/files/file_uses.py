@@ -77,7 +77,7 @@ class FileUse(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """An input folder and its files in the order of their names."""
+    """An input folder and its files."""
 
     role: Literal["base", "adapter"]
     path: Path

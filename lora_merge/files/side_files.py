@@ -85,7 +85,7 @@ def base_folder(base: Index) -> Folder:
         FileUse(path.relative_to(base.path).as_posix(), "read") if path in read
         else FileUse(path.relative_to(base.path).as_posix(), "left out" if why else "copied", why,
                      bool(why) and is_weights(path.name))
-        for path, why in sorted(reasons.items())
+        for path, why in reasons.items()
     ))  # fmt: skip
 
 

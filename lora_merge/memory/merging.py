@@ -153,6 +153,8 @@ def prepare(
     if keep:
         options = {**options, "device": _device(own.values())}
     paths, files = _adapters(adapters)
+    if not files:
+        raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
     if job.dtype in FORMATS or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",

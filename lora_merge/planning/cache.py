@@ -50,8 +50,8 @@ class CheckpointCache:
         if found is None:
             parts = detached(open_checkpoint(path, model=True), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                raise UsageError("no adapter was given, and the model holds none", str(path),
-                                 "name at least one adapter file or folder")  # fmt: skip
+                raise UsageError("no adapter is named, and the model holds none", str(path),
+                                 "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
             if parts is None:
                 return self.adapter(path)
             found = self._keep(("own", path), parts[1], group(parts[1]))
