@@ -54,6 +54,7 @@ ONNX, MLX, Paddle, OpenVINO."""
 
 SAME: Final = "a second set of the model's weights"
 AGAIN: Final = "a second set of the adapter's weights"
+UNPLACED: Final = "whether it has a place is seen with a base"
 OF_TRAINING: Final = "a state of the training, not a weight"
 OF_MODEL: Final = "the model that the folder holds besides the adapter"
 ANOTHER: Final = "another checkpoint of a training"
@@ -187,8 +188,8 @@ def folder_reason(folder: Path, base: Index) -> str:
 
 
 def adapter_folder(index: Index) -> Folder:
-    """Return the files of an adapter's folder. Files with tensors for which no reason is known yet are left out without
-    one: `matching/trained_weights.py` looks for their place in the base."""
+    """Return the files of an adapter's folder as they are without a base. `matching/trained_weights.py` looks for the
+    place of the UNPLACED ones in a base."""
     read, root = {*index.files, *index.index_files}, index.path
     stems = {path.stem for path in index.files}
     own = [header.tensors.keys() for header in index.headers.values()]
@@ -213,7 +214,7 @@ def adapter_folder(index: Index) -> Folder:
         elif (path.parent == root and path.stem in stems) or any(_same_names(path, names) for names in own):
             use = FileUse(name, "left out", AGAIN, tensors=True)
         else:
-            use = FileUse(name, "left out", "", tensors=True)
+            use = FileUse(name, "left out", UNPLACED, tensors=True)
         uses.append(use)
     return Folder("adapter", root, tuple(uses))
 

@@ -85,8 +85,9 @@ def taken(
             tokenizer = _tokenizer(folder, base, f"it has {size} tokens, the embeddings have {row.after} rows")
             note = Note(f"the tokenizer of the output is that of {folder.path.name}: {tokenizer.why}")
             return tokenizer, (note,)
-        if names := other.get(folder.path):
-            notes.append(Note(f"the output has the base's tokenizer; {folder.path} has another {listed(names)}: "
+        if folder.path in other:
+            differing = listed(other[folder.path])
+            notes.append(Note(f"the output has the base's tokenizer; {folder.path} has another {differing}: "
                               "--tokenizer adapter takes it, with its chat template"))  # fmt: skip
         elif own is not None and row.before < row.after != own:
             notes.append(Note(f"the embeddings grow from {row.before} to {row.after} rows; the output has the base's "

@@ -21,7 +21,7 @@ from ..adapters.suffixes import split_parameter
 from ..disk.files import Header, StoredTensor
 from ..errors import FitError, InputError, MergeError
 from ..files.checkpoint import TRAINED, read_header
-from ..files.file_uses import Folder
+from ..files.file_uses import UNPLACED, Folder
 from ..models.names import Names
 from ..models.weights import whole
 from ..options import Unmatched
@@ -46,7 +46,7 @@ def with_trained_weights(
     uses, index = [], adapter.index
     tensors, headers = dict(index.tensors), dict(index.headers)
     strange, notes = [*adapter.strange], [*adapter.notes]
-    for use in (f for f in (folder.files if folder else ()) if f.tensors and not f.why):
+    for use in (f for f in (folder.files if folder else ()) if f.why == UNPLACED):
         path = index.path / use.name
         try:
             header = read_header(path)
@@ -71,7 +71,7 @@ def with_trained_weights(
             tensors[info.name] = info
         headers[path] = header
         strange += placed
-        uses.append(use._replace(use="read"))
+        uses.append(use._replace(use="read", why="", tensors=False))
         notes.append(Note(f"{use.name}: {plural(len(placed), 'tensor')} replace those of the base"))
     if folder is None or not uses:
         return adapter, folder
