@@ -1,8 +1,8 @@
 """A model that was saved with an adapter attached: PEFT's layers around those of the model.
 
 PEFT wraps a layer as `L.base_layer`, and a module that is trained whole as `L.original_module` and
-`L.modules_to_save.NAME`; the adapter's own tensors are `L.lora_A.NAME.weight` and the like. Source: PEFT 0.21,
-tuners/tuners_utils.py, utils/other.py. No torch.
+`L.modules_to_save.NAME`; the adapter's own tensors are `L.lora_A.NAME.weight` and the like. Before 0.6 PEFT
+left the layer's own weight at `L.weight`. Source: PEFT 0.21, tuners/tuners_utils.py, utils/other.py. No torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ WHOLE: Final = "modules_to_save"
 LEVELS: Final = (*WRAPPED, "token_adapter")
 """Levels of a name that only the wrapped model has."""
 
+FACTOR: Final = "lora_"
+"""The beginning of the word for a factor of LoRA."""
+
 LEAVES: Final = ("weight", "bias")
 
 
@@ -33,6 +36,8 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     """
     stored = {name: info for header in index.headers.values() for name, info in header.tensors.items()}
     layers = {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED}
+    layers |= {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words)
+               if word.startswith(FACTOR) and f"{'.'.join(words[:n])}.weight" in stored}  # fmt: skip
     if not layers or index.components:
         return None
     of_adapter = {name: words for name in stored if (words := _own_words(name, layers))}
@@ -72,7 +77,7 @@ def _own_words(name: str, layers: Iterable[str]) -> list[str]:
     """Return the words of an adapter's tensor below its layer; none for a tensor of the model."""
     words = _words(name)
     for n in range(len(words) - 1, 0, -1):
-        if ".".join(words[:n]) in layers and words[n] not in LEVELS:
+        if ".".join(words[:n]) in layers and words[n] not in LEVELS and words[n:] not in ([leaf] for leaf in LEAVES):
             return words[n:]
     return []
 

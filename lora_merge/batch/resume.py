@@ -94,7 +94,7 @@ def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
         return f"is not a complete adapter: {e.what}"
     if stored is None:
         return "is not one of ours"
-    inputs = [open_checkpoint(a.path) for a in job.adapters]
+    inputs = [open_checkpoint(a.path, adapter=True) for a in job.adapters]
     for dropped, digest in ((OF_RUN | {"sha256"}, lambda _: ""), (OF_RUN, hashes.of)):
         wanted = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
         if _essence(wanted, dropped) != _essence(stored, dropped):

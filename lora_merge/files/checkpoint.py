@@ -98,25 +98,25 @@ class Index:
         return replace(self, tensors=tensors, packed=packed) if packed else self
 
 
-def open_checkpoint(path: Path, *, model: bool = False) -> Index:
+def open_checkpoint(path: Path, *, adapter: bool = False) -> Index:
     """Return the checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
 
-    `model`: whether a folder that holds a model and an adapter is opened as the model.
+    `adapter`: whether a folder that holds a model and an adapter is opened as the adapter.
 
     Raises InputError for files that are missing, damaged, malicious or unknown. Links are followed, since model caches
     consist of links. Text inside files (index entries, component names) is never used as a path.
     """
     try:
-        return _opened(path, model=model)
+        return _opened(path, adapter=adapter)
     except OSError as e:  # a name that is too long, a folder that may not be searched …
         raise unreadable(path, e) from e
 
 
-def _opened(path: Path, *, model: bool) -> Index:
+def _opened(path: Path, *, adapter: bool) -> Index:
     if not path.exists():
         raise missing(path)
     if path.is_dir():
-        return _nonempty(_folder(path, model=model))
+        return _nonempty(_folder(path, adapter=adapter))
     if is_index(path):
         found = next((w for w in weights_in(path.parent) if w.index == path), None)
         if found is None:
@@ -188,9 +188,9 @@ def _nonempty(index: Index) -> Index:
     return index
 
 
-def _folder(path: Path, *, model: bool = False) -> Index:
+def _folder(path: Path, *, adapter: bool = False) -> Index:
     file = configuration(path)
-    if model and file and file.name == CONFIGS[0]:
+    if file and file.name == CONFIGS[0] and not adapter:
         file = _model_config(path) or file
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:

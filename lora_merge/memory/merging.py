@@ -277,6 +277,8 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
             ref = source.path
         else:
             ref = source
-            files.append(group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref))))
+            files.append(
+                group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref), adapter=True))
+            )
         refs.append((ref, strength) if paired else ref)
     return refs, files

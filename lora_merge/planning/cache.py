@@ -32,7 +32,7 @@ class CheckpointCache:
         key = ("base", path, table, plain)
         found = self._get(key)
         if found is None:
-            index = open_checkpoint(path, model=True)
+            index = open_checkpoint(path)
             if plain and (parts := detached(index, adapter_config(path))):
                 index = parts[0]
             _check_base(index)
@@ -48,7 +48,7 @@ class CheckpointCache:
         """
         found = self._get(("own", path))
         if found is None:
-            parts = detached(open_checkpoint(path, model=True), adapter_config(path))
+            parts = detached(open_checkpoint(path), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
                 raise UsageError("no adapter is named, and the model holds none", str(path),
                                  "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
@@ -60,7 +60,7 @@ class CheckpointCache:
 
     def index(self, path: Path) -> Index:
         """Return the tensors of an adapter by name, from its header."""
-        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path), None)
+        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
         return found[0]
 
     def adapter(self, path: Path) -> AdapterFile:

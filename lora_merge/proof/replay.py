@@ -174,7 +174,7 @@ def _job_of(
     plain = [a[0] if isinstance(a, tuple) and a[1] is None else a for a in adapters]
     if KEY not in made.metadata:
         job = make_job(base, plain, made.path, **options)
-        return replace(job, dtype=_dtype(made, open_checkpoint(job.base, model=True)))
+        return replace(job, dtype=_dtype(made, open_checkpoint(job.base)))
     recipe = read_recipe(made)
     if len(recipe.adapters) != len(adapters):
         made_with = plural(len(recipe.adapters), "adapter")

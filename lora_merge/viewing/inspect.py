@@ -41,7 +41,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     """
-    index = open_checkpoint(path, model=True)
+    index = open_checkpoint(path)
     folder = _folder(index)
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": str(path), "kind": "checkpoint", "files": len(index.files),

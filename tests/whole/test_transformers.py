@@ -313,6 +313,7 @@ def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_pa
 
 
 ATTACHED: dict[str, Any] = {
+    "old": dict(target_modules=["q_proj", "k_proj"]),
     "lora": dict(target_modules=["q_proj", "v_proj"], use_rslora=True),
     "trained head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "dora": dict(target_modules=["q_proj", "embed_tokens"], use_dora=True),
@@ -332,6 +333,8 @@ def test_a_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
     for parameter in tuned.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) if parameter.requires_grad else 0
     state = (tuned if prefixed else tuned.base_model.model).state_dict()
+    if kind == "old":  # PEFT 0.5
+        state = {name.replace(".base_layer", ""): value for name, value in state.items()}
     base = tmp_path / "base"
     tuned.base_model.model.config.save_pretrained(base)
     tuned.peft_config["default"].save_pretrained(base)
