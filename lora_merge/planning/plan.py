@@ -16,7 +16,7 @@ from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
 from ..files.file_uses import Folder
-from ..job import Job
+from ..job import TOKENIZERS, Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
@@ -327,7 +327,8 @@ def sources(job: Job) -> tuple[Path, ...]:
 
 
 def protected(job: Job) -> tuple[Path, ...]:
-    """Return the paths that no output may replace: the adapters, their configurations, the name table."""
+    """Return the paths that no output may replace: adapters, their configurations, the name table, the tokenizer."""
     adapters = [ref.path for ref in job.adapters]
-    found = (*adapters, *map(configuration, adapters), job.map)
+    tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")
+    found = (*adapters, *map(configuration, adapters), job.map, tokenizer)
     return tuple(path for path in found if path is not None)

@@ -270,6 +270,14 @@ def test_a_tokenizer_that_is_not_there_is_refused(model: Path, value: str, monke
         merged(model, tokenizer=value)
 
 
+def test_the_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:
+    (grown / "other").mkdir()
+    vocabulary(grown / "other", 13)
+    done = cli(grown / "base", grown / "ad", "-o", grown / "other", "--overwrite", "--tokenizer", grown / "other")
+    assert done.returncode == 2, done.stdout
+    assert [path.name for path in sorted((grown / "other").iterdir())] == ["tokenizer.json", "tokenizer_config.json"]
+
+
 def test_a_model_folder_that_holds_an_adapter_is_a_base_and_an_adapter(model: Path) -> None:
     base = model / "base"
     for path in (model / "ad").iterdir():
