@@ -53,6 +53,9 @@ MOST_ADAPTERS: Final = 1000
 MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a folder is known as a model or an adapter."""
 
+TOKENIZERS: Final = ("adapter", "base")
+"""The values of `--tokenizer` that are no path."""
+
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
 
@@ -112,6 +115,8 @@ class Job(Shown):
     seed: int = 0
     keep_precision: tuple[str, ...] = ()
     """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""
+    tokenizer: str | None = None
+    """Whose tokenizer an output folder gets: `adapter`, `base`, or that of a folder; None: by the embeddings' rows."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
@@ -166,9 +171,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     wanted = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
-    if not adapters:
-        raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
-    adapters = [*summands(adapters)]
+    base = input_path(base)
+    adapters = [*summands(adapters)] or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
@@ -177,7 +181,6 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
-    base = input_path(base)
     found["max_memory"] = parse_size(found["max_memory"])
     texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
     found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
@@ -188,10 +191,22 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
         found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
     if found["map"] is not None:
         found["map"] = expand(found["map"])
+    if found["tokenizer"] is not None:
+        found["tokenizer"] = _whose(found["tokenizer"])
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     made = Job(base=base, adapters=refs, output=out, **found)
     numbers(made)
     return made
+
+
+def _whose(value: Any) -> str:
+    """Return the value of `--tokenizer`: a word, or the path of a folder; UsageError where there is no such folder."""
+    if value in TOKENIZERS:
+        return str(value)
+    if not is_folder(path := expand(value)):
+        raise UsageError("there is no such folder", f"--tokenizer {shown(value, 200)}",
+                         f"name a folder, or one of {' and '.join(TOKENIZERS)}")  # fmt: skip
+    return str(path)
 
 
 def numbers(job: Job) -> Numbers:
@@ -223,8 +238,9 @@ def _holds_others(folder: Path) -> bool:
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
     base = of_index(base)
-    paths = (base, *(of_index(a.path) for a in adapters))
+    paths = (base, *(of_index(a.path) for a in adapters if a.path != base))
     name = "+".join(p.name if is_folder(p) else p.stem for p in paths)
+    name = f"{name}+adapter" if len(paths) == 1 else name
     return name if is_folder(base) else f"{name}{_ending(base)}"
 
 

@@ -52,7 +52,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 
 Kind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
-    "entries", "rule", "rules", "texts", "list", "name",
+    "entries", "rule", "rules", "texts", "list", "name", "folder",
 ]  # fmt: skip
 """The kind of value that an option takes."""
 
@@ -140,6 +140,9 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                in_verify=True, metavar="NAME=VALUE", group="Input"),
         Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True,
                metavar="FILE", group="Input"),
+        Option("tokenizer", "folder", None, "adapter, base or a folder: whose tokenizer and chat template to take; "
+               "by default the adapter's if the embeddings grew to its size, else the base's.", "given",
+               metavar="WHOSE"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
         Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True,
                metavar="SIZE", group="Computation"),

@@ -155,13 +155,15 @@ def prepare(
     if keep:
         options = {**options, "device": _device(own.values())}
     paths, files, lent = _adapters(adapters)
+    if not files:
+        raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
     if job.dtype in FORMATS or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
-    found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
+    found = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
     check_stored(found)
     targets = (t for _, t in outputs(found)) if job.device == "auto" else ()
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
@@ -279,6 +281,8 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], dict
             ref = source.path
         else:
             ref = source
-            files.append(group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref))))
+            files.append(
+                group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref), adapter=True))
+            )
         refs.append((ref, strength) if paired else ref)
     return refs, files, lent

@@ -16,7 +16,7 @@ from ..dtypes import DTYPES, FLOATS, FORMATS
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
-from ..job import Adapter, Job, make_job
+from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
@@ -61,7 +61,8 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(made, "give --base and --adapter")
-            job = _job(recipe, find(recipe, _around(output, search)), output, stack)
+            around = _around(output, search)
+            job = _job(recipe, find(recipe, around), output, stack, around)
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
@@ -92,7 +93,8 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
     index = open_checkpoint(made)
     recipe = read_recipe(index)
     with ExitStack() as stack:
-        job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
+        around = _around(made, search)
+        job = _job(recipe, find(recipe, around), output, stack, around, **options)
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
@@ -136,13 +138,31 @@ def _around(output: Path, search: Sequence[Path]) -> list[Path]:
     return [*search, absolute(output).parent, *current_folders()]
 
 
-def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
-    """Return the recipe's job; its name table is in a temporary file until the stack closes."""
+def _job(
+    recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, folders: Sequence[Path], **options: Any
+) -> Job:
+    """Return the recipe's job; its name table is in a temporary file until the stack closes.
+
+    `folders`: where the folder of a tokenizer that the recipe names is looked for, by its name.
+    """
+    if recipe.tokenizer:
+        options["tokenizer"] = _tokenizer(recipe.tokenizer, (*folders, *(path.parent for path in paths)))
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options["map"] = folder / recipe.map_name
         options["map"].write_text(recipe.map_text, encoding="utf-8")
     return recipe.job(paths, output, **options)
+
+
+def _tokenizer(whose: str, folders: Iterable[Path]) -> str | Path:
+    """Return the value of `--tokenizer` for a name in a recipe; UsageError if no folder of that name is there."""
+    if whose in TOKENIZERS:
+        return whose
+    found = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
+    if found is None:
+        raise UsageError(f"the folder {quoted(whose)}, whose tokenizer the output has, is not found", "the recipe",
+                         "name the folder that it is in with --search")  # fmt: skip
+    return found
 
 
 def _job_of(
@@ -172,7 +192,7 @@ def _job_of(
                                      f"{own.strength:g}", str(made.path),
                                      f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
-    stated = _job(recipe, paths, made.path, stack)
+    stated = _job(recipe, paths, made.path, stack, _around(made.path, ()))
     refs = tuple(
         ref if isinstance(said, str | Path) else Adapter(ref.path, own.strength, own.parts or ref.parts)
         for ref, own, said in zip(stated.adapters, job.adapters, plain, strict=True)

@@ -117,7 +117,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE llm.safetensors makes"),
     ("batch unversioned.yaml", 2, "a mistake in the jobs file", "write version: 1 in the first line"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it behind the adapter: style.safetensors:0.8"),
-    ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "lora-merge schema jobs"),
+    ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output in the place of another job's", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
     ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name a LoRA"),
@@ -158,7 +158,7 @@ def test_unrelated_names_are_not_suggested(run: Run) -> None:
 def test_arguments_that_cannot_be_taken_are_json_too(run: Run) -> None:
     code, text = run("base.safetensors", "--json")
     assert code == 2
-    assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named"
+    assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named, and the model holds none"
 
 
 def test_a_part_without_effect_and_one_that_is_named_twice_are_told(run: Run) -> None:
