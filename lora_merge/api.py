@@ -292,6 +292,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         if base is None and not stated and made_by(output) in WRITERS:
             from .adapters_out.again import prove as prove_adapter
 
-            return Facts(prove_adapter(output, folders, watcher), proof_of_adapter)
+            proof = prove_adapter(output, folders, watcher, full=full, options=options)
+            return Facts(proof, proof_of_adapter)
         found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(found, proof_rows)

@@ -12,8 +12,7 @@ from ..keywords import AdapterOptions, AdapterReading, AverageOptions, ResizeOpt
 from ..methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
-from .extract.task import DEFAULT_RANK
-from .job import FACTORS, make_adapter_job
+from .job import FACTORS, OTHER_DEFAULTS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
 
@@ -138,8 +137,8 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
 
 def extract(  # noqa: PLR0913  # each is an option of the command
-    base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
-    conv_rank: str | int | None = None, max_rank: int | None = None,
+    base: str | Path, tuned: str | Path, output: str | Path | None = None, *,
+    rank: str | int = OTHER_DEFAULTS["extract"]["rank"], conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
     others: str = "diff", factor: int = -1,
     format: str = "auto", alpha: str | float = "rank", progress: bool | Progress = False,

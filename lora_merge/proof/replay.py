@@ -53,10 +53,8 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
-    if options and KEY in made.metadata:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise UsageError("options that the recipe states", flags,
-                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+    if KEY in made.metadata:
+        refuse_stated(options)
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(made, "give --base and --adapter")
@@ -84,6 +82,13 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         if sides := differing(contents(plan), output):
             proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
+
+
+def refuse_stated(options: Iterable[str]) -> None:
+    """Raise UsageError if any options are named, as the recipe of the output states them."""
+    if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
+        raise UsageError("options that the recipe states", flags,
+                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
