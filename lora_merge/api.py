@@ -245,6 +245,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         search: More folders to search for the inputs, three levels deep.
         full: Whether every byte and every row is compared, not a sample.
         progress: As for `merge`.
+        compute_dtype: The dtype of sums whose rounding is allowed: "fp32" by default, whatever the recipe says.
         strength_for: As for `merge`, like all options below; only for outputs without a recipe.
         unmatched: See `merge`.
         on_overflow: See `merge`.

@@ -94,7 +94,8 @@ def resize(
 
 def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str = "keep", base: str | Path | None = None,
-    rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
+    rank: str | int | None = None,
+    conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
     alpha: str | float = "keep", progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
@@ -138,7 +139,8 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
 def extract(  # noqa: PLR0913  # each is an option of the command
     base: str | Path, tuned: str | Path, output: str | Path | None = None, *,
-    rank: str | int = OTHER_DEFAULTS["extract"]["rank"], conv_rank: str | int | None = None, max_rank: int | None = None,
+    rank: str | int = OTHER_DEFAULTS["extract"]["rank"],
+    conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
     others: str = "diff", factor: int = -1,
     format: str = "auto", alpha: str | float = "rank", progress: bool | Progress = False,

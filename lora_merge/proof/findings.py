@@ -11,11 +11,13 @@ import numpy as np
 from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES, spoken
 from ..measure import Measure, Measures, Share, total
 from ..planning.plan import Plan
+from .grids import CONTRACT, UNDERFLOW
 from .reference.floats import Array
 
 NAMED: Final = 5  # modules or tensors that a report names, of those that it counts
 REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
 
+MOST_LOSS: Final = 64  # of any one formula; more comes of a recipe that lists many
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
@@ -91,6 +93,35 @@ def _share(change: Array, applied: Array, weight: float) -> Share:
     return Share(size, size, weight * float(applied @ change))
 
 
+@dataclass(frozen=True)
+class Bound:
+    """The errors that a proof allows beyond the rounding to the output, and what they compare with: each ‖…‖² of the
+    rows that were recomputed."""
+
+    allowed: float = 0.0
+    contract: float = 0.0  # of the error that fp32 sums may have, whatever was added up and however often
+    change: float = 0.0
+
+    @classmethod
+    def of(cls, lost: Array, exact: Exact, value: Array) -> Bound:
+        """`lost`: what is allowed. `value`: the exact rows, as far as the output can hold them."""
+        loss, before = min(exact.loss, MOST_LOSS), np.maximum(np.abs(exact.base), np.abs(value))
+        sure = loss * (CONTRACT * replace(exact, terms=before).largest + UNDERFLOW["fp32"] * exact.growth)
+        sizes = (np.broadcast_to(lost, value.shape), np.broadcast_to(sure, value.shape), value - exact.base)
+        finite = np.isfinite(sizes[0] + sizes[2])
+        return cls(*(float(np.sum(np.square(some, where=finite, out=np.zeros(value.shape)))) for some in sizes))
+
+    def __add__(self, other: Bound) -> Bound:
+        """Return the bound of the rows of both."""
+        sums = (self.allowed + other.allowed, self.contract + other.contract, self.change + other.change)
+        return Bound(*sums)
+
+    @property
+    def proves(self) -> bool:
+        """Whether a number within the bound is evidence of the change."""
+        return self.allowed <= max(self.contract, self.change)
+
+
 @dataclass
 class Findings:
     """Results of the recomputation of some rows."""
@@ -104,6 +135,7 @@ class Findings:
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
     measures: Measures = field(default_factory=Measures)
+    bounds: dict[str, Bound] = field(default_factory=dict)  # tensor → what is allowed
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
         """Count tensors that are looked at, and elements that are cut."""
@@ -121,6 +153,8 @@ class Findings:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
+        for tensor, bound in part.bounds.items():
+            self.bounds[tensor] = self.bounds.get(tensor, Bound()) + bound
         self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import proof as written_proof
-from lora_merge.adapters_out.average import tensors
+from lora_merge.adapters_out.average import tensors as averages
 from lora_merge.adapters_out.conversion import proof as conversion_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.adapters_out.extract import proving
@@ -500,7 +500,7 @@ def test_a_full_proof_of_a_written_adapter_computes_every_layer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str]
 ) -> None:
     """Without --full it is a sample. The recipe states all options, so that others are refused, and not dropped."""
-    for module in (written_proof, conversion_proof, proving, tensors):
+    for module in (written_proof, conversion_proof, proving, averages):
         monkeypatch.setattr(module, "BUDGET", 1)
     lora, base = folder / "lora.safetensors", folder / "base.safetensors"
     inputs = {"extract": [base, folder / "tuned.safetensors"], "convert": [lora, "--base", base], "resize": [lora],

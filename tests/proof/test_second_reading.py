@@ -400,7 +400,7 @@ def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
     said: list[str] = []
     share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
     every = {"ratio": 0.01, "changed": 0.5}
-    proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0,
+    proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0, "bound": {"compute_dtype": "fp32"},
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}, "account": {"unused": 0}}  # fmt: skip
     show_proof(proof, said.append, verbose=verbose)
     assert said[4:] == ["matching proven a second way for 9 of 9 modules"] * verbose

@@ -29,7 +29,8 @@ def recomputed(proof: Mapping[str, Any]) -> list[str]:
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return [
         f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}",
-        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)",
+        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50), judged by the bound "
+        f"of {proof['bound']['compute_dtype']}",
     ]
 
 
@@ -87,7 +88,8 @@ def proof_rows(found: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a proof found."""
     yield line("proven", found["output"])
     how = f"{found['tensors']} of {plural(found['changed'], 'merged tensor')}, {plural(found['rows'], 'row')}"
-    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
+    by = f"judged by the bound of {found['bound']['compute_dtype']}"
+    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers, {by}")
     yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
     for row in found["retained"]:
         yield line("retained", f"{row['adapter']}: {retained(row['retained'])}")
