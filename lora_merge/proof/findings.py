@@ -95,31 +95,28 @@ def _share(change: Array, applied: Array, weight: float) -> Share:
 
 @dataclass(frozen=True)
 class Bound:
-    """The errors that a proof allows beyond the rounding to the output, and what they compare with: each ‖…‖² of the
-    rows that were recomputed."""
+    """The largest error beyond the contract of fp32 sums that is allowed, and the largest change, of some rows."""
 
-    allowed: float = 0.0
-    contract: float = 0.0  # of the error that fp32 sums may have, whatever was added up and however often
+    allowed: float = 0.0  # of the elements alone that need it
     change: float = 0.0
 
     @classmethod
-    def of(cls, lost: Array, exact: Exact, value: Array) -> Bound:
-        """`lost`: what is allowed. `value`: the exact rows, as far as the output can hold them."""
-        loss, before = min(exact.loss, MOST_LOSS), np.maximum(np.abs(exact.base), np.abs(value))
-        sure = loss * (CONTRACT * replace(exact, terms=before).largest + UNDERFLOW["fp32"] * exact.growth)
-        sizes = (np.broadcast_to(lost, value.shape), np.broadcast_to(sure, value.shape), value - exact.base)
-        finite = np.isfinite(sizes[0] + sizes[2])
-        return cls(*(float(np.sum(np.square(some, where=finite, out=np.zeros(value.shape)))) for some in sizes))
+    def of(cls, beyond: Array, lost: Array, exact: Exact, value: Array) -> Bound:
+        """`beyond`: the errors beyond the rounding to the output. `lost`: those that are allowed. `value`: the exact
+        rows, as far as the output can hold them."""
+        before = replace(exact, terms=np.maximum(np.abs(exact.base), np.abs(value))).largest
+        sure = min(exact.loss, MOST_LOSS) * (CONTRACT * before + UNDERFLOW["fp32"] * exact.growth)
+        needed, change = np.where(beyond > sure, lost, 0.0), np.abs(value - exact.base)
+        return cls(*(float(np.max(some, where=np.isfinite(some), initial=0.0)) for some in (needed, change)))
 
-    def __add__(self, other: Bound) -> Bound:
+    def or_larger(self, other: Bound) -> Bound:
         """Return the bound of the rows of both."""
-        sums = (self.allowed + other.allowed, self.contract + other.contract, self.change + other.change)
-        return Bound(*sums)
+        return Bound(max(self.allowed, other.allowed), max(self.change, other.change))
 
     @property
     def proves(self) -> bool:
-        """Whether a number within the bound is evidence of the change."""
-        return self.allowed <= max(self.contract, self.change)
+        """Whether the numbers within the bound are evidence of the change."""
+        return self.allowed <= self.change
 
 
 @dataclass
@@ -154,7 +151,7 @@ class Findings:
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
         for tensor, bound in part.bounds.items():
-            self.bounds[tensor] = self.bounds.get(tensor, Bound()) + bound
+            self.bounds[tensor] = self.bounds.get(tensor, Bound()).or_larger(bound)
         self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:

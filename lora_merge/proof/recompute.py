@@ -59,6 +59,7 @@ class Recomputation:
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
         self.stochastic = plan.job.rounding == "stochastic"
+        self.steps = 1.0 if self.stochastic else 0.5
         self.judged, self.asked = judged or plan.job.compute_dtype, not judged
         self.rounding, self.underflow = (table[self.judged] for table in (ROUNDING, UNDERFLOW))
         self.findings = Findings()
@@ -186,20 +187,19 @@ class Recomputation:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
+        beyond = error - 1.0000002 * self.steps * units
         if self.stochastic and target.name not in self.outputs and ITEM_BYTES[target.dtype] < LEAST_DRAWN:
-            drawn = uniform(
-                target.stored, self.plan.job.seed, rows[:, None] * found.shape[1] + np.arange(found.shape[1])
-            )
-            bad = ~(_as_drawn(found, grid, value, lost, drawn) | (error <= lost))
-        else:
-            bad = ~(error <= 1.0000002 * (1.0 if self.stochastic else 0.5) * units + lost)
+            places = rows[:, None] * found.shape[1] + np.arange(found.shape[1])
+            drawn = _as_drawn(found, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
+            beyond = np.where(drawn, beyond, error)
+        bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
             broken=int(np.count_nonzero(~np.isfinite(found))),
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
-            bounds={target.name: Bound.of(lost, exact, value)},
+            bounds={target.name: Bound.of(beyond, lost, exact, value)},
         )  # fmt: skip
         if bad.any():
             row, col = np.argwhere(bad)[0]

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -271,7 +271,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     if not weak:
         return
     name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or TINY))
-    where = f"{part}: {name}, errors of {sqrt(most.allowed):.3g} are allowed, the change is {sqrt(most.change):.3g}"
+    where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
     what = f"{are} not proven: the bound is above the change itself"
     chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
