@@ -145,7 +145,8 @@ def unmerge(
 ) -> Report:  # fmt: skip
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
-    Sums were rounded, so every number differs from the one before the merge by at most one rounding step. The base
+    Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
+    report says by how much. A merge that cut numbers (`on_overflow="saturate"`) or was no sum is refused. The base
     itself, where it is at hand, is exact.
 
     Parameters:
