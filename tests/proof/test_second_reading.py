@@ -21,7 +21,7 @@ from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.text import show_proof
 from lora_merge.disk.files import StoredTensor
-from lora_merge.errors import VerificationFailed
+from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
@@ -36,7 +36,7 @@ from lora_merge.proof.second_reading import Reading, compare
 from lora_merge.ranges import Rows
 
 from ..models.test_names import header, modules, pipeline
-from ..support import Tensors, index, kohya, rand, save, sd1, unread
+from ..support import Tensors, index, kohya, load, load_all, rand, save, sd1, unread
 
 KOHYA = ("lora_up", "lora_down")
 PEFT = ("lora_B", "lora_A")
@@ -598,3 +598,54 @@ def test_factors_of_mlx_lm_are_known_by_their_order() -> None:
     assert read(base, {f"{name}.lora_a": (8, 3), f"{name}.lora_b": (3, 6)}, config).proven == 1
     with pytest.raises(lora_merge.MergeError):
         read(base, {f"{name}.lora_a": (3, 6), f"{name}.lora_b": (8, 3)}, config)
+
+
+@pytest.mark.parametrize("order", ["stacked", "heads"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_rows_with_two_orders_are_those_of_the_setting(
+    tmp_path: Path, order: str, *, sharded: bool, named: bool
+) -> None:
+    """MiniMax-H3: rows of two heads by index, of published names stacked, of DiffSynth's as --setting says; both readings
+    agree in files and in shards. Names of two orders without a word are refused, and words that no module needs."""
+    width, default = 256, ".default" if named else ""
+    shapes = {
+        "video_patch_proj": 16,
+        "audio_patch_proj": 8,
+        "condition_proj": 32,
+        "blocks.0.mlp.fc1": width,
+        "blocks.0.attn.out_proj": width,
+        "token_refiner.blocks.0.attn.qkv_proj": width,
+        "blocks.0.attn.qkv_proj": width,
+    }
+    tensors = {f"{name}.weight": rand(3 * width if "qkv" in name else width, cols) for name, cols in shapes.items()}
+    base, key = tmp_path / "base", "blocks.0.attn.qkv_proj"
+    base.mkdir()
+    for n, part in enumerate(([*tensors][:4], [*tensors][4:]) if sharded else ([*tensors],)):
+        save({name: tensors[name] for name in part}, base / f"model-{n}.safetensors")
+    if sharded:
+        place = {name: f"model-{int(n > 3)}.safetensors" for n, name in enumerate(tensors)}
+        (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    source = base if sharded else base / "model-0.safetensors"
+    up, down = rand(3 * width, 2, seed=1), rand(2, width, seed=2)
+    lora = save(
+        {f"{key}.lora_A{default}.weight": down, f"{key}.lora_B{default}.weight": up}, tmp_path / "lora.safetensors"
+    )
+    setting = {"row_order": order} if named else {}
+    out = tmp_path / ("out" if sharded else "out.safetensors")
+    report = lora_merge.merge(source, lora, out, setting=setting)
+    assert report.verified is not None and report.verified["matching"]["proven"] == 1
+    stacked = torch.arange(3 * width).reshape(
+        3, 2, 128
+    )  # the rows of q, k and v of each head in an adapter of that order
+    own = order if named else "stacked"
+    rows = stacked if own == "stacked" else stacked.reshape(2, 3, 128).transpose(0, 1)
+    rows = (rows.transpose(0, 1) if sharded else rows).reshape(-1)
+    merged = load_all(out) if sharded else load(out)
+    assert torch.allclose(merged[f"{key}.weight"], tensors[f"{key}.weight"] + (up @ down)[rows], atol=1e-5)
+    error, said = (FitError, "two orders") if named else (UsageError, "no module of the adapters uses row_order")
+    with pytest.raises(error, match=said) as failed:
+        lora_merge.merge(source, lora, tmp_path / "no", setting={} if named else {"row_order": order}, verify=False)
+    assert "row_order=stacked" in failed.value.fix or not named
+    with pytest.raises(UsageError, match="not heads or stacked"):
+        lora_merge.merge(source, lora, tmp_path / "no", setting={"row_order": "other"})

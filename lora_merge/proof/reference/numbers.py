@@ -91,6 +91,11 @@ class Numbers:
         """Whether the user says if square weights are [in, out]."""
         return "fan_in_fan_out" in self._given
 
+    @property
+    def order(self) -> str:
+        """The order of the rows of fused projections that the user states; "" for none."""
+        return str(self._given.get("row_order", ""))
+
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
         """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
         if self._config:

@@ -72,6 +72,14 @@ ENDINGS: Final = {"weight": (".weight", ".scale", "_weight"), "bias": (".bias", 
 """Parameter of a module → what its key ends with."""
 
 
+HEADS: Final = (
+    "token_refiner.blocks.0.attn.qkv_proj.weight", re.compile(r"(?:token_refiner\.)?blocks\.\d+\.attn\.qkv_proj"), 128
+)  # fmt: skip
+"""A name that shows MiniMax-H3, its modules whose rows have two orders, and the rows of a head: q, k and v of one head
+after those of another in the original shards, all of q, then k, then v in single files
+(diffusers loaders/single_file_utils.py, `qkv_layout`)."""
+
+
 class Rows(NamedTuple):
     """Rows [start, stop) of a stored tensor that is `cols` wide when seen as a matrix."""
 
@@ -191,6 +199,19 @@ def rows_of(place: Place, start: int, stop: int) -> Place:
     )
 
 
+def reordered(place: Place, *, by_heads: bool) -> Place | None:
+    """Return the place of rows of q, k and v in a tensor that has them in the other order, stacked or `by_heads`; None
+    for parts of such a tensor."""
+    (r,), size = place.rows, HEADS[2]
+    heads, odd = divmod(r.stop, 3 * size)
+    if r.start or odd or r.stop != place.shape[0]:
+        return None
+    places = ((p, h) for p in range(3) for h in range(heads)) if by_heads else (
+        (p, h) for h in range(heads) for p in range(3))  # fmt: skip
+    starts = [((h * 3 + p) if by_heads else (p * heads + h)) * size for p, h in places]
+    return place._replace(rows=tuple(Rows(r.key, start, start + size, r.cols) for start in starts))
+
+
 def _stacked(parts: list[Place | None]) -> Place | None:
     """Return the weights one below the other; None if one is missing or their widths differ."""
     found = [p for p in parts if p is not None]
@@ -241,6 +262,12 @@ class Places:
                 if not meant or meant in network.called:
                     found += [p for p in network.find(name, parameter, flat=flat) if p not in found]
         return found[0] if len(found) == 1 else None
+
+    def of_heads(self, place: Place) -> Network | None:
+        """Return the network of a place whose rows have one of two orders; None for any other place."""
+        key = place.rows[0].key
+        of = next((n for n in self.networks if HEADS[0] in n.shapes and key.startswith(n.prefix)), None)
+        return of if of is not None and HEADS[1].fullmatch(key[len(of.prefix) :].rpartition(".")[0]) else None
 
     def has(self, called: str) -> bool:
         """Return whether the base has a network that PREFIXES may call so."""
