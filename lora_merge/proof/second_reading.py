@@ -81,7 +81,9 @@ def compare(
         numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
         own = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
-        for claim in claims(index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts)):
+        for claim in claims(
+            index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts, seen.places.blocks)
+        ):
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, own)
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
