@@ -332,6 +332,10 @@ def _are_ranges(value: Any) -> bool:
     return pairs and all(_is_whole(row) for pair in value for row in pair)
 
 
+ROW_ORDER: Final = "row_order"
+ORDERS: Final = ("heads", "stacked")
+"""Values of ROW_ORDER, for fused projections whose names do not tell it: q, k and v head by head, or stacked."""
+
 KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
     {
         "float": ("a number", _is_number),
@@ -345,6 +349,3 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType
 """Annotation of a setting → (what the value must be, test of a value)."""
 
 SETTING: Final = "fan_in_fan_out"
-ROW_ORDER: Final = "row_order"
-ORDERS: Final = ("heads", "stacked")
-"""Values of ROW_ORDER, for fused projections whose names do not tell it: q, k and v head by head, or stacked."""

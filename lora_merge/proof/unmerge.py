@@ -87,12 +87,12 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
             raise FitError(
                 "the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}", _instead(recipe)
             )
-    notes = [*_otherwise(plan, recipe)] or [Note(_inexact(plan, recipe))]
+    notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
 
 
-def _inexact(plan: Plan, recipe: Recipe | None) -> str:
-    """Return by how much numbers may differ from those before the merge."""
+def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
+    """Return the note that says by how much numbers may differ from those before the merge."""
     computed = {plan.job.compute_dtype, *([recipe.options["compute_dtype"]] if recipe is not None else [])}
     sums = min((COMPUTE_DTYPES[name] for name in computed), key=_digits)
     changed = [t for file in plan.files for t in file.targets if t.uses]
@@ -108,7 +108,7 @@ def _inexact(plan: Plan, recipe: Recipe | None) -> str:
             also = f", and of {spoken(coarsest)}" if finer else ""
             steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
     unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"
-    return f"the numbers differ from those before the merge by {steps}, of the largest number added up{unknown}"
+    return Note(f"the numbers differ from those before the merge by {steps}, of the largest number added up{unknown}")
 
 
 def _digits(dtype: str) -> int:

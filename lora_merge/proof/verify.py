@@ -273,15 +273,14 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or TINY))
     where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
-    what = f"{are} not proven: the bound is above the change itself"
     chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):
         fix = f"merge again with --compute-dtype {'fp32' if coarse else 'fp64'}"
     if not (merged.asked and (coarse or chosen)):
-        raise VerificationFailed(what, where, fix)
-    yield Note(f"{what} ({where}); {fix}")
+        raise VerificationFailed(f"{are} not proven: the bound is above the change itself", where, fix)
+    yield Note(f"{are} not proven: the bound is above the change itself ({where}); {fix}")
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:

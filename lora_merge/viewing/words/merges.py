@@ -80,7 +80,9 @@ def matched(matching: Mapping[str, Any]) -> str:
     """Return for how many modules a second reading of the adapters found the plan's place and numbers."""
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
-    more = f"; {left} by the plan alone: {names}" if left else ""
+    unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
+    more = f"; {left} checked by numbers but not by place: {names}; the second reading does not know {unknown}"
+    more = more if left else ""
     return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
 
 
