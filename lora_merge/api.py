@@ -154,7 +154,8 @@ def unmerge(
 ) -> Report:  # fmt: skip
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
-    Sums were rounded, so every number differs from the one before the merge by at most one rounding step. The base
+    Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
+    report says by how much. A merge that cut numbers (`on_overflow="saturate"`) or was no sum is refused. The base
     itself, where it is at hand, is exact.
 
     Parameters:
@@ -256,6 +257,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         search: More folders to search for the inputs, three levels deep.
         full: Whether every byte and every row is compared, not a sample.
         progress: As for `merge`.
+        compute_dtype: The dtype of sums whose rounding is allowed: "fp32" by default, whatever the recipe says.
         strength_for: As for `merge`, like all options below; only for outputs without a recipe.
         unmatched: See `merge`.
         on_overflow: See `merge`.
@@ -303,6 +305,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         if base is None and not stated and made_by(output) in WRITERS:
             from .adapters_out.again import prove as prove_adapter
 
-            return Facts(prove_adapter(output, folders, watcher), proof_of_adapter)
+            proof = prove_adapter(output, folders, watcher, full=full, options=options)
+            return Facts(proof, proof_of_adapter)
         found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(found, proof_rows)

@@ -312,9 +312,9 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
-    """Return name → (what the value must be, test of a value) for all settings of formulas, and for SETTING."""
+    """Return name → (what the value must be, test of a value) for all settings of formulas, and for those of places."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
-    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool"}.items() if kind in KINDS}
+    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items() if kind in KINDS}
 
 
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -348,12 +348,17 @@ def _are_ranges(value: Any) -> bool:
     return pairs and all(_is_whole(row) for pair in value for row in pair)
 
 
+ROW_ORDER: Final = "row_order"
+ORDERS: Final = ("heads", "stacked")
+"""Values of ROW_ORDER, for fused projections whose names do not tell it: q, k and v head by head, or stacked."""
+
 KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
     {
         "float": ("a number", _is_number),
         "int": ("a whole number", _is_whole),
         "bool": ("true or false", lambda value: isinstance(value, bool)),
         "str": ("a word", lambda value: isinstance(value, str)),
+        "order": ("heads or stacked", lambda value: value in ORDERS),
         "tuple[tuple[int, int], ...]": ("ranges of rows such as [[0,8],[12,16]]", _are_ranges),
     }
 )

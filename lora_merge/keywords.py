@@ -26,6 +26,7 @@ class Reading(TypedDict, total=False):
     unmatched: Unmatched
     setting: Mapping[str, Setting] | Sequence[tuple[str, Setting]]
     map: str | Path | None
+    compute_dtype: str | torch.dtype
     title: str | None
     metadata: Mapping[str, str] | Sequence[tuple[str, str]]
 
@@ -51,7 +52,6 @@ class Writing(Reading, total=False):
     """The options of every function that writes a file."""
 
     dtype: str | torch.dtype
-    compute_dtype: str | torch.dtype
     device: str | torch.device
     strength: Sequence[float] | None
     overwrite: bool

@@ -98,7 +98,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("dtype", "dtype", "keep", "Numbers in the output; keep: each tensor as in the base.", "always",
                _DTYPES),
         Option("compute_dtype", "dtype", "fp32", "Numbers that formulas compute with.", "always", _COMPUTE,
-               together=True, group="Computation"),
+               together=True, in_verify=True, group="Computation"),
         Option("device", "device", "auto", f"{DEVICES}; or cuda:0,cuda:1.", "never", together=True, metavar="DEVICE",
                group="Computation"),
         Option("strength", "numbers", None, "One per adapter, in order.", "adapters", in_batch=False, short="-s",

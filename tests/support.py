@@ -190,9 +190,9 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
 
 def ulp(t: Tensor) -> Tensor:
     """Distance to the next larger number of its dtype, per element."""
-    mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[t.dtype]
+    mantissa = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
     exponent = torch.floor(torch.log2(t.double().abs().clamp(min=1e-30)))
-    return torch.exp2(exponent.clamp(min=-24) - mantissa)
+    return torch.exp2(exponent.clamp(min=-24) - mantissa[t.dtype])
 
 
 def slowness() -> float:

@@ -123,7 +123,7 @@ class MatchBuilder:
         made = Match(
             self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
             self.grown, self.placed, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
-            frozenset(self.settings), self.applied,
+            frozenset(self.settings | self.places.settings), self.applied,
         )  # fmt: skip
         raise_problems(made, self.names, self.failures, unmatched)
         made = separate(self.pair, self.ends, made, self.strengths, unmatched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Final
 
 from ..adapters.file import WRAPPED, Module
 from ..adapters.peft.target_parameters import paths
@@ -13,6 +14,7 @@ from ..algorithms import ALGORITHMS
 from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
 from ..errors import MergeError, ShapeMismatch
+from ..job import ORDERS, ROW_ORDER
 from ..models.names import EXPERTS, Names
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
@@ -23,6 +25,9 @@ from .orientation import Place, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_heads import EMBEDDING_NAMES, AdapterPair
+
+NAMED_ORDER: Final = ".default"
+"""The end of a module's name under which its rows may have another order than without it (adapters/suffixes.py)."""
 
 
 class Places:
@@ -38,6 +43,8 @@ class Places:
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
         self._found: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
+        self._order = context.given.get(ROW_ORDER)
+        self.settings: set[str] = set()  # the user's settings that a place depends on
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
         """Return a parameter by its name; None if the base has none of this name."""
@@ -52,8 +59,28 @@ class Places:
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name in self._wrapped:  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self.look(*split_parameter(target)) for target in targets)
+        found = (self._in_order(*split_parameter(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._weight_of_end(name, parameter)
+
+    def _in_order(self, name: str, parameter: str) -> WeightView | None:
+        """Return what `look` does, with the rows in the order that the user states where the name has two orders;
+        ShapeMismatch where nothing states it."""
+        by_heads = self.look(name, parameter)
+        plain = name.removesuffix(NAMED_ORDER)
+        if plain == name:
+            return by_heads
+        stacked = self.look(plain, parameter)
+        if by_heads is None or stacked is None or by_heads == stacked:
+            return by_heads or stacked
+        if self._order is None:
+            raise ShapeMismatch(
+                "the rows of a fused projection have two orders, and its names do not tell which",
+                f"{self._path}: {plain} of {stacked.row_slices[0].key}",
+                f"state it: --setting {ROW_ORDER}=stacked for an adapter of a base with all of q, then k, then v, as "
+                f"single files have them; {ROW_ORDER}=heads for q, k and v head by head, as in the original shards",
+            )
+        self.settings.add(ROW_ORDER)
+        return by_heads if self._order == ORDERS[0] else stacked
 
     def find(self, module: Module) -> WeightView | None:
         """Return the weight that the module changes, for a part of a module its rows; ShapeMismatch if it has none."""

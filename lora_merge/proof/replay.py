@@ -17,6 +17,7 @@ from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
+from ..options import checked
 from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
@@ -27,6 +28,7 @@ from ..progress import Progress, unwatched
 from ..shapes import Shape
 from ..text import Note, listed, plural, quoted
 from .find_inputs import different, find
+from .grids import ROUNDING
 from .header_changes import header_changes, notes, with_header_changes
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
@@ -51,13 +53,14 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
-    VerificationFailed if it is not that merge.
+    `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
+    allowed. VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
-    if options and KEY in made.metadata:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise UsageError("options that the recipe states", flags,
-                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+    judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
+    options = {name: value for name, value in options.items() if name != "compute_dtype"}
+    if KEY in made.metadata:
+        refuse_stated(options)
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(made, "give --base and --adapter")
@@ -68,6 +71,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         else:
             job = _job_of(made, base, adapters, options, stack)
         plan = _followed(job, made)
+        judged = judged or min(("fp32", plan.job.compute_dtype), key=ROUNDING.__getitem__)
         if plan.is_folder != made.path.is_dir():
             kind, other = ("folder", "file") if plan.is_folder else ("file", "folder")
             what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
@@ -75,7 +79,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         changes = header_changes(plan, made)
         try:
-            proof = verify(plan, output, reader, full=full, progress=progress)
+            proof = verify(plan, output, reader, full=full, judged=judged, progress=progress)
         except VerificationFailed as e:
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, made)
@@ -86,6 +90,13 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         if sides := differing(contents(plan), output):
             proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
+
+
+def refuse_stated(options: Iterable[str]) -> None:
+    """Raise UsageError if any options are named, as the recipe of the output states them."""
+    if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
+        raise UsageError("options that the recipe states", flags,
+                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:

@@ -19,6 +19,7 @@ from ..changes import Change, Evaluator, squares_between, sum_of
 from ..job import AdapterJob
 from ..joining.targets import Target
 from ..layers import beyond_fp64
+from ..proof import evenly
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
 from ..truncation.effect import squares_of_rows
@@ -28,7 +29,7 @@ from .caches import cache_of
 from .renamed import claimed, same_factors
 
 BUDGET: Final = 2**30
-"""Multiplications of the comparison; weights are taken evenly over the file."""
+"""Multiplications of a comparison that is not full."""
 
 FORMED: Final = 8
 """Multiplications that take as long as to form one number of a whole matrix."""
@@ -60,7 +61,7 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}
-    chosen = sources.targets[:: max(1, -(-sum(map(_cost, sources.targets)) // BUDGET))]
+    chosen = evenly(sources.targets, sum(map(_cost, sources.targets)), BUDGET, full=job.full)
     worst, name = 0.0, ""
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
