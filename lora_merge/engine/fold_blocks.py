@@ -1,4 +1,4 @@
-"""Folds the changed blocks of one window: blocks of equal kind are stacked into one batched call."""
+"""Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _made(
         made = here.made(one, ranks.get(one.place.label))
         here.evaluator.forget()
         if not isfinite(made.layer.squares):
-            raise beyond_fp64(one.place.name)
+            raise beyond_fp64(one.shares[0].patch.module.name if one.shares else one.place.name)
         expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
         return as_table(made, converter.to, table=converter.is_table(one.place, one.shares))
 
