@@ -257,10 +257,11 @@ def one_core() -> None:
 
 @cache
 def _thread_limits() -> tuple[Any, ...]:
-    """Return the functions that set the number of threads for what the calling thread starts: OpenMP's, and MKL's, which
-    has a number apart once a program has called `torch.set_num_threads`. None are found on Windows.
+    """Return the functions that set the number of threads for what the calling thread starts: OpenMP's, and MKL's,
+    which has a number apart once a program has called `torch.set_num_threads`. None on Windows.
 
-    They are searched in torch's library and what it was linked with: a process may have loaded another OpenMP."""
+    They are those of torch's library and of what it was linked with: a process may have loaded another OpenMP.
+    """
     if sys.platform == "win32":
         return ()
     name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"

@@ -274,8 +274,8 @@ def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
 
 
 def in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether base values and result share memory that is fit for the formulas, in the compute dtype: then nothing
-    is copied."""
+    """Return whether base values and result share memory in which formulas may compute, in the compute dtype: then
+    nothing is copied."""
     item = group[0]
     shared = len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
     return shared and aligned(item.into)

@@ -13,8 +13,6 @@ import pytest
 import row_files
 import torch
 from safetensors.torch import load_file, save_file
-from tests.kernels import SETTINGS, run
-from tests.support import Tensors, rand, save
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -24,6 +22,8 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.engine.fold import StackedPatch, new_weights
 from lora_merge.engine.placement import CACHE_LINE
 from lora_merge.job import Job
+from tests.kernels import SETTINGS, run
+from tests.support import Tensors, rand, save
 
 OF_ITS_BASE = ("adamss",)
 """Rows that take only what training from this very base gives; the files of these tests hold random numbers."""
