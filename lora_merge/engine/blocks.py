@@ -1,8 +1,9 @@
 """Cuts changed tensors into blocks: ranges of rows that are folded at once.
 
 Blocks depend only on shapes, never on the memory limit or the number of threads, so that on CPUs of one kind the same
-merge gives the same bytes. Other devices may round the products of several blocks in one call differently from those of
-one block, and the number of blocks in a call depends on the window, the limits and the free memory.
+merge gives the same bytes: there each call computes one block. Other devices may round the products of several blocks
+in one call differently from those of one block, and the number of blocks in a call depends on the window, the limits
+and the free memory.
 """
 
 from __future__ import annotations

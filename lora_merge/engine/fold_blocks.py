@@ -1,4 +1,4 @@
-"""Folds the changed blocks of one window: blocks of equal kind are stacked into one batched call."""
+"""Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from .blocks import Block, groups, portions
 from .buffers import MemoryBudget, Outcome, settled
 from .cancelling import Cancelled, stop_where
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
-from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
-from .fold import separable
+from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release
 from .measuring.codes import measure_codes, sample_width
 from .measuring.factors import factor_norms
 from .measuring.row_sample import Read, RowSample, SharedSums, bring_sums, fold_and_sample
@@ -119,11 +118,12 @@ class BlockMerger:
         return _measured(sum(map(self._fold, some), Outcome()), shared)
 
     def _most(self, block: Block) -> int:
-        """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
-        share of a device's memory and its pinned memory."""
+        """Return how many blocks like this one may go into one call: on a device as many as fit a lane's share of its
+        memory and its pinned memory. On a CPU one, as the libraries round batched products otherwise than single ones,
+        and how many blocks a window has depends on the memory limit."""
         size = self.size(block)
         if not size:
-            return 1 if not separable(block) else stack_size(block.last - block.first, block.cols)
+            return 1
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
         return max(1, min(self.share // size, self.staged // moved))
 

@@ -208,5 +208,6 @@ class PatchTensors:
         for block in blocks(target):
             if block.slices:
                 rows = found[block.first : block.last]
-                rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self.stacks([block], at, lane))[0])
+                own = rows.unsqueeze(0).clone()  # as where the block is merged
+                rows.copy_(RULES[target.method.name](own, self.stacks([block], at, lane))[0])
         return found.reshape(values.shape)

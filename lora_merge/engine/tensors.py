@@ -23,7 +23,7 @@ from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .blocks import Block
 from .device.casts import rounds_to_eight_bits
-from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, host, odd, stage
+from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, stage
 from .windows import Fold
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
@@ -270,7 +270,8 @@ def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream | None,
     if not block.target.weight.padded:
         values = [_values(i, at, fetch) for i in group]
         own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
-        if own and (in_place(group, at) or (values[0] is not group[0].base and not _shares(values[0], group[0].base))):
+        made = values[0] is not group[0].base and not _shares(values[0], group[0].base)
+        if own and (in_place(group, at) or (made and aligned(values[0]))):
             return values[0].unsqueeze(0)
         return stage(values, at, lane)
     out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
@@ -298,9 +299,11 @@ def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
 
 
 def in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
+    """Return whether base values and result share memory in which formulas may compute, in the compute dtype: then
+    nothing is copied."""
     item = group[0]
-    return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
+    shared = len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
+    return shared and aligned(item.into)
 
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:

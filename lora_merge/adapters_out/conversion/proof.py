@@ -4,7 +4,7 @@ input's in float64."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan, sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -82,9 +82,9 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
 
         bound = job.inputs.max_memory // 2
         for target, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
-            worst, name = max((worst, name), (off.share, target.key))
-            if isnan(off.size):  # infinite on both sides
+            if not isfinite(off.wanted):
                 raise beyond_fp64(target.key)
+            worst, name = max((worst, name), (off.share, target.key))
             if not off.fits:
                 where = f"{target.key}: off by {off.share:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
