@@ -13,13 +13,15 @@ from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS
 from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
-from ..errors import MergeError, ShapeMismatch
+from ..errors import AmbiguousName, MergeError, ShapeMismatch
 from ..job import ORDERS, ROW_ORDER
 from ..models.names import EXPERTS, Names
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
 from ..shapes import flat
+from ..text import NUMBER
+from .common_change import CommonChange, common_change
 from .context import AdapterContext
 from .orientation import Place, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
@@ -51,8 +53,32 @@ class Places:
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
-        found = (self.names.find(n, parameter) for n in names)
-        return self.stored.view(next((view for view in found if view is not None), None))
+        view = next((v for n in names if (v := self.names.find(n, parameter)) is not None), None)
+        if view is None and (change := self.change) is not None:
+            view = next((v for n in names if (v := self.names.find(change(n), parameter)) is not None), None)
+        return self.stored.view(view)
+
+    @cached_property
+    def change(self) -> CommonChange | None:
+        """The common change of names with which the modules match that have no place under their own names."""
+        alike: dict[str, list[Module]] = {}
+        for module in self._modules:
+            if module.parameter == "weight" and not self.pair.is_end(module.name):
+                alike.setdefault(NUMBER.sub("#", module.name), []).append(module)
+        lost = [some for some in alike.values() if not self._is_known(some[0])]
+        return common_change(self.names, lost, self._called) if lost and not self._lone else None
+
+    def _called(self, module: Module) -> str:
+        """Return the name under which a module's weight is looked for."""
+        return split_parameter(self._rules.of(module.name).targets(split_row_part(module.name)[0])[0])[0]
+
+    def _is_known(self, module: Module) -> bool:
+        """Return whether the base has a place, or several, for a module under its own name."""
+        targets = self._rules.of(module.name).targets(split_row_part(module.name)[0])
+        try:
+            return any(self.names.find(*split_parameter(target)) is not None for target in targets)
+        except MergeError:
+            return True
 
     def named(self, name: str, parameter: str) -> WeightView | None:
         """Return the parameter of a module by any name that the configuration allows."""
@@ -135,7 +161,11 @@ class Places:
         """Return the embeddings whose weight is also the head's."""
         if self.pair.tied is not None:
             return whole(self.pair.shared, self.pair.tied.info.shape)
-        return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
+        for name in EMBEDDINGS:
+            with suppress(AmbiguousName):  # two networks have such a table
+                if (view := self.look(name)) is not None:
+                    return view
+        return None
 
     @cached_property
     def embeddings_change(self) -> bool:

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..job import BLOCKS, Adapter
 from ..limits import Refused, Steps
 from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
-from ..text import Note, listed, plural
+from ..text import Note, by_pattern, listed, plural
 from .blocks import Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
 from .names import Names
@@ -78,6 +78,17 @@ def _covers_component(part: str, component: str) -> bool:
 
 
 _ENCODER: Final = re.compile("te[1-9]")
+
+
+MOST_LEFT_OUT: Final = 6
+"""The most patterns of names in one option of a message."""
+
+
+def leave_out(keys: Iterable[str]) -> str:
+    """Return the option with which these weights of the base stay as they are; "" for too many kinds of them."""
+    patterns = list(by_pattern(keys))
+    expression = "|".join(re.escape(p).replace(r"\{i\}", "[0-9]+") for p in patterns)
+    return f"--strength-for 're:^(?:{expression})$=0'" if len(patterns) <= MOST_LEFT_OUT else ""
 
 
 class Strengths:
