@@ -34,7 +34,7 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, of_index, output_file
+from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
 from .spellings import adapter_path
 from .text import Shown, plural
 
@@ -222,10 +222,17 @@ def _holds_others(folder: Path) -> bool:
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
+    name = "+".join(map(_title, (base, *(a.path for a in adapters))))
     base = of_index(base)
-    paths = (base, *(of_index(a.path) for a in adapters))
-    name = "+".join(p.name if is_folder(p) else p.stem for p in paths)
     return name if is_folder(base) else f"{name}{_ending(base)}"
+
+
+def _title(path: Path) -> str:
+    """Return the name of an input without its ending, and without the number of a part."""
+    folder = of_index(path)
+    if is_split(path):
+        return path.stem[: -len("-00001-of-00002")]
+    return folder.name if is_folder(folder) else path.stem
 
 
 def _ending(base: Path) -> str:

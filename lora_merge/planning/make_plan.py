@@ -45,12 +45,13 @@ from ..models.names import Names
 from ..models.strengths import Strengths, idle_parts, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
+from ..paths import is_split
 from ..shapes import Shape
 from ..text import Note, listed
 from .cache import CheckpointCache
 from .checksums import entry, summed
 from .combining import Combining
-from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_rows_in_order
+from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
 from .metadata import kept_entries
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
 from .quantising import idle, quantising
@@ -95,9 +96,9 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
     base, lookup = cache.base(job.base, job.map)
-    check_names(job, base)
     job = check_container(job, base) if merged else job
-    adapters = tuple(with_rows_in_order(cache.adapter(ref.path), base) for ref in job.adapters)
+    adapters = tuple(with_names_of(base, cache.adapter(ref.path)) for ref in job.adapters)
+    check_names(job, base, adapters)
     return Inputs(job, base, lookup, adapters)
 
 
@@ -121,7 +122,7 @@ def make_plan(matched: Matched) -> Plan:
     check_stored(matched)
     quantised = quantising(job, base, matched.inputs.names)
     files, indexes = _files(matched, quantised.made), index_names(base)
-    sides, left = side_files(base) if base.path.is_dir() else ((), ())
+    sides, left = side_files(base) if base.path.is_dir() and not is_split(job.base) else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
     refuse_links_outside(base, sides)
