@@ -21,6 +21,7 @@ from ..engine.torch_preload import load_library
 from ..errors import FitError, UsageError
 from ..files.layouts import PEFT
 from ..matching.choose import ALPHA
+from ..models.module_blocks import network_of
 from ..models.names import Names
 from ..options import pairs, shown
 from ..paths import is_folder, names_folder, output_file
@@ -259,11 +260,25 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
         there, everywhere = in_memory(there, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
+    if task.rules is not None:
+        task = replace(task, rules=task.rules.on(*_named(job, sources, there)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     for one in there:
         expect_held(task, one)
     return Opened(task, sources, there, everywhere)
+
+
+def _named(
+    job: AdapterJob, sources: Sources, there: Sequence[Filled]
+) -> tuple[Names | None, list[tuple[str, str, Sequence[str]]]]:
+    """Return the names of the base, None without one, and label, network and names of each layer: its keys in the base,
+    without a base the names of its modules."""
+    if job.base is not None and sources.inputs:
+        keys = [(f.place.label, f.place.component, [p.key for p in f.place.view.row_slices]) for f in there]
+        return sources.inputs.names, keys
+    modules = [(f.place.label, [s.patch.module.name for s in f.shares] or [f.place.label]) for f in there]
+    return None, [(label, network_of(some[0]), some) for label, some in modules]
 
 
 def _level(there: Sequence[Filled], names: Names) -> str | None:

@@ -13,7 +13,8 @@ from ..algorithms import ALGORITHMS
 from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
 from ..errors import MergeError, ShapeMismatch
-from ..models.names import EXPERTS, Names
+from ..models.names import EXPERTS
+from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
@@ -28,8 +29,10 @@ from .tied_heads import EMBEDDING_NAMES, AdapterPair
 class Places:
     """The places of one adapter's modules in the base. `lone`: prefix of the one expert of two in the base."""
 
-    def __init__(self, names: Names, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str) -> None:
-        self.names, self.stored, self.pair = names, stored, pair
+    def __init__(
+        self, strengths: Strengths, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str
+    ) -> None:
+        self.names, self._strengths, self.stored, self.pair = strengths.names, strengths, stored, pair
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
@@ -44,7 +47,7 @@ class Places:
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
-        found = (self.names.find(n, parameter) for n in names)
+        found = (self._strengths.find(n, parameter) for n in names)
         return self.stored.view(next((view for view in found if view is not None), None))
 
     def named(self, name: str, parameter: str) -> WeightView | None:

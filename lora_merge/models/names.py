@@ -9,7 +9,7 @@ places is refused. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -122,6 +122,11 @@ class Names:
             if views:
                 return self.as_stored(views[0])
         return None
+
+    def without(self, labels: Collection[str]) -> Names:
+        """Return the names of the same base without some of its networks."""
+        left = [part for part in self.parts if part.label not in labels]
+        return Names(left, self.shapes, self._stored, self._config, second=self.second, presets=self.presets)
 
     def knows(self, module: str) -> bool:
         """Return whether the base has a module of this name, perhaps with other numbers in it."""

@@ -42,7 +42,7 @@ from ..matching.resizing import check_addable, replace_in_turn, values_as_change
 from ..matching.tied_heads import check_separations
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
-from ..models.strengths import Strengths, idle_parts, on_base
+from ..models.strengths import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..paths import is_split
@@ -54,7 +54,7 @@ from .combining import Combining
 from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
 from .metadata import kept_entries
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
-from .quantising import idle, quantising
+from .quantising import quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
@@ -107,13 +107,12 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
 
     `every_setting`: whether a setting of the user that no formula uses is an error.
     """
-    job = inputs.job
-    adapters = tuple(on_base(ref, inputs.names) for ref in job.adapters)
-    inputs = replace(inputs, job=replace(job, adapters=adapters))
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
+        found = matches(inputs, FileValues(reader), every_setting=every_setting)
+    adapters = tuple(on_base(ref, inputs.names) for ref in inputs.job.adapters)
+    return Matched(replace(inputs, job=replace(inputs.job, adapters=adapters)), found)
 
 
 def make_plan(matched: Matched) -> Plan:
@@ -131,7 +130,6 @@ def make_plan(matched: Matched) -> Plan:
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
-    notes += idle(job, base)
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
@@ -167,12 +165,12 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     files = [os.path.realpath(ref.path) for ref in job.adapters]
-    made, without_effect = [], [*idle_parts(strengths)]
+    check_effect(strengths)
+    made = []
     for n, met in enumerate(with_overlap_notes(job, matched)):
         usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
         weights = strengths[n].notes({**met.uses, **met.replaced})
-        parts = (*strengths[n].repeated(), *(note for owner, note in without_effect if owner == n))
-        made.append(replace(met, notes=(*met.notes, *usual, *weights, *parts)))
+        made.append(replace(met, notes=(*met.notes, *usual, *weights, *strengths[n].repeated())))
     return tuple(made)
 
 
