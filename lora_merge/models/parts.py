@@ -139,6 +139,8 @@ class Parts:
         if text.startswith(REGEX) or _is_glob(text):
             return self._matches(text, key)
         if path := _PATH.fullmatch(text):
+            if self._names is None:
+                return _lies_in(path, key, "[._]")
             return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))
         return False
 
@@ -250,9 +252,10 @@ def _is_glob(text: str) -> bool:
     return not text.startswith((REGEX, BLOCK_LIST)) and ("*" in text or "?" in text)
 
 
-def _lies_in(path: re.Match[str], name: str) -> bool:
-    """Return whether a tensor of this name lies in a stack, or in one of its layers."""
+def _lies_in(path: re.Match[str], name: str, dot: str = r"\.") -> bool:
+    """Return whether a tensor of this name is in a stack, or in one of its layers. `dot`: what separates the levels."""
+    levels, end = re.escape(path["path"]).replace(r"\.", dot), r"\." if dot == r"\." else rf"(?:{dot}|$)"
     if path["first"] is None:
-        return re.search(rf"(?:^|\.){re.escape(path['path'])}\.", name) is not None
-    found = re.search(rf"(?:^|\.){re.escape(path['path'])}\.([0-9]{{1,9}})\.", name)
+        return re.search(rf"(?:^|{dot}){levels}{end}", name) is not None
+    found = re.search(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}", name)
     return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])

@@ -8,7 +8,7 @@ VAE of a file with a diffusion model keep theirs too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -73,7 +73,7 @@ class Quantising:
 NOTHING: Final = Quantising({})
 
 KEEP: Final = "--keep-precision"
-NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised is in it"
+NOT_QUANTISED: Final = "a part without effect: no weight that could be quantised is in it"
 
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
@@ -85,9 +85,10 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
     given = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
-    usual = [*_usual(job, base, names)]
-    given.check({info.name: names.component(info.name) for info in usual}, NOT_QUANTISED)
-    chosen = [info for info in usual if not given.cover([info.name], names.component(info.name))]
+    able = dict(_quantisable(base, names))
+    given.check(able, NOT_QUANTISED)
+    kept = _precise(job, base)
+    chosen = [base.tensors[key] for key, part in able.items() if not kept(key) and not given.cover([key], part)]
     made: dict[str, Made] = {}
     for info in chosen:
         one = _blocks(job, base, info) if form is None else form.make(info)
@@ -186,15 +187,19 @@ def _form(job: Job, base: Index) -> Form:
     return table[job.dtype]
 
 
-def _usual(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
-    """Yield the weights that are quantised unless the user keeps them, where the format can hold them."""
+def _quantisable(base: Index, names: Names) -> Iterator[tuple[str, str]]:
+    """Yield key and network of the weights that formats can hold as codes, whether or not they are kept."""
     parts = {key: names.component(key) for key in base.tensors}
     main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
     for key, info in base.tensors.items():
         if _fits(info) and key.endswith(".weight") and _is_decodable(info, base) and parts[key] in main:
-            inside = key.partition(".")[2] if base.components else key
-            if NO_DEFAULTS in job.keep_precision or not precise(inside):
-                yield info
+            yield key, parts[key]
+
+
+def _precise(job: Job, base: Index) -> Callable[[str], bool]:
+    """Return a test of a key: whether the weight keeps its numbers by default because of its name."""
+    usual = NO_DEFAULTS not in job.keep_precision
+    return lambda key: usual and precise(key.partition(".")[2] if base.components else key)
 
 
 def _fits(info: StoredTensor) -> bool:
