@@ -45,7 +45,7 @@ BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
 the base."""
 
 PART: Final = re.compile(r"[A-Za-z_*?][\w.*?]*(?:-[0-9]{1,6})?", re.ASCII)
-"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), or a name, also with * and ?.
+"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), or a name with * and ?.
 Matching looks it up."""
 
 MOST_ADAPTERS: Final = 1000

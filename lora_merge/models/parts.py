@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
-from ..errors import UsageError
+from ..errors import PartWithoutEffect, UsageError
 from ..job import BLOCKS
 from ..limits import Refused, Steps
 from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
@@ -105,7 +105,9 @@ class Parts:
         for text in self.absent(networks):
             raise self.refusal(text, what, networks)
 
-    def refusal(self, text: str, what: str, networks: Mapping[str, str] = MappingProxyType({})) -> UsageError:
+    def refusal(
+        self, text: str, what: str, networks: Mapping[str, str] = MappingProxyType({})
+    ) -> PartWithoutEffect:  # fmt: skip
         """Return the error for a part without effect. `networks`: the tensors that it might cover → their networks."""
         order = blocks(self._names).order if self._names else ()
         known = {*networks.values()} or self._known
@@ -120,7 +122,7 @@ class Parts:
             fix += "; lora-merge parts BASE lists all"
         else:
             fix += f"its parts are {listed(sorted(known), 6)}, or re:REGEX of its names; blocks are known with --base"
-        return UsageError(what, f"{self.option} {as_typed(text)}", fix)
+        return PartWithoutEffect(what, f"{self.option} {as_typed(text)}", fix).of(self.option, text)
 
     def _covers_any(self, text: str, networks: Mapping[str, str]) -> bool:
         self._steps.allow(len(networks))

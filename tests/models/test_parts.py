@@ -36,7 +36,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save(tensors, folder / "base.safetensors")
     save({k: v for k, v in tensors.items() if k.startswith(UNET)}, folder / "unet.safetensors")
     clip = {k.removeprefix(TE): v for k, v in tensors.items() if k.startswith(TE)}
-    more = {"embeddings.token_embedding.weight": (50, 24), "embeddings.position_embedding.weight": (10, 24), "final_layer_norm.weight": (24,), "final_layer_norm.bias": (24,)}
+    more = {
+        "embeddings.token_embedding.weight": (50, 24),
+        "embeddings.position_embedding.weight": (10, 24),
+        "final_layer_norm.weight": (24,),
+        "final_layer_norm.bias": (24,),
+    }
     save({**{f"text_model.{k}": rand(*shape) for k, shape in more.items()}, **clip}, folder / "te.safetensors")
     lora, other = (kohya(tensors, seed=seed) for seed in (100, 300))
     save(lora, folder / "lora.safetensors")
@@ -124,16 +129,36 @@ def test_factor_0_leaves_out_a_network_that_the_base_lacks(
     assert len(lora) > len(load(Path(alone)))
 
 
-@pytest.mark.parametrize(("base", "lora", "part", "kind"), [
-    ("unet", "lora", {"te": 0.5}, UsageError), ("unet", "of_unet_", {"te": 0}, UsageError),
-    ("unet", "lora", {"te": 0, "vae": 0}, UsageError), ("unet", "lora", {"no_such": 0}, UsageError),
-    ("unet", "lora", {"vae": 0}, (UsageError, UnmatchedModules)), ("unet", "of_te_", {"te": 0}, UnmatchedModules),
+@pytest.mark.parametrize(("names", "part", "kind"), [
+    (("unet", "lora"), {"te": 0.5}, UsageError), (("unet", "of_unet_"), {"te": 0}, UsageError),
+    (("unet", "lora"), {"te": 0, "vae": 0}, UsageError), (("unet", "lora"), {"no_such": 0}, UsageError),
+    (("unet", "lora"), {"vae": 0}, (UsageError, UnmatchedModules)), (("unet", "of_te_"), {"te": 0}, UnmatchedModules),
 ])  # fmt: skip
 def test_absent_network_needs_factor_0_and_modules_in_the_adapter(
-    base: str, lora: str, part: dict[str, float], kind: Any, files: dict[str, str], tmp_path: Path
+    names: tuple[str, str], part: dict[str, float], kind: Any, files: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(kind):
-        lora_merge.merge(files[base], files[lora], tmp_path / "out.safetensors", strength_for=part)
+        lora_merge.merge(files[names[0]], files[names[1]], tmp_path / "out.safetensors", strength_for=part)
+
+
+@pytest.mark.parametrize("option", ["strength_for", "rank_for", "exclude"])
+def test_part_of_the_defaults_of_a_batch_needs_an_effect_on_one_job(
+    option: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Jobs that lack it are made without it; a part of one job must fit that job."""
+    value: Any = {"strength_for": {"te": 0.5}, "rank_for": {"te": 1}, "exclude": ["te"]}[option]
+    merging = option == "strength_for"
+    common = {"base": files["base"], "overwrite": True, **({} if merging else {"command": "resize", "rank": 2})}
+    jobs = [
+        {"adapters": [files[name]], "output": str(tmp_path / f"{name}.safetensors")} for name in ("lora", "of_unet_")
+    ]
+    reports = lora_merge.run_batch({"version": 1, "defaults": {**common, option: value}, "jobs": jobs})
+    assert [report.ok for report in reports] == [True, True]
+    with pytest.raises(UsageError, match="without effect"):
+        lora_merge.run_batch({"version": 1, "defaults": {**common, option: value}, "jobs": jobs[1:]})
+    one = [jobs[0], {**jobs[1], option: value}]
+    found = lora_merge.run_batch({"version": 1, "defaults": common, "jobs": one})
+    assert {report.number: report.ok for report in found} == {1: True, 2: False}
 
 
 def wan(width: int = 16) -> Tensors:
