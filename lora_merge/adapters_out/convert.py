@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -261,7 +261,8 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.rules is not None:
-        task = replace(task, rules=task.rules.on(*_named(job, sources, there)))
+        own = sources.inputs.names if job.base is not None else None
+        task = replace(task, rules=task.rules.on(own, _layers(own, there)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     for one in there:
@@ -269,16 +270,14 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
     return Opened(task, sources, there, everywhere)
 
 
-def _named(
-    job: AdapterJob, sources: Sources, there: Sequence[Filled]
-) -> tuple[Names | None, list[tuple[str, str, Sequence[str]]]]:
-    """Return the names of the base, None without one, and label, network and names of each layer: its keys in the base,
-    without a base the names of its modules."""
-    if job.base is not None and sources.inputs:
-        keys = [(f.place.label, f.place.component, [p.key for p in f.place.view.row_slices]) for f in there]
-        return sources.inputs.names, keys
-    modules = [(f.place.label, [s.patch.module.name for s in f.shares] or [f.place.label]) for f in there]
-    return None, [(label, network_of(some[0]), some) for label, some in modules]
+def _layers(names: Names | None, there: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
+    for place, shares, _ in there:
+        if names is not None:
+            yield place.label, place.component, [piece.key for piece in place.view.row_slices]
+        else:
+            modules = [share.patch.module.name for share in shares] or [place.label]
+            yield place.label, network_of(modules[0]), modules
 
 
 def _level(there: Sequence[Filled], names: Names) -> str | None:
