@@ -364,6 +364,21 @@ def test_file_without_entries_keeps_its_types(tmp_path: Path, adapter: Path, kin
     prove(base.with_suffix(".out.gguf"))
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_adapter_keeps_the_names_of_its_trainer_in_gguf(tmp_path: Path, kind: str) -> None:
+    """As stable-diffusion.cpp converts one; its numbers are those that the library decodes."""
+    base = by_library.write(tmp_path / "flux.gguf", "flux", flux("F32"))
+    factors = {k: (v.numpy(), kind if v.shape[-1] % 32 == 0 else "F16") for k, v in style().items()}
+    lora = by_library.write(tmp_path / "lora.gguf", "flux", factors)
+    lora_merge.merge(base, lora, tmp_path / "out.gguf")
+    stored, found = by_library.read(lora), by_library.read(tmp_path / "out.gguf")
+    for name in TOUCHED:
+        stem = f"lora_unet_{name.replace('.', '_')}.lora_"
+        delta = stored[f"{stem}up.weight"][0].astype(np.float64) @ stored[f"{stem}down.weight"][0]
+        wanted = by_library.read(base)[f"{name}.weight"][0] + delta
+        np.testing.assert_allclose(found[f"{name}.weight"][0], wanted, atol=2e-5)
+
+
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (normal(8, 256), "F16"), "blk.0.attn_q.weight": (normal(8, 256), "F16")}
     for entries in ({}, {"llama.attention.head_count": 3}, {"llama.attention.head_count": 8}):

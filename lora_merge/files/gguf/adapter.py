@@ -90,6 +90,12 @@ def adapter_tensors(
     return found
 
 
+def with_numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of an adapter under other names than llama.cpp's, quantised ones in fp32."""
+    quantised = READ | READ_ONLY
+    return {name: _decoded(info) if info.dtype in quantised else info for name, info in tensors.items()}
+
+
 def _named(info: StoredTensor, family: Family | None, config: Mapping[str, Any] | None) -> StoredTensor:
     """Return a factor by the name and in the form that are read as LoRA."""
     weight, _, last = info.name.rpartition(".")
