@@ -21,7 +21,7 @@ from .viewing.facts import Facts
 @public
 def merge(
     base: str | Path,
-    adapters: Adapters,
+    adapters: Adapters = (),
     output: str | Path | None = None,
     *,
     progress: bool | Progress = False,
@@ -36,7 +36,8 @@ def merge(
     Parameters:
         base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
-            `Adapter` with strengths for parts of the model. Or a table of path → strength.
+            `Adapter` with strengths for parts of the model. Or a table of path → strength. None: the adapter that is
+            attached inside the base, or that its folder holds.
         output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
             `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
@@ -74,6 +75,8 @@ def merge(
         scale: Multiplies what these methods give.
         setting: Values that the adapter's file lacks, such as `{"lora_alpha": 16}`.
         map: A table of names (YAML) for a model that is not known.
+        tokenizer: Whose tokenizer, chat template and processor files an output folder gets: "adapter", "base", or the
+            path of a folder. Default: the adapter's if the embeddings grew to its size, else the base's.
         overwrite: Whether an existing output is replaced. Default: False.
         max_memory: Limit of the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
         max_vram: The same for the memory of a GPU. Default: 5 GiB.
@@ -116,7 +119,7 @@ def merge(
 @public
 def plan(
     base: str | Path,
-    adapters: Adapters,
+    adapters: Adapters = (),
     output: str | Path | None = None,
     **options: Unpack[PythonOptions],
 ) -> Plan:
@@ -151,7 +154,8 @@ def unmerge(
 ) -> Report:  # fmt: skip
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
-    Sums were rounded, so every number differs from the one before the merge by at most one rounding step. The base
+    Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
+    report says by how much. A merge that cut numbers (`on_overflow="saturate"`) or was no sum is refused. The base
     itself, where it is at hand, is exact.
 
     Parameters:
@@ -253,6 +257,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         search: More folders to search for the inputs, three levels deep.
         full: Whether every byte and every row is compared, not a sample.
         progress: As for `merge`.
+        compute_dtype: The dtype of sums whose rounding is allowed: "fp32" by default, whatever the recipe says.
         strength_for: As for `merge`, like all options below; only for outputs without a recipe.
         unmatched: See `merge`.
         on_overflow: See `merge`.
@@ -300,6 +305,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         if base is None and not stated and made_by(output) in WRITERS:
             from .adapters_out.again import prove as prove_adapter
 
-            return Facts(prove_adapter(output, folders, watcher), proof_of_adapter)
+            proof = prove_adapter(output, folders, watcher, full=full, options=options)
+            return Facts(proof, proof_of_adapter)
         found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(found, proof_rows)

@@ -37,7 +37,9 @@ def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as e:
-        return UsageError(str(e), name, "give its parameters, which help(…) lists")
+        return UsageError(
+            "a call does not fit the function's parameters", f"{name}: {e}", "see help(…) for its parameters"
+        )
     try:
         hints = typing.get_type_hints(function)
     except NameError:  # types that are imported for type checkers alone

@@ -54,6 +54,9 @@ MOST_ADAPTERS: Final = 1000
 MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a folder is known as a model or an adapter."""
 
+TOKENIZERS: Final = ("adapter", "base")
+"""The values of `--tokenizer` that are no path."""
+
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
 
@@ -113,6 +116,8 @@ class Job(Shown):
     seed: int = 0
     keep_precision: tuple[str, ...] = ()
     """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""
+    tokenizer: str | None = None
+    """Whose tokenizer an output folder gets: `adapter`, `base`, or that of a folder; None: by the embeddings' rows."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
@@ -167,9 +172,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     wanted = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
-    if not adapters:
-        raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
-    adapters = [*summands(adapters)]
+    base = input_path(base)
+    adapters = [*summands(adapters)] or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
@@ -178,7 +182,6 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
-    base = input_path(base)
     found["max_memory"] = parse_size(found["max_memory"])
     texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
     found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
@@ -189,10 +192,22 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
         found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
     if found["map"] is not None:
         found["map"] = expand(found["map"])
+    if found["tokenizer"] is not None:
+        found["tokenizer"] = _whose(found["tokenizer"])
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     made = Job(base=base, adapters=refs, output=out, **found)
     numbers(made)
     return made
+
+
+def _whose(value: Any) -> str:
+    """Return the value of `--tokenizer`: a word, or the path of a folder; UsageError where there is no such folder."""
+    if value in TOKENIZERS:
+        return str(value)
+    if not is_folder(path := expand(value)):
+        raise UsageError("there is no such folder", f"--tokenizer {shown(value, 200)}",
+                         f"name a folder, or one of {' and '.join(TOKENIZERS)}")  # fmt: skip
+    return str(path)
 
 
 def numbers(job: Job) -> Numbers:
@@ -223,7 +238,8 @@ def _holds_others(folder: Path) -> bool:
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
-    name = "+".join(map(_title, (base, *(a.path for a in adapters))))
+    others = [a.path for a in adapters if a.path != base]
+    name = "+".join(map(_title, (base, *others))) if others else f"{_title(base)}+adapter"
     base = of_index(base)
     return name if is_folder(base) else f"{name}{_ending(base)}"
 
@@ -304,9 +320,9 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
-    """Return name → (what the value must be, test of a value) for all settings of formulas, and for SETTING."""
+    """Return name → (what the value must be, test of a value) for all settings of formulas, and for those of places."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
-    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool"}.items() if kind in KINDS}
+    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items() if kind in KINDS}
 
 
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -340,12 +356,17 @@ def _are_ranges(value: Any) -> bool:
     return pairs and all(_is_whole(row) for pair in value for row in pair)
 
 
+ROW_ORDER: Final = "row_order"
+ORDERS: Final = ("heads", "stacked")
+"""Values of ROW_ORDER, for fused projections whose names do not tell it: q, k and v head by head, or stacked."""
+
 KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
     {
         "float": ("a number", _is_number),
         "int": ("a whole number", _is_whole),
         "bool": ("true or false", lambda value: isinstance(value, bool)),
         "str": ("a word", lambda value: isinstance(value, str)),
+        "order": ("heads or stacked", lambda value: value in ORDERS),
         "tuple[tuple[int, int], ...]": ("ranges of rows such as [[0,8],[12,16]]", _are_ranges),
     }
 )

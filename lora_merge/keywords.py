@@ -26,6 +26,7 @@ class Reading(TypedDict, total=False):
     unmatched: Unmatched
     setting: Mapping[str, Setting] | Sequence[tuple[str, Setting]]
     map: str | Path | None
+    compute_dtype: str | torch.dtype
     title: str | None
     metadata: Mapping[str, str] | Sequence[tuple[str, str]]
 
@@ -51,7 +52,6 @@ class Writing(Reading, total=False):
     """The options of every function that writes a file."""
 
     dtype: str | torch.dtype
-    compute_dtype: str | torch.dtype
     device: str | torch.device
     strength: Sequence[float] | None
     overwrite: bool
@@ -64,6 +64,7 @@ class MergeOptions(VerifyOptions, Writing, total=False):
     """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
 
     keep_precision: Sequence[str]
+    tokenizer: str | Path | None
     no_metadata: bool
     card: bool | None
 
@@ -151,6 +152,7 @@ class Defaults(TypedDict, total=False):
     scale: float | str | None
     setting: Mapping[str, Setting] | None
     map: str | PathLike[str] | None
+    tokenizer: str | PathLike[str] | None
     overwrite: bool | None
     max_memory: int | str | None
     max_vram: int | str | None

@@ -52,7 +52,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 
 Kind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
-    "entries", "rule", "rules", "texts", "list", "name",
+    "entries", "rule", "rules", "texts", "list", "name", "folder",
 ]  # fmt: skip
 """The kind of value that an option takes."""
 
@@ -98,7 +98,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("dtype", "dtype", "keep", "Numbers in the output; keep: each tensor as in the base.", "always",
                _DTYPES),
         Option("compute_dtype", "dtype", "fp32", "Numbers that formulas compute with.", "always", _COMPUTE,
-               together=True, group="Computation"),
+               together=True, in_verify=True, group="Computation"),
         Option("device", "device", "auto", f"{DEVICES}; or cuda:0,cuda:1.", "never", together=True, metavar="DEVICE",
                group="Computation"),
         Option("strength", "numbers", None, "One per adapter, in order.", "adapters", in_batch=False, short="-s",
@@ -132,14 +132,17 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                group="Method"),
         Option("normalise", "word", DIVISORS[0], "What elected entries are divided by.", "given", DIVISORS,
                in_verify=True, group="Method"),
-        Option("agree", "whole", None, "How many adapters consensus needs; by default all.", "given", in_verify=True,
-               metavar="INT", group="Method"),
+        Option("agree", "whole", None, "How many adapters consensus needs; by default all that change the weight.",
+               "given", in_verify=True, metavar="INT", group="Method"),
         Option("scale", "number", 1.0, "Multiplies the result; sum and compose of a merge have none.", "given",
                in_verify=True, metavar="X", group="Method"),
         Option("setting", "settings", (), "What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune).", "given",
                in_verify=True, metavar="NAME=VALUE", group="Input"),
         Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True,
                metavar="FILE", group="Input"),
+        Option("tokenizer", "folder", None, "adapter, base or a folder: whose tokenizer and chat template to take; "
+               "by default the adapter's if the embeddings grew to its size, else the base's.", "given",
+               metavar="WHOSE"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
         Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True,
                metavar="SIZE", group="Computation"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Report(Shown):
         verified: What the proof found; None without a proof.
         version: Of lora-merge.
         saturated: Tensor → numbers that were cut (`on_overflow="saturate"`).
+        files: For each input folder its files: read, copied, or left out and why.
         notes: Remarks about the merge, such as a device that was not used; those about an adapter are in `coverage`.
         device_choice: Why `device="auto"` took the device.
         numbers: What the merge did to the weights, by component, block, adapter and tensor.
@@ -61,6 +62,7 @@ class Report(Shown):
     verified: Mapping[str, Any] | None = None
     version: str = ""
     saturated: Mapping[str, int] = field(default_factory=dict)
+    files: Sequence[Mapping[str, object]] = ()
     notes: tuple[Note, ...] = ()
     device_choice: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)

@@ -175,7 +175,8 @@ def strays(folder: Path) -> list[str]:
 
 
 def assert_rounded(got: Tensor, exact: Tensor) -> None:
-    """interface.md, accuracy: 16-bit outputs differ from the rounded fp64 value in 0.1 % at most, by one ulp at most."""
+    """interface.md, accuracy: 16-bit outputs differ from the rounded fp64 value in 0.1 % at most, by one ulp at most; a
+    number that is left of larger ones, which cancel, has the digits of these in fp32, on each processor other ones."""
     if not got.is_floating_point():
         assert torch.equal(got, exact)
     elif got.dtype.itemsize >= 4:
@@ -184,15 +185,16 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
         rounded = exact.float().to(got.dtype)
         differ = got != rounded
         assert differ.sum() <= max(1, got.numel() // 1000)
-        near = (got.double() - exact).abs() <= 1.01 * (rounded.double() - exact).abs() + ulp(rounded)
+        room = ulp(rounded) + 2**-22 * exact.abs().max()
+        near = (got.double() - exact).abs() <= 1.01 * (rounded.double() - exact).abs() + room
         assert bool(near.all())
 
 
 def ulp(t: Tensor) -> Tensor:
     """Distance to the next larger number of its dtype, per element."""
-    mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[t.dtype]
+    mantissa = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
     exponent = torch.floor(torch.log2(t.double().abs().clamp(min=1e-30)))
-    return torch.exp2(exponent.clamp(min=-24) - mantissa)
+    return torch.exp2(exponent.clamp(min=-24) - mantissa[t.dtype])
 
 
 def slowness() -> float:

@@ -29,7 +29,7 @@ OTHERS: dict[str, Any] = {
     "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "keep_precision": ["re:x"], "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
     "density": 0.5, "gamma": 0.25, "epsilon": 0.125, "t": 0.5, "elect": "count", "normalise": "weight", "agree": 1,
-    "scale": 2.0, "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
+    "scale": 2.0, "title": "Ink", "tokenizer": "adapter", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
 }  # fmt: skip
 """A value that is not the default, of every option."""
 

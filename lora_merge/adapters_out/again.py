@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..errors import FitError, UsageError, VerificationFailed
@@ -18,6 +19,7 @@ from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
 from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
+from ..proof.replay import refuse_stated
 from .average.task import MOVING, Averaging, make_average
 from .average.task import OWN as OF_AVERAGE
 from .conversion.formatted import run
@@ -65,11 +67,18 @@ does not decide where something is written or how much memory is used."""
 
 
 def task_of(
-    made: Path, output: str | Path, folders: Sequence[Path], *, links: Path | None = None, **options: Any
+    made: Path,
+    output: str | Path,
+    folders: Sequence[Path],
+    *,
+    links: Path | None = None,
+    full: bool = False,
+    **options: Any,
 ) -> Callable[[Progress], AdapterReport]:
     """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found.
 
-    `links`: a folder for links to inputs that have other names now, which the output tells.
+    `links`: a folder for links to inputs that have other names now, which the output tells. `full`: whether its proof
+    computes every layer again.
     """
     metadata = open_checkpoint(made).metadata
     told = parsed(metadata.get(KEY, "")) or {}
@@ -96,7 +105,7 @@ def task_of(
     if links is not None:
         paths = [_as_named(path, one.name, links) for path, one in zip(paths, inputs, strict=True)]
     found = task(paths, **options)
-    return partial(command.run, _titled(found, metadata.get(TITLE)))
+    return partial(command.run, _with(found, metadata.get(TITLE), full=full))
 
 
 def _as_named(path: Path, name: str, links: Path) -> Path:
@@ -111,10 +120,10 @@ def _as_named(path: Path, name: str, links: Path) -> Path:
     return link
 
 
-def _titled(task: Any, title: str | None) -> Any:
+def _with(task: Any, title: str | None, *, full: bool) -> Any:
     """Return a task whose output has the title of the file that is made again, and not one by its own name."""
     job = task if isinstance(task, AdapterJob) else task.job
-    job = replace(job, inputs=replace(job.inputs, title=title))
+    job = replace(job, inputs=replace(job.inputs, title=title), full=full)
     return job if isinstance(task, AdapterJob) else replace(task, job=job)
 
 
@@ -125,16 +134,23 @@ def replay(
     return task_of(made, output, folders, **options)(progress)
 
 
-def prove(made: Path, folders: Sequence[Path], progress: Progress = unwatched) -> dict[str, Any]:
-    """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ."""
+def prove(
+    made: Path, folders: Sequence[Path], progress: Progress = unwatched, *, full: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
+    """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ.
+
+    `full`: whether every layer is computed again in float64. `options`: none, as the recipe states all: UsageError.
+    """
+    refuse_stated(options)
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / made.name
-        report = replay(made, again, folders, progress=progress, verify=True, links=Path(folder))
+        report = replay(made, again, folders, progress=progress, verify=True, links=Path(folder), full=full)
         pairs = zip(_files(Path(report.output)), _files(made), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"output": str(made), "proven": True, "same_bytes": True, **(report.verified or {}),
+    return {"output": str(made), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
             "schema": "lora-merge/adapter-proof/1"}  # fmt: skip
 
 

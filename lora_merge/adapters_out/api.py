@@ -13,8 +13,7 @@ from ..keywords import AdapterOptions, AdapterReading, AverageOptions, ResizeOpt
 from ..methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
-from .extract.task import DEFAULT_RANK
-from .job import FACTORS, make_adapter_job
+from .job import FACTORS, OTHER_DEFAULTS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
 
@@ -99,7 +98,8 @@ def resize(
 @public
 def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str = "keep", base: str | Path | None = None,
-    rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
+    rank: str | int | None = None,
+    conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
     alpha: str | float = "keep", progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
@@ -143,7 +143,8 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
 @public
 def extract(  # noqa: PLR0913  # each is an option of the command
-    base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
+    base: str | Path, tuned: str | Path, output: str | Path | None = None, *,
+    rank: str | int = OTHER_DEFAULTS["extract"]["rank"],
     conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
     others: str = "diff", factor: int = -1,

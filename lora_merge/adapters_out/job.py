@@ -55,6 +55,8 @@ class AdapterJob:
     """The dialect in which the result is written; "keep": that of the first adapter."""
     options: tuple[tuple[str, Any], ...] = ()
     """The command's own options as given, for the recipe."""
+    full: bool = False
+    """Whether the proof computes every layer again, and not a sample where there are many."""
 
     @property
     def output(self) -> Path:
@@ -83,6 +85,9 @@ OWN: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 """Option of these commands → default."""
 
+OTHER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {"resize": {"alpha": "keep"}, "extract": {"rank": 32}}
+"""Command → its defaults that differ from these."""
+
 
 def make_adapter_job(
     command: str, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
@@ -95,7 +100,8 @@ def make_adapter_job(
     given |= {name: parts(given[name], f"--{name}") for name in CHOICE[:2] if name in given}
     if "compute_dtype" in given:
         given["compute_dtype"] = _computed(given["compute_dtype"])
-    own = {**OWN, "alpha": "keep" if command == "resize" else "rank", **given}
+    others = OTHER_DEFAULTS.get(command, {})
+    own = {**OWN, **others, **given}
     method = SAME_COMBINATION.get(own["method"], own["method"])
     if method not in COMBINATIONS:
         raise UsageError(
@@ -131,7 +137,7 @@ def make_adapter_job(
     ):
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full")  # fmt: skip
-    recorded = tuple(sorted((name, value) for name, value in given.items() if value != OWN[name]))
+    recorded = tuple(sorted((name, value) for name, value in given.items() if name in others or value != OWN[name]))
     found = None if base is None else input_path(base)
     return AdapterJob(
         command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isnan, nan, sqrt
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,8 +38,10 @@ from .joining.targets import Target
 from .side_by_side import PerThread, side_by_side
 from .sources import Sources
 
+T = TypeVar("T")
+
 BUDGET: Final = 2**25
-"""Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
+"""Numbers of ΔW that are formed for a proof that is not full."""
 
 BLOCK: Final = 2**18
 """Numbers of ΔW that are formed at once: they stay in the caches."""
@@ -101,7 +103,7 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
     modules = {(m.name, m.parameter): m for m in group(made).modules}
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
     squares_of, size_of, bound = partial(_squares, job), _nbytes, job.inputs.max_memory // 2
-    found, chosen = {}, _chosen(sources, claims.layers)
+    found, chosen = {}, _chosen(sources, claims.layers, full=job.full)
     if job.method not in ADDING:
         squares_of = partial(_squares_of_method, Combining(METHODS[job.method], job.numbers, sources.adapters))
         size_of = _nbytes_of_method
@@ -139,14 +141,17 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
 REDO: Final = "run it again; if it fails again, report it with the two inputs"
 
 
-def _chosen(sources: Sources, told: Mapping[str, Any]) -> list[tuple[Target, Target]]:
-    """Return layers with the weights that they are of, evenly over the file, of all of them together at most BUDGET
-    numbers, but one at least."""
+def evenly(layers: Sequence[T], numbers: int, budget: int, *, full: bool) -> Sequence[T]:
+    """Return layers that have `numbers` numbers in all: every one with `full`, else as many of them, evenly over the
+    file, as have at most `budget` together, but one at least."""
+    return layers if full else layers[:: max(1, -(-numbers // budget))]
+
+
+def _chosen(sources: Sources, told: Mapping[str, Any], *, full: bool) -> Sequence[tuple[Target, Target]]:
+    """Return layers with the weights that they are of."""
     written = [(whole, part) for whole in sources.targets for part in whole.stored
                if part.label in told and not whole.values]  # fmt: skip
-    numbers = sum(_count(part) for _, part in written)
-    step = max(1, -(-numbers // BUDGET))
-    return written[::step]
+    return evenly(written, sum(_count(part) for _, part in written), BUDGET, full=full)
 
 
 def _nbytes(layer: tuple[Target, Target]) -> int:

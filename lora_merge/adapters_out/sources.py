@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
@@ -14,7 +15,8 @@ from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
-from ..files.checkpoint import Index
+from ..files.checkpoint import TRAINED, Index
+from ..files.file_uses import UNPLACED, adapter_folder
 from ..job import Adapter
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
@@ -73,6 +75,7 @@ def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sour
 def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     """Return the sources with the weights that `--include` and `--exclude` choose, and a note of how many they leave;
     without a base, names and networks are those of the modules."""
+    sources = replace(sources, notes=(*sources.notes, *_other_files(job, sources)))
     if not job.include and not job.exclude:
         return sources
     names, named = _named(job, sources)
@@ -104,6 +107,21 @@ def _named(job: AdapterJob, sources: Sources) -> tuple[Names | None, list[tuple[
         (network_of(target.name), (target.name, *(use.patch.module.name for use in target.uses)))
         for target in sources.targets
     ]
+
+
+def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
+    """Yield the notes on files with weights in the adapters' folders that are left out.
+
+    UsageError without a base for weights that were trained besides an adapter: only a base has their place.
+    """
+    tables = sources.inputs.folders if sources.inputs is not None else ()
+    folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]
+    for folder in (one for one in folders if one is not None):
+        unplaced = (file.name for file in folder.files if file.why == UNPLACED)
+        trained = [name for name in unplaced if TRAINED.fullmatch(Path(name).name)]
+        if trained and job.base is None:
+            raise UsageError("an adapter replaces whole tensors of the base", f"{folder.path}: {trained[0]}", GIVE_BASE)
+        yield from folder.warning()
 
 
 def reshaped(key: str) -> FitError:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ..adapter_options import TAKES
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
-from ..job import Adapter, Job, make_job, validated
+from ..job import TOKENIZERS, Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, number, shown
@@ -276,17 +276,21 @@ class _Loader:
         self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
     ) -> Job | Request | None:
         """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
-        base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
+        base = entry.base or defaults.base
+        adapters = (defaults.adapters if entry.adapters is None else entry.adapters) or []
         command = entry.command or defaults.command or MERGE
-        if (base is None and command in (MERGE, UNMERGE)) or adapters is None:
-            missing = "adapters" if adapters is None else "base"
+        if (base is None and command in (MERGE, UNMERGE)) or not (adapters or command == MERGE):
+            missing = "adapters" if not adapters and command != MERGE else "base"
             self._note((*place, missing), f"this field is required; {REQUIRED[missing]}")
             return None
         options = self._options(place, command, entry, defaults, values)
         parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
-        table = options.pop("map", None)
+        table, whose = options.pop("map", None), options.pop("tokenizer", None)
         with self._noting((*place, "map")):
             options["map"] = None if table is None else self._path(table)
+        if whose is not None:
+            with self._noting((*place, "tokenizer")):
+                options["tokenizer"] = whose if whose in TOKENIZERS else self._path(whose)
         options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
         if command in (MERGE, UNMERGE) and self.asked.card is not None:
             options.setdefault("card", self.asked.card)

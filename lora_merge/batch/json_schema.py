@@ -5,6 +5,7 @@ pydantic tells the fields; which fields a job needs, and which options its comma
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
@@ -18,15 +19,17 @@ Rule: TypeAlias = dict[str, Any]
 WITH_BASE: Final = frozenset({MERGE, UNMERGE, "extract"})
 """Commands that cannot do without a base."""
 
+WITH_ADAPTERS: Final = frozenset({*TAKES} - {MERGE})
+"""Commands that cannot do without adapters; a merge may take the one that is attached inside its base."""
+
 
 def jobs_schema() -> Rule:
     """Return the schema. What the values tell, such as which names a template has, is left to the program."""
     full = JobsFile.model_json_schema()
     fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
     commands = {name: _command(name) for name in TAKES}
-    one = {
-        "allOf": [_ref("JobEntry"), _ref("Own"), _given("adapters"), _otherwise("command", _ref(MERGE)), _based(MERGE)]
-    }
+    needs = (_needs("base", WITH_BASE, MERGE), _needs("adapters", WITH_ADAPTERS, MERGE))
+    one = {"allOf": [_ref("JobEntry"), _ref("Own"), _otherwise("command", _ref(MERGE)), *needs]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:lora-merge:jobs:1",
         "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
@@ -68,10 +71,11 @@ def _command(name: str) -> Rule:
     return {"properties": {option: {"type": "null"} for option in sorted(others)} | one}
 
 
-def _based(unnamed: str) -> Rule:
-    """Return that a job has a base where its command needs one. `unnamed`: the command of jobs that name none."""
-    needs = [_is(*sorted(WITH_BASE)), *([{"not": _given("command")}] if unnamed in WITH_BASE else [])]
-    return {"if": {"anyOf": needs}, "then": _given("base")}
+def _needs(field: str, commands: Collection[str], unnamed: str) -> Rule:
+    """Return that a job has a field if its command is one of those that need it. `unnamed`: the command of jobs that
+    name none."""
+    needs = [_is(*sorted(commands)), *([{"not": _given("command")}] if unnamed in commands else [])]
+    return {"if": {"anyOf": needs}, "then": _given(field)}
 
 
 def _with_defaults() -> list[Rule]:
@@ -83,9 +87,10 @@ def _with_defaults() -> list[Rule]:
     def jobs(*rules: Rule) -> Rule:
         return {"properties": {"jobs": {"items": {"allOf": [*rules]}}}}
 
-    made = [jobs(_ref("Own")), {"if": defaults(_given("adapters")), "else": jobs(_given("adapters"))}]
+    made = [jobs(_ref("Own"))]
     for name in TAKES:
         unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*TAKES} - {MERGE})))}
-        based = {"if": defaults(_given("base")), "else": jobs(_based(name))}
-        made.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), based]}})
+        fields = {"base": WITH_BASE, "adapters": WITH_ADAPTERS}
+        needs = [{"if": defaults(_given(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()]
+        made.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), *needs]}})
     return made

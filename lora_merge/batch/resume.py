@@ -24,6 +24,7 @@ from ..job import Job
 from ..limits import from_json
 from ..models.strengths import on_base
 from ..planning.cache import CheckpointCache
+from ..planning.make_plan import open_inputs
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
 from ..proof.header_changes import changed_files
@@ -111,7 +112,7 @@ def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     for file, header in there.headers.items():
         if header.metadata.get(DATA_HASH) not in (None, sha256(file, header.data_offset)):
             return "is damaged: its bytes have another SHA-256 than its header says"
-    inputs = [open_checkpoint(a.path) for a in job.adapters]
+    inputs = [open_checkpoint(a.path, adapter=True) for a in job.adapters]
     for dropped, digest in ((OF_RUN | {"sha256"}, lambda _: ""), (OF_RUN, hashes.of)):
         wanted = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
         if _essence(wanted, dropped) != _essence(stored, dropped):
@@ -142,9 +143,10 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
 
 def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: Hashes) -> bool:
     """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
-    base, names_of_base = opened.base(job.base, job.map)
-    job = replace(job, adapters=tuple(on_base(ref, names_of_base) for ref in job.adapters))
-    adapters = [opened.adapter(ref.path).index for ref in job.adapters]
+    inputs = open_inputs(job, opened)
+    base = inputs.base
+    job = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
+    adapters = [file.index for file in inputs.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
 
     def same(digests: Sequence[str], dropped: frozenset[str]) -> bool:

@@ -178,7 +178,7 @@ AdapterField: TypeAlias = Annotated[
 _TYPES: Final[Mapping[Kind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
     "text": str, "whole": int, "number": Number, "entries": dict[str, str],
-    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float], "name": str,
+    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float], "name": str, "folder": str,
 }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ class Defaults(CommandOptions):
 
     command: Literal[tuple(TAKES)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
     base: str | None = Field(default=None, max_length=LONGEST_PATH)
-    adapters: list[AdapterField] | None = Field(default=None, min_length=1, max_length=MOST_ADAPTERS)
+    adapters: list[AdapterField] | None = Field(default=None, max_length=MOST_ADAPTERS)
 
 
 class Glob(_Strict):

@@ -45,7 +45,7 @@ def main() -> None:
 
 def _work() -> None:
     """Make groups until stdin ends. What anything prints goes to stderr: stdout carries reports alone."""
-    from ..engine.torch_preload import preload
+    from ..engine.torch_preload import keep_freed_memory, preload
     from ..errors import DeviceFailed
     from ..planning.cache import CheckpointCache
     from .groups import carry_out
@@ -61,6 +61,7 @@ def _work() -> None:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
+        keep_freed_memory(min(e.job.max_memory for e in task.group.entries) // task.group.workers)
         failed = False
         with observed(partial(_send, reports)) as observer:
             steps = Gathered(observer)

@@ -121,13 +121,14 @@ def _write_first(name: str) -> None:
 def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool, here: bool) -> list[JobReport]:
     """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
     ended: list[JobReport] = []
-    from ..engine.torch_preload import preload
+    from ..engine.torch_preload import keep_freed_memory, preload
 
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in made.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(made.planned), runs)))
         if runs and here:
             preload(wait=True)
+            keep_freed_memory(min(s.entry.job.max_memory for s in made.planned))
         if told is not None:
             stack.callback(told.close)
         telling = Telling(len(made.planned), quiet)

@@ -139,8 +139,12 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
     adapters: Annotated[
-        list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="ADAPTER[:STRENGTH]...",
+            help="Adapter files or PEFT folders; none: the adapter that is attached inside BASE.",
+        ),
+    ] = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
     ] = None,
@@ -163,7 +167,7 @@ def merge(
 
     pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    given = named_adapters(adapters, options.get("strength"))
+    given = named_adapters(adapters or [], options.get("strength")) or [base]
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
     named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:

@@ -102,6 +102,9 @@ def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False)
 
 
 def _notes(plan: Plan, *, verbose: bool) -> Iterator[Any]:
+    for folder in plan.folders if verbose else ():
+        yield text(f"{folder.role} {folder.path}", "dim")
+        yield from (text(f"  {line}", "dim") for line in folder.lines())
     for note in plan.base.notes:
         yield text(f"{mark('note')} {note}", "yellow")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):

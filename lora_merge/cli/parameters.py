@@ -73,6 +73,9 @@ def with_options(*rows: Option, before: str = "", stated: bool = False) -> Calla
     return decorate
 
 
+OF_VERIFY: Final = {"compute_dtype": "Whose rounding is allowed, whatever the recipe says. Default: fp32."}
+"""Option → its help where it is no statement on how an output was made."""
+
 KINDS: Final = {"switch": bool, "whole": int, "number": float}
 """Kind of an option → type of its value on the command line, where it is not text."""
 
@@ -83,7 +86,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
     kind: Any = list[str] if many else KINDS.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
-    text = "As for merge, where there is no recipe." if stated else option.help
+    text = OF_VERIFY.get(option.name, "As for merge, where there is no recipe.") if stated else option.help
     made = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
         autocompletion=OFFERED.get(option.name),

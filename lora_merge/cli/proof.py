@@ -74,7 +74,7 @@ def verify(
         from ..viewing.words.merges import proof_of_adapter
 
         with watching(quiet=as_json or quiet) as display:
-            proof = prove_adapter(expand(output), folders, display or unwatched)
+            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=given)
         if as_json:
             put(json_text(proof))
         for row in () if as_json or quiet else proof_of_adapter(proof):

@@ -63,13 +63,18 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
     say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {change}")
     if codes := plan.codes:
         say(f"codes    {codes_line(codes)}")
-    if verbose:
-        for file in plan.files:
-            for t in file.targets:
-                say(
-                    f"  {t.name} {spoken(t.dtype)} {list(t.shape)}"
-                    + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
-                )
+    for line in _details(plan) if verbose else ():
+        say(line)
+
+
+def _details(plan: Plan) -> Iterator[str]:
+    """Yield a line for every file of the input folders, and one for every tensor of the output."""
+    for folder in plan.folders:
+        yield f"files    {folder.role} {folder.path}"
+        yield from (f"  {line}" for line in folder.lines())
+    for t in (t for file in plan.files for t in file.targets):
+        changed = " <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else ""
+        yield f"  {t.name} {spoken(t.dtype)} {list(t.shape)}{changed}"
 
 
 def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
@@ -90,8 +95,10 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     """Run a plan; `progress` is called with each of its steps."""
     with kept_objects():
         from ..engine.merge import run
+    from ..engine.torch_preload import keep_freed_memory
     from ..progress import unwatched
 
+    keep_freed_memory(plan.job.max_memory)
     return run(plan, progress or unwatched)
 
 
@@ -138,14 +145,14 @@ def needs(plan: Plan) -> str:
 def dry(plan: Plan) -> dict[str, Any]:
     """Return what --dry-run --json prints."""
     from ..engine.windows import buffer_bytes
-    from ..planning.plan import coverage
+    from ..planning.plan import coverage, files
     from ..version import __version__
 
     return {
         "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
         "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
-        "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
+        "coverage": coverage(plan), "files": files(plan), "notes": list(plan.base.notes), "version": __version__,
         "schema": "lora-merge/plan/1",
     }  # fmt: skip
 

@@ -66,7 +66,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
 
 def check_last(words: Sequence[str]) -> None:
     """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
-    last = words[-1]
+    last = words[-1] if words else ""
     if len(words) < 2 or is_address(last) or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
     from ..files.lookalikes import missing

@@ -1,8 +1,9 @@
 """Cuts changed tensors into blocks: ranges of rows that are folded at once.
 
 Blocks depend only on shapes, never on the memory limit or the number of threads, so that on CPUs of one kind the same
-merge gives the same bytes. Other devices may round the products of several blocks in one call differently from those of
-one block, and the number of blocks in a call depends on the window, the limits and the free memory.
+merge gives the same bytes: there each call computes one block. Other devices may round the products of several blocks
+in one call differently from those of one block, and the number of blocks in a call depends on the window, the limits
+and the free memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..algorithms import ALGORITHMS
@@ -30,6 +32,12 @@ it; and for all together counts, places, some rows."""
 
 BY_ROWS: Final = 2**21
 """Numbers of a block up to which its changes are computed as a whole, where they become one change."""
+
+LARGE: Final = 2**19
+"""Numbers of an adapter's tensor from which on it is widened again for every block that reads it, not kept."""
+
+WIDENED: Final = 8
+"""Bytes of a number of such a tensor while a block is folded: as it is stored, and in fp32."""
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
@@ -63,6 +71,13 @@ class BlockPart:
         computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuilds or patch.beside
         return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
 
+    @property
+    def whole(self) -> Iterator[int]:
+        """The numbers of each of the patch's tensors of which more than the block's rows are read."""
+        patch = self.use.patch
+        by_rows = ALGORITHMS[patch.algorithm].row_axes or {} if patch.row_group < patch.view.matrix[0] else {}
+        return (prod(shape) for slot, shape in patch.shapes.items() if by_rows.get(slot) != 0)
+
     def entries(self, axis_length: int) -> tuple[int, int]:
         """Return (first, count) of the needed entries along an axis that `row_axes` names."""
         row_group = self.use.patch.view.matrix[0] // axis_length
@@ -87,6 +102,7 @@ class Block:
     cols: int
     slices: tuple[BlockPart, ...]
     run: Run  # of which it is one block
+    exact: bool = False  # whether it is computed in fp64, as its terms cancel
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -95,11 +111,11 @@ class Block:
             self.last - self.first, self.cols, self.target.packing.encoding,
             self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
             self.target.combining,
-            tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
+            self.by_rows, self.exact,
             tuple(
-                (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
+                (s.low, s.high, s.formed[1] - s.formed[0], s.taken, s.needs_view, s.use.patch.adapter,
                  s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())), s.use.patch.settings,
-                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape if s.taken is not None else None)
+                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape)
                 for s in self.slices
             ),
         )  # fmt: skip
@@ -130,10 +146,10 @@ class Block:
 
     @property
     def room(self) -> int:
-        """The bytes that the changes of this block take at once, with temporaries, where they become one change; 0 for
-        other blocks, which are small."""
+        """The bytes that the changes of this block take at once, with temporaries, where they become one change; for
+        other blocks, which are small, those of the large tensors that their formulas read whole."""
         if self.target.combining is None:
-            return 0
+            return WIDENED * sum(n for s in self.slices for n in s.whole if n > LARGE)
         if self.by_rows:
             plain = self.target.packed is None and self.target.weight.packed is None
             return (ROWS_BYTES if plain else 8 * FURTHER) * self.elements + ROWS_ROOM

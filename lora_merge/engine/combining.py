@@ -115,7 +115,7 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     slerp and karcher add, and which are one row for della.
     """
     row, shape = COMBINATIONS[method], changes[0].shape
-    if row.linear or method == "karcher" or (len(changes) == 1 and not row.keeps):
+    if row.linear or method == "karcher":
         own = SUM if vector and method in UNDIRECTED else method
         weights = coefficients(own, gram(changes) if own in PRODUCTS else (), strengths, n)
         return Rows(shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)]))
@@ -217,8 +217,9 @@ def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
 
 
 def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
-    """Return the sum where at least `agree` changes (default: all) have one sign, else 0."""
-    wanted = min(len(scaled) if agree is None else agree, len(scaled))
+    """Return the sum where at least `agree` changes (default: all of the weight's) have one sign, else 0; of a weight
+    that fewer adapters change nothing is left."""
+    wanted = len(scaled) if agree is None else agree
     most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))
     return torch.where(most >= wanted, scaled.sum(0), torch.zeros_like(scaled[0]))
 

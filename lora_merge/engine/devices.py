@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
@@ -26,9 +27,7 @@ from .placement import TORCH_DTYPES, WHOLE, Placement
 KINDS: Final = ("cpu", "cuda", "mps", "xpu")
 FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
-CPU_STACK: Final = 2**20
 DEVICE_BYTES: Final = 5 * 2**30
-NARROW: Final = 16  # rows or columns
 
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
@@ -181,10 +180,12 @@ def _precise(at: Placement) -> Placement:
 
 
 def precise_at(at: Placement, block: Block) -> Placement:
-    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
-    chooses entries by their size: in fp32 the choice would depend on rounding. The device is not touched."""
+    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, if its terms
+    cancel, or if its method chooses entries by their size: in fp32 the choice would depend on rounding. The device is
+    not touched."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    return _precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
+    exact = block.exact or block.target.combining is not None
+    return _precise(at) if exact or any(r.decomposes for r in rows) else at
 
 
 def load_decompositions(device: torch.device) -> None:
@@ -242,7 +243,7 @@ def threads(at: Sequence[Placement], max_vram: int | None = None) -> int:
     elsewhere one for each lane."""
     if at[0].device.type != "cpu":
         return len(at) * lanes(at[0], device_bytes(max_vram))
-    return max(1, process.cores() // (1 if _omp_set_num_threads() else torch.get_num_threads()))
+    return max(1, process.cores() // (1 if _thread_limits() else torch.get_num_threads()))
 
 
 def one_core() -> None:
@@ -252,26 +253,24 @@ def one_core() -> None:
     then add in another order: 2 threads instead of 1 change 6 of 15 million numbers in fp16.
     """
     torch.get_num_threads()  # the first call in a thread applies the program's own setting, which is replaced below
-    limit = _omp_set_num_threads()
-    if limit is not None:
+    for limit in _thread_limits():
         limit(1)
 
 
-def _omp_set_num_threads() -> Any:
-    """Return OpenMP's function of that name, which affects the calling thread alone; None if it is not found."""
-    return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+@cache
+def _thread_limits() -> tuple[Any, ...]:
+    """Return the functions that set the number of threads for what the calling thread starts: OpenMP's, and MKL's,
+    which has a number apart once a program has called `torch.set_num_threads`. None on Windows.
 
-
-def stack_size(rows: int, cols: int) -> int:
-    """Return how many blocks may go into one batched call on a CPU: as many as fit its caches."""
-    return max(1, CPU_STACK // max(rows * cols, 1))
-
-
-def narrow(rows: int, cols: int) -> bool:
-    """Return whether a CPU may round batched products of such matrices otherwise than single ones, or otherwise where
-    they do not begin with a cache line. The number of blocks in a window depends on the memory limit, so that their
-    formulas are computed one by one."""
-    return min(rows, cols) < NARROW
+    They are those of torch's library and of what it was linked with: a process may have loaded another OpenMP.
+    """
+    if sys.platform == "win32":
+        return ()
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+    library = Path(torch.__file__).parent / "lib" / name
+    linked = ctypes.CDLL(str(library) if library.exists() else None)
+    limits = (getattr(linked, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"))
+    return tuple(limit for limit in limits if limit is not None)
 
 
 def device_bytes(max_vram: int | None) -> int:

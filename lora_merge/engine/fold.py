@@ -6,7 +6,7 @@ The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import torch
 
-from ..algorithms import ALGORITHMS, Algorithm, dora
+from ..algorithms import Algorithm, dora
 from .by_rows.rows import Rows
 from .combining import combined, combined_rows
-from .devices import narrow
 from .measuring.placement import strided
 
 if TYPE_CHECKING:
@@ -47,14 +46,6 @@ class StackedPatch:
         """Whether ΔW depends on W."""
         return self.algorithm.reads_base or self.magnitude is not None
 
-    def single(self, number: int) -> StackedPatch:
-        """Return the formula for one of the n weights, in memory of its own: a CPU rounds by where tensors begin."""
-        view = None if self.view is None else _single(self.view, number)
-        magnitude = self.magnitude and (self.magnitude[0], _single(self.magnitude[1], number))
-        tensors = {f.name: _single(getattr(self.tensors, f.name), number) for f in fields(self.tensors)}
-        return replace(self, tensors=replace(self.tensors, **tensors), strength=_single(self.strength, number),
-                       view=view, magnitude=magnitude)  # fmt: skip
-
     def in_units(self, units: Tensor) -> StackedPatch:
         """Return the formula, which does not read the base, for weights in units [n, 1, 1]."""
         return replace(self, strength=self.strength / units)
@@ -81,21 +72,8 @@ class StackedPatch:
         return part.transpose(1, 2) if self.transposed else part
 
 
-def _single(value: Any, number: int) -> Any:
-    return value[number : number + 1].clone() if isinstance(value, torch.Tensor) else value
-
-
 def _cut(tensor: Tensor, axis: int, first: int, count: int) -> Tensor:
     return tensor.narrow(axis, first, count).contiguous()
-
-
-def separable(block: Block) -> bool:
-    """Return whether blocks like this one can be stacked on a CPU: their formulas can be computed one by one where that
-    is needed, and some rows at a time where they are large."""
-    target, rows = block.target, [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    several = target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
-    thin = narrow(block.last - block.first, block.cols)
-    return not (block.by_rows or (thin and (several or any(row.prepare for row in rows))))
 
 
 SampleOf: TypeAlias = Callable[[range], "Tensor"]
@@ -148,13 +126,14 @@ def new_weights(
     `fold`. `observer` records the change of each adapter."""
     combining = blocks[0].target.combining
     if combining is None:
-        return _by_rule(RULES[blocks[0].target.method.name], base, stacks, observer)
+        rule = RULES[blocks[0].target.method.name]
+        return rule(base, stacks) if observer is None else rule(base, stacks, observer)
     parts: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
         parts.setdefault(s.adapter, []).append(k)
     own = [[stacks[k] for k in some] for some in parts.values()]
     if blocks[0].by_rows and base.device.type == "cpu":
-        (block,) = blocks  # as it is not `separable`
+        (block,) = blocks
         by_rows = [_rows_of_adapter(base, some) for some in own]
         _note_changes(observer, blocks, parts, [partial(_sampled, c) for c in by_rows])
         for rows, part in combined_rows(combining.method.name, by_rows, *_given(block, parts)).blocks():
@@ -188,16 +167,6 @@ def _note_changes(
     if observer is not None:
         for (number, own), sample in zip(parts.items(), samples, strict=True):
             observer.note_change(number, sample, [b.slices[own[0]].use.strength for b in blocks])
-
-
-def _by_rule(rule: Rule, base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None) -> Tensor:
-    observers = () if observer is None else (observer,)
-    if base.device.type != "cpu" or not narrow(*base.shape[1:]):
-        return rule(base, stacks, *observers)
-    for n in range(len(base)):
-        own = stacks if len(base) == 1 else [s.single(n) for s in stacks]
-        base[n] = rule(base[n : n + 1].clone(), own, *observers)[0]
-    return base
 
 
 def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch], strength: Tensor) -> Tensor:

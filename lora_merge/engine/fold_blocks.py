@@ -1,4 +1,4 @@
-"""Folds the changed blocks of one window: blocks of equal kind are stacked into one batched call."""
+"""Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..planning.plan import OutputTensor
 from ..text import Note
 from .blocks import Block, groups, portions
 from .buffers import MemoryBudget, Outcome, settled
+from .cancelling import Cancelled, stop_where
 from .device.memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
-from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release, stack_size
-from .fold import separable
+from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release
 from .measuring.codes import measure_codes, sample_width
 from .measuring.factors import factor_norms
 from .measuring.row_sample import Read, RowSample, SharedSums, bring_sums, fold_and_sample
@@ -118,11 +118,12 @@ class BlockMerger:
         return _measured(sum(map(self._fold, some), Outcome()), shared)
 
     def _most(self, block: Block) -> int:
-        """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
-        share of a device's memory and its pinned memory."""
+        """Return how many blocks like this one may go into one call: on a device as many as fit a lane's share of its
+        memory and its pinned memory. On a CPU one, as the libraries round batched products otherwise than single ones,
+        and how many blocks a window has depends on the memory limit."""
         size = self.size(block)
         if not size:
-            return 1 if not separable(block) else stack_size(block.last - block.first, block.cols)
+            return 1
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
         return max(1, min(self.share // size, self.staged // moved))
 
@@ -133,6 +134,16 @@ class BlockMerger:
         return lane_share(self.at[0], device_bytes(self.max_vram), held)
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
+        """Fold blocks of one kind in one call, or in as many as are needed; those whose terms cancel in fp64."""
+        try:
+            return self._fold_in_memory(group)
+        except Cancelled as e:
+            again = [self.tensors.untouched(group[n]) for n in sorted(e.numbers)]
+            exact = [replace(item, block=replace(item.block, exact=True)) for item in again]
+            rest = [item for n, item in enumerate(group) if n not in e.numbers]
+            return sum((self._fold(some) for some in (exact, rest) if some), Outcome())
+
+    def _fold_in_memory(self, group: Sequence[Item]) -> Outcome:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, _numbers(group)
         if len(group) == 1 or numbers <= self.room.most:
@@ -184,6 +195,9 @@ class BlockMerger:
         try:
             merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
         except DoesNotFit as e:
+            if len(group) > 1:  # one by one, the error has the right name
+                for item in group:
+                    self._attempt([item], lane)
             raise misfit(group[0].block.target.name, e) from e
         if isinstance(merged, str):
             return merged
@@ -227,7 +241,8 @@ class BlockMerger:
         if units := [i.unit for i in group if not i.block.target.packing.scaled]:
             stacks = [s.in_units(numbers(units, at)) for s in stacks]
         sampling = None if one.measured and not one.keep else self.sampling
-        merged, sample = fold_and_sample(blocks, base, stacks, sampling)
+        merged, sample, cancelled = fold_and_sample(blocks, base, stacks, sampling)
+        stop_where(cancelled)
         if blocks[0].target.packed is not None:
             return Folded(merged, replace(sample, units=units) if isinstance(sample, RowSample) else None)
         if self.draw is not None and one.into.dtype.itemsize < 4:

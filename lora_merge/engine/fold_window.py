@@ -27,7 +27,7 @@ from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .storing.new_codes import NewCodes, made_again
 from .storing.recoding import new_parts, refitted
-from .tensors import Item, TensorCache, base_view, decoded, packed, raw
+from .tensors import KEPT, SHARE, DeviceCache, Item, TensorCache, base_view, decoded, packed, raw
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -43,13 +43,16 @@ class WindowMerger:
         job = replace(plans[0].job, device=self.choice.device)
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
-        self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
+        room = min(p.job.max_memory for p in plans) // SHARE
+        own = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        self.cache = TensorCache(reader, own, room)
         self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
         unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
         held = None
         if at[0].device.type != "cpu":
             held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        tensors = PatchTensors(self.cache.fetch, plans[0].weights, held=held)
+        kept = DeviceCache(min(KEPT, room // (4 * SHARE)))
+        tensors = PatchTensors(self.cache.fetch, plans[0].weights, kept, held=held)
         merger = BlockMerger.of(job, at, tensors, self.pool)
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
         self.blocks = replace(merger, staged=2 * unit, sampling=replace(merger.sampling, checked=changed))

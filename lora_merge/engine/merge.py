@@ -21,7 +21,7 @@ from ..models.names import names
 from ..planning.card import card, card_path
 from ..planning.metadata import final_headers
 from ..planning.outputs import Card, contents
-from ..planning.plan import Plan, coverage
+from ..planning.plan import Plan, coverage, files
 from ..planning.recipe import sha256
 from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
@@ -201,8 +201,8 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
         seconds=seconds, device=written.device, device_choice=written.choice,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
-        codes=plan.codes, saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes, *lost),
-        numbers=numbers,
+        codes=plan.codes, files=files(plan), saturated=written.saturated, numbers=numbers,
+        notes=(*plan.base.notes, *written.notes, *notes, *lost),
     )  # fmt: skip
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
-from ..disk.files import StoredTensor
+from ..disk.files import Memory, StoredTensor
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
-from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
+from ..shapes import Shape
+from .blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
 from .device.adapters import AdaptersOnDevice
 from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
@@ -24,7 +25,7 @@ from .placement import HOST, DeviceStream, Placement, finite, move, numbers, one
 from .rebuilding import Kin, from_base
 from .tensors import DeviceCache, Fetch, Item, base_values, gathered, stored_numbers, weight_values
 
-KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
+KEPT_WHOLE: Final = LARGE
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
@@ -47,6 +48,14 @@ class PatchTensors:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
+    def untouched(self, item: Item) -> Item:
+        """Return a block with base values of its own, read again where the result may have overwritten them."""
+        target = item.block.target
+        if item.base is not item.into or target.packed is not None:
+            return item
+        base = stored_numbers(target.weight, *item.block.stored, self.fetch).view(item.into.shape)
+        return replace(item, base=base)
+
     def overflown(self, item: Item, values: Tensor) -> bool:
         """Return whether a sum of a merged block is NaN or infinite where the base is finite.
 
@@ -56,10 +65,7 @@ class PatchTensors:
         finite_sums = finite(values)
         if finite_sums.all() or not all(finite(self.whole(key)).all() for key in item.block.reads):
             return False
-        block, base = item.block, item.base
-        if base is item.into and block.target.packed is None:  # overwritten
-            base = stored_numbers(block.target.weight, *block.stored, self.fetch).view(item.into.shape)
-        finite_base = finite(base_values([replace(item, base=base)], HOST, DeviceStream(HOST), self.fetch)[0])
+        finite_base = finite(base_values([self.untouched(item)], HOST, DeviceStream(HOST), self.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
 
     def stacks(
@@ -129,8 +135,8 @@ class PatchTensors:
         put = stage_indices if slot in row.integer_slots else stage
 
         def staged(cut: tuple[int, int, int] | None) -> Tensor:
-            tensor = self.fetch(info).reshape(shape)
-            return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
+            tensor = self._rows(info, shape, cut) if cut is not None else self.fetch(info).reshape(shape)
+            return put([tensor], at).squeeze(0)
 
         held = self._held(info, at, lane)
         if held is not None:
@@ -142,6 +148,15 @@ class PatchTensors:
             return whole if cut is None else whole.narrow(*cut).contiguous()
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
         return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
+
+    def _rows(self, info: StoredTensor, shape: Shape, cut: tuple[int, int, int]) -> Tensor:
+        """Return entries of a large tensor along one axis, `cut`; of the first one, no others are read from a file."""
+        axis, first, count = cut
+        if axis or count == shape[0] or isinstance(info.source, Memory):
+            return self.fetch(info).reshape(shape).narrow(axis, first, count)
+        row = info.nbytes // shape[0]
+        part = replace(info, shape=(count, *shape[1:]), offset=info.offset + first * row, nbytes=count * row)
+        return self.fetch(part)
 
     def _held(self, wanted: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
         """Return what is at the placement already, see `AdaptersOnDevice.get`."""
@@ -193,5 +208,6 @@ class PatchTensors:
         for block in blocks(target):
             if block.slices:
                 rows = found[block.first : block.last]
-                rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self.stacks([block], at, lane))[0])
+                own = rows.unsqueeze(0).clone()  # as where the block is merged
+                rows.copy_(RULES[target.method.name](own, self.stacks([block], at, lane))[0])
         return found.reshape(values.shape)

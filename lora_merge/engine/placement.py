@@ -47,6 +47,8 @@ WIDER: Final = ("bf16", "fp32")
 
 PIECE: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
 
+CACHE_LINE: Final = 64  # bytes
+
 WHOLE: Final = {"cpu", "cuda"}
 PLAIN: Final = {torch.float32, torch.float16, torch.bfloat16}
 """Kinds of devices that have all dtypes and operations, and the dtypes that all others have: Metal has no fp64, no fp8
@@ -162,6 +164,12 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = 
         own = tensor.to(out.device)
         slot.copy_(unpacked(own) if lane and lane.stream is None else own)
     return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins where torch's own memory does: at a cache line of a CPU, whose libraries may round
+    by where tensors begin. Other devices have memory of their own."""
+    return tensor.device.type != "cpu" or tensor.data_ptr() % CACHE_LINE == 0
 
 
 def move(tensors: Any, at: Placement) -> Any:

@@ -3,6 +3,7 @@ tensors that many blocks use."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .blocks import Block
 from .device.casts import rounds_to_eight_bits
-from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, host, odd, stage
+from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, stage
 from .windows import Fold
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
@@ -31,28 +32,50 @@ Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 KEPT: Final = 2**24
 """The most numbers that a `DeviceCache` keeps, of all tensors together."""
 
+SHARE: Final = 4
+"""A `TensorCache` keeps one part in so many of the memory limit, a `DeviceCache` a quarter of that in fp32."""
+
+RECENT: Final = 4
+"""The tensors used last that a `TensorCache` keeps whatever their size: the formulas under way need them anyway."""
+
 LEAST_UNIT: Final = 2.0**-30
 """The factor from which on, up to its inverse, changes of a weight in units of it stay in the range of fp32."""
 
 
 class TensorCache:
     """Reads tensors from files on demand and keeps those of the current window; several threads may share it. Two that
-    want the same tensor at once may both read it, which costs less than if all waited while one reads."""
+    want the same tensor at once may both read it, which costs less than if all waited while one reads.
 
-    def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
-        self._reader, self._adapters = reader, adapters
-        self._kept: dict[tuple[Source, int, int, str], Tensor] = {}
+    `room`: the bytes that are kept, of the tensors used last.
+    """
+
+    def __init__(self, reader: Reader, adapters: frozenset[Path], room: int = 2**62) -> None:
+        self._reader, self._adapters, self._room = reader, adapters, room
+        self._kept: OrderedDict[tuple[Source, int, int, str], Tensor] = OrderedDict()
+        self._bytes, self._lock = 0, Lock()
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.source, info.offset, info.nbytes, info.dtype)  # an empty tensor has the offset of the next one
-        tensor = self._kept.get(key)
+        with self._lock:
+            tensor = self._kept.get(key)
+            if tensor is not None:
+                self._kept.move_to_end(key)
         if tensor is None:
             tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
             if info.file in self._adapters:
                 check_finite(tensor, info)
-            self._kept[key] = tensor
+            self._keep(key, tensor)
         return tensor.view(info.shape)  # the same bytes may be asked for in another shape
+
+    def _keep(self, key: tuple[Source, int, int, str], tensor: Tensor) -> None:
+        """Keep a tensor, and drop those used longest ago where all take more than the room."""
+        with self._lock:
+            if key not in self._kept:
+                self._bytes += tensor.nbytes
+            self._kept[key] = tensor
+            while self._bytes > self._room and len(self._kept) > RECENT:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def read(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; it is not kept."""
@@ -64,15 +87,17 @@ class TensorCache:
 
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""
-        self._kept.clear()
+        with self._lock:
+            self._kept.clear()
+            self._bytes = 0
 
 
 class DeviceCache:
-    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `KEPT` numbers."""
+    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = KEPT) -> None:
         self._made: dict[Any, Tensor] = {}
-        self._numbers = 0
+        self._numbers, self._most = 0, most
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
@@ -80,7 +105,7 @@ class DeviceCache:
         found = self._made.get(key)
         if found is not None:
             return found
-        if self._numbers > KEPT:
+        if self._numbers > self._most:
             return make()
         with self._lock:
             if key not in self._made:
@@ -245,7 +270,8 @@ def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream | None,
     if not block.target.weight.padded:
         values = [_values(i, at, fetch) for i in group]
         own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
-        if own and (in_place(group, at) or (values[0] is not group[0].base and not _shares(values[0], group[0].base))):
+        made = values[0] is not group[0].base and not _shares(values[0], group[0].base)
+        if own and (in_place(group, at) or (made and aligned(values[0]))):
             return values[0].unsqueeze(0)
         return stage(values, at, lane)
     out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
@@ -273,9 +299,11 @@ def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
 
 
 def in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
+    """Return whether base values and result share memory in which formulas may compute, in the compute dtype: then
+    nothing is copied."""
     item = group[0]
-    return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
+    shared = len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
+    return shared and aligned(item.into)
 
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:

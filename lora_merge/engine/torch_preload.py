@@ -21,16 +21,24 @@ COMPILED: Final = ("hashlib", "mmap", "numpy", "queue", "random", "yaml")
 these would wait until torch's library is loaded."""
 
 
-KEPT: Final = {-1: 2**27, -3: 2**25}
-"""glibc's parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes."""
+TRIM_THRESHOLD: Final = -1
+MMAP_THRESHOLD: Final = -3
+"""glibc's parameters: free bytes from which on malloc gives memory back, and the size from which on a piece is given
+back alone."""
+
+LEAST_PIECE: Final = 2**23
+"""Bytes of the smallest such piece: twice those of a block in fp32, of which many are made one after another."""
 
 
-def keep_freed_memory() -> None:
-    """Let malloc keep what is freed, for a process that only merges. With glibc's defaults most tensors of a block are
-    new pages from the system, which zeroes them: a third of the time of merges into quantised weights."""
+def keep_freed_memory(max_memory: int = 2**30) -> None:
+    """Let malloc keep what is freed, for a process that only merges, but little of it under a low limit of memory.
+
+    With glibc's defaults most tensors of a block are new pages from the system, which zeroes them: a third of the time
+    of merges into quantised weights.
+    """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):  # glibc alone has it
-        for parameter, value in KEPT.items():
-            mallopt(parameter, value)
+        mallopt(TRIM_THRESHOLD, min(2**27, max(2 * LEAST_PIECE, max_memory // 8)))
+        mallopt(MMAP_THRESHOLD, min(2**25, max(LEAST_PIECE, max_memory // 16)))
 
 
 def preload(*, wait: bool = False) -> None:

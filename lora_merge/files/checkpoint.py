@@ -24,7 +24,7 @@ from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
 from .json_files import bad_index, read_index, read_json
-from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
+from .layouts import PEFT, STEMS, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
 from .lookalikes import missing
 from .safetensors import parse_file
 
@@ -33,8 +33,9 @@ PEFT_FILES: Final = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that exists is read
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
-TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
-"""Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
+TRAINED: Final = re.compile(r"(?:non_lora_\w+|trainable_params|new_embeddings)\.(?:bin|pt|pth|safetensors)")
+"""Files in which trainers store weights that they trained besides the adapter: LLaVA and its descendants, LongLoRA, and
+the rows of new tokens that vLLM reads (vllm/lora/models.py)."""
 
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of files of torch.save: a zip archive, or before torch 1.6 a bare pickle."""
@@ -108,23 +109,25 @@ class Index:
         return replace(self, tensors=tensors, packed=packed) if packed else self
 
 
-def open_checkpoint(path: Path) -> Index:
+def open_checkpoint(path: Path, *, adapter: bool = False) -> Index:
     """Return the checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
+
+    `adapter`: whether a folder that holds a model and an adapter is opened as the adapter.
 
     Raises InputError for files that are missing, damaged, malicious or unknown. Links are followed, since model caches
     consist of links. Text inside files (index entries, component names) is never used as a path.
     """
     try:
-        return _opened(path)
+        return _opened(path, adapter=adapter)
     except OSError as e:  # a name that is too long, a folder that may not be searched …
         raise unreadable(path, e) from e
 
 
-def _opened(path: Path) -> Index:
+def _opened(path: Path, *, adapter: bool) -> Index:
     if not path.exists():
         raise missing(path)
     if path.is_dir():
-        return _nonempty(_folder(path))
+        return _nonempty(_folder(path, adapter=adapter))
     if is_index(path):
         found = next((w for w in weights_in(path.parent) if w.index == path), None)
         if found is None:
@@ -138,7 +141,7 @@ def _opened(path: Path) -> Index:
     shard = shard_of(path)
     if shard and shard[1] > 1:
         notes = (Note(f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model"),)
-    if path.name in PEFT_FILES and (whole := _trained_whole(path.parent)):
+    if path.name in PEFT_FILES and (whole := [p for p in entries(path.parent) if TRAINED.fullmatch(p.name)]):
         raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
                          f"give the folder {path.parent}, which holds all of it")  # fmt: skip
     beside = configuration(path)
@@ -172,8 +175,18 @@ def _is_called_trained(path: Path) -> bool:
     return path.name in PEFT_FILES or path.name.endswith(MLX_FILE)
 
 
-def _trained_whole(folder: Path) -> list[Path]:
-    return [folder / name for name in TRAINED_WHOLE if (folder / name).exists()]
+def adapter_config(path: Path) -> dict[str, Any]:
+    """Return the adapter_config.json of a folder, or of the folder of a file; {} where there is none."""
+    file = (path if is_folder(path) else path.parent) / CONFIGS[0]
+    return read_json(file) if file.is_file() else {}
+
+
+def _model_config(folder: Path) -> Path | None:
+    """Return the configuration of the model in a folder, with its weights beside it; None where there is no model."""
+    found = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
+    if found is None or found.name == CONFIGS[1]:
+        return found
+    return found if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -190,8 +203,10 @@ def _nonempty(index: Index) -> Index:
     return index
 
 
-def _folder(path: Path) -> Index:
+def _folder(path: Path, *, adapter: bool = False) -> Index:
     file = configuration(path)
+    if file and file.name == CONFIGS[0] and not adapter:
+        file = _model_config(path) or file
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
@@ -232,7 +247,9 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
     """Return an adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
     for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
-            return _of_files(path, [path / name, *_trained_whole(path)], config=config)
+            both = Note(f"the folder also holds a model; the adapter is {name}")
+            notes = (both,) if _model_config(path) else ()
+            return _of_files(path, [path / name], config=config, notes=notes)
     found = weights_in(path)
     if shards := next((weights for weights in found if weights.stem == PEFT_STEM), None):
         return _peft_shards(path, config, _sharded(path, shards))
@@ -244,7 +261,7 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
 
 def _peft_shards(path: Path, config: Mapping[str, Any], shards: Index) -> Index:
     """Return an adapter in several files. transformers saves large ones so, with an index of the name of a model's."""
-    index = _of_files(path, [*shards.files, *_trained_whole(path)], config=config, notes=shards.notes)
+    index = _of_files(path, shards.files, config=config, notes=shards.notes)
     return replace(index, index_files=shards.index_files)
 
 

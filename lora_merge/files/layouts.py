@@ -72,6 +72,11 @@ def shard_of(path: Path) -> tuple[int, int] | None:
     return (int(found["part"]), int(found["parts"])) if found else None
 
 
+def is_usual_name(name: str) -> bool:
+    """Return whether a file has the usual name of a model's weights, in any variant, or of their index."""
+    return (match := _NAME.fullmatch(name)) is not None and match["stem"] != STEMS[-1]
+
+
 def weights_in(folder: Path) -> list[Weights]:
     """Return every set of weights of this folder, the preferred one first."""
     groups: dict[tuple[str, str, str, int], list[Path]] = {}

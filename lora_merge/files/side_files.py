@@ -15,22 +15,16 @@ from ..disk.files import StoredTensor, unreadable
 from ..dtypes import TABLE
 from ..errors import InputError
 from ..limits import from_json
-from ..paths import WEIGHTS
 from ..shapes import Shape
-from ..text import Note, listed
+from ..text import listed
 from .checkpoint import Index
 from .codecs.told import SECTIONS
+from .file_uses import NO_WEIGHTS, NOT_LISTED, FileUse, Folder, duplicate, folder_reason, is_weights, lists_only
 from .json_files import json_value, read_index
 from .layouts import entries
 
-NOT_COPIED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part(?:\.\w+)?|claim)")
-"""Names of files that belong to other programs or to a running merge; they are not copied."""
-
 MODULES: Final = "modules.json"
 """File in which sentence-transformers lists the parts of a model: its transformer, pooling, dense layers."""
-
-TOKENIZER: Final = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
-"""Files that a trainer puts beside an adapter; they differ from the base's if it added tokens or a chat template."""
 
 EMBEDDING: Final = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
@@ -57,55 +51,64 @@ CONFIG_DTYPES: Final = {name: TABLE[name].library for name in ("F32", "F16", "BF
 """Dtype → its name in a config.json of transformers."""
 
 
-def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the files of the base folder that are copied unchanged, and the sub-folders that are not copied.
+def base_folder(base: Index) -> Folder:
+    """Return every file of the base's folder and what becomes of it.
 
-    Sub-folders with weights are not copied: they are another model, an earlier output or a training checkpoint. Layers
-    that sentence-transformers puts behind the model are copied. All names are relative to the base folder, with forward
-    slashes. Raises InputError for pipes, devices, links that point nowhere, and links to folders that hold no weights
-    of the base, since such a link may lead anywhere.
+    A further file of weights is copied unless it is a second set of the base's. A sub-folder with weights is copied
+    whole or left out whole; layers that sentence-transformers puts behind the model are copied. Raises InputError for
+    pipes, devices, links that point nowhere, and links to folders that hold no weights of the base, since such a link
+    may lead anywhere.
     """
-    written = {*base.files, *base.index_files}
+    read = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
     behind = _layers_behind(base.path) - homes
     ours = homes | behind | {base.path / name for name in base.config if base.components}  # a pipeline's parts
-    copied: list[Path] = []
-    left: list[Path] = []
+    left: dict[Path, str] = {}  # sub-folder → why it is left out
+    reasons: dict[Path, str] = {}
     for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
-        inside = [Path(folder, name) for name in sorted(names) if not NOT_COPIED.fullmatch(name)]
+        inside = [Path(folder, name) for name in sorted(names) if not NOT_LISTED.fullmatch(name)]
+        above = next((left[path] for path in (Path(folder), *Path(folder).parents) if path in left), "")
         for path in inside:
-            if path.is_symlink() and path not in homes:
+            if path.is_symlink() and path not in homes and not above:
                 raise InputError("the model folder holds a link to a folder", str(path),
                                  "put the folder itself there, or remove the link")  # fmt: skip
-        others = [path for path in inside if path not in ours and _holds_weights(path)]
-        left += others
-        names[:] = [path.name for path in inside if path not in others]
-        for path in (Path(folder, name) for name in sorted(files)):
-            stale = _stale(path.name) and behind.isdisjoint(path.parents) and path not in base.unnamed
-            if path not in written and not stale and not NOT_COPIED.fullmatch(path.name):
+        if not above:
+            others = [path for path in inside if path not in ours and _holds_weights(path)]
+            left |= {path: why for path in others if (why := folder_reason(path, base))}
+        names[:] = [path.name for path in inside if not path.is_symlink() or path in homes]
+        whole = above or not behind.isdisjoint((Path(folder), *Path(folder).parents)) or Path(folder) not in ours
+        for path in (Path(folder, name) for name in sorted(files) if not NOT_LISTED.fullmatch(name)):
+            part = whole or path in read or path in base.unnamed or not is_weights(path.name)
+            reasons[path] = above if part else duplicate(path, base)
+            if path not in read and not reasons[path]:
                 _require_file(path)
-                copied.append(path)
-    return _relative(copied, base), _relative(left, base)
+    for path in [p for p in reasons if ".index." in p.name and p not in read and not reasons[p]]:
+        copied = [p.name for p, why in reasons.items() if p.parent == path.parent and not why]
+        reasons[path] = "" if lists_only(path, copied) or path.suffix != ".json" else NO_WEIGHTS
+    return Folder("base", base.path, tuple(
+        FileUse(path.relative_to(base.path).as_posix(), "read") if path in read
+        else FileUse(path.relative_to(base.path).as_posix(), "left out" if why else "copied", why,
+                     bool(why) and is_weights(path.name))
+        for path, why in reasons.items()
+    ))  # fmt: skip
 
 
-def refuse_links_outside(base: Index, names: Sequence[str]) -> None:
-    """Raise InputError if a file whose content goes into the output is a link that leads out of the model folder.
+def refuse_links_outside(base: Index, sides: Mapping[str, Path]) -> None:
+    """Raise InputError if a file whose content goes into the output is a link that leads out of its folder.
 
     People publish outputs, and anybody can put a link to a key or to /proc/self/environ into a folder that others
     download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` beside `snapshots`,
     and each snapshot is a folder of links to them; its older versions made such links in other folders, too. Whoever
     names a blob by the hash of its content knows the content. Weights may be anywhere: their tensors are read. So may a
     whole component of a pipeline, of which only weights and configuration are taken then.
+
+    `sides`: name in the output → file, of the base's folder or of another one.
     """
-    root = Path(os.path.realpath(base.path))
-    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
-    indexes = [path.relative_to(base.path).as_posix() for path in base.index_files]
-    targets = {name: Path(os.path.realpath(base.path / name)) for name in (*names, *indexes)}
-    allowed = {root, *blobs}
+    paths = (*sides.values(), *base.index_files)
     outside = [
-        f"{name} -> {path}"
-        for name, path in targets.items()
-        if allowed.isdisjoint(path.parents) and not (_is_blob(path) or _is_linked(base, name))
+        f"{path} -> {os.path.realpath(path)}"
+        for path in paths
+        if _leads_out(path, base.path if base.path in path.parents else path.parent) and not _is_linked(base, path)
     ]
     if outside:
         raise InputError(
@@ -115,9 +118,15 @@ def refuse_links_outside(base: Index, names: Sequence[str]) -> None:
         )
 
 
-def _is_linked(base: Index, name: str) -> bool:
+def _leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a file is a link to a place outside of a folder and of the model cache that holds the folder."""
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
+    return {root, *blobs}.isdisjoint(target.parents) and not _is_blob(target)
+
+
+def _is_linked(base: Index, path: Path) -> bool:
     """Return whether this is the configuration, or the index, in a component that is a link to a folder of weights."""
-    path = base.path / name
     of_weights = path.name in CONFIGS or path in base.index_files
     return of_weights and not path.is_symlink() and any(file.parent == path.parent for file in base.files)
 
@@ -125,25 +134,6 @@ def _is_linked(base: Index, name: str) -> bool:
 def _is_blob(path: Path) -> bool:
     """Return whether this is a file of a model cache, which is called by the SHA-1 or the SHA-256 of its content."""
     return path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", path.name) is not None
-
-
-def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[Note]:
-    """Yield a note for every adapter folder whose tokenizer files differ in size from the base's; no file is read."""
-    for folder in adapters if base.is_dir() else ():
-        if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
-            yield Note(f"the output has the base's tokenizer; {folder} has another {listed(other)}: use that one if "
-                       "the training added tokens or a chat template")  # fmt: skip
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
-    return tuple(path.relative_to(base.path).as_posix() for path in paths)
 
 
 def _layers_behind(folder: Path) -> frozenset[Path]:
@@ -157,13 +147,8 @@ def _layers_behind(folder: Path) -> frozenset[Path]:
     return frozenset(path for path in entries(folder) if path.name in named and path.is_dir())
 
 
-def _stale(name: str) -> bool:
-    """Return whether a file of this name is outdated beside merged weights: a weight file or an index."""
-    return Path(name).suffix in WEIGHTS or ".index." in name
-
-
 def _holds_weights(folder: Path) -> bool:
-    return any(Path(name).suffix in WEIGHTS for _, _, files in os.walk(folder, onerror=_unreadable) for name in files)
+    return any(is_weights(name) for _, _, files in os.walk(folder, onerror=_unreadable) for name in files)
 
 
 def _unreadable(e: OSError) -> NoReturn:

@@ -65,7 +65,7 @@ ONLY_IN_BYPASS: Final = (
     "its factors fit {groups} groups of inputs of {shape}, which LyCORIS trains in bypass mode alone, and no metadata "
     "says that it was on"
 )
-LEAVE_OUT: Final = "no weight holds this; leave such modules out with --strength-for re:NAME=0"
+UNHOLDABLE: Final = "apply it when the model runs: no weight holds this change"
 
 SOME_ALPHA: Final = 1e-3
 """An α that equals no rank: a formula whose scale depends on α has another scale with it than without α."""
@@ -274,7 +274,7 @@ class _Chooser:
             return
         if shape[1] == 1 < shape[0]:
             where = f"{self.path}: {self.module.where} on {list(shape)}, where each output has one input channel"
-            raise ShapeMismatch("outputs of different groups were mixed in bypass mode", where, LEAVE_OUT)
+            raise ShapeMismatch("outputs of different groups were mixed in bypass mode", where, UNHOLDABLE)
         self.remarks.append(MAY_HAVE_GROUPS)
 
     def _magnitude(self, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Final
 
@@ -16,12 +16,15 @@ from ..errors import FitError, MergeError, ShapeMismatch, UnmatchedModules
 from ..files.layouts import PEFT
 from ..files.lookalikes import foreign
 from ..models.architectures import Architecture
+from ..models.assumed import has_words, names_all
 from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
-from ..models.prefixes import PREFIXES
+from ..models.prefixes import innermost
+from ..models.spellings import Component
+from ..models.strengths import leave_out
 from ..options import Unmatched
-from ..shapes import Shape
-from ..text import Note, by_pattern, counted, plural
+from ..shapes import Shape, flat
+from ..text import NUMBER, Note, by_pattern, counted, plural
 from .patch import Match
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -29,7 +32,6 @@ _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|la
 TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
 SHARED: Final = re.compile(r"(?:^|\.)shared$")
 
-NO_NAMES: Final = "has no tensors of these names"
 OWN_BASE: Final = "use the base the adapter was trained on"
 WHOLE_BASE: Final = "use a checkpoint or folder that holds all of these"
 
@@ -44,8 +46,11 @@ UNET: Final = ("lora_unet_", "unet.")
 KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
 """The beginnings of names in adapters for image and video models, of the denoiser and of text encoders."""
 
-SHORTEST: Final = 9  # characters of a prefix that others are compared with
-ALIKE: Final = 0.9  # of the letters of two prefixes
+MOST_PATTERNS: Final = 1000  # of names of the base that are compared with a module's; a comparison takes 0.1 ms
+LONGEST_NAME: Final = 120  # letters at the end of a name that are compared
+SHOWN_NAMES: Final = 2  # nearest names in a message
+LETTERS: Final = "ijklmn"
+"""The numbers in a row of a map, in order."""
 
 PARTS: Final = {
     "te": "the text encoder",
@@ -72,28 +77,31 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
         return why
-    if other := _for_pictures(names, unmatched):
+    if other := _for_pictures(names, unmatched, shapes):
         return f"the adapter is for {other}, the base is {_one(names.architecture)}; {OWN_BASE}"
     if absent := sorted(set(wanted) - labels):
         return missing_networks(absent, sorted(labels))
-    part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
+    part = max(names.parts, key=lambda p: (wanted[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
-        return likely_reason(_known(names, unmatched), modules, known, names.weights(), names.architecture)
-    of_part = _known(names, [m for m in unmatched if names.wanted(m) == part.label])
-    return likely_reason(of_part, {}, part.architecture, names.weights(part), part.title)
+        return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched}, modules)
+    return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched if names.wanted(m) == part.label}, {})
 
 
-def _for_pictures(names: Names, unmatched: Sequence[str]) -> str:
-    """Return what an adapter is for, by its names, where the base is not a model of images or videos; else ""."""
-    if not names.known and any(m.startswith(UNET) for m in unmatched) and not any(map(names.knows, unmatched)):
+def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+    """Return what an adapter is for, by its names, where the base is not a model of images or videos; else "".
+
+    An unknown base is none if it has no weight of these shapes.
+    """
+    held = {flat(shape) for shape in names.weights().values()}
+    if (
+        not names.known
+        and any(m.startswith(UNET) for m in unmatched)
+        and not any(names.knows(m) or shapes.get(m) in held for m in unmatched)
+    ):
         return f"the denoiser of an image or video model ({UNET[0]}…)"
     if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):
         return f"an image or video model ({unmatched[0]} …)"
     return ""
-
-
-def _known(names: Names, modules: Sequence[str]) -> dict[str, bool]:
-    return {m: names.knows(m) for m in modules}
 
 
 def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
@@ -120,23 +128,21 @@ def _part(label: str) -> str:
     return f"the text encoder {label[1:]}" if label[0] == "=" else PARTS.get(label, f"the {label}")
 
 
-def likely_reason(
-    unmatched: Mapping[str, bool],
-    modules: Mapping[str, Shape],
-    base: Architecture | None,
-    stored: Mapping[str, Shape],
-    title: str,
+def _likely_reason(
+    names: Names, part: Component | None, lost: Mapping[str, Shape], modules: Mapping[str, Shape]
 ) -> str:
     """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
 
-    `unmatched`: module → whether the base has a name that differs in numbers alone. `modules`, `stored`: shapes of the
-    adapter's and the base's weights, without prefixes. `title`: name of a model without an architecture.
+    `lost`: the unmatched modules, with the shapes of the weights that they change, () if their tensors do not show
+    them. `modules`: the adapter's modules without their prefixes.
     """
+    base, stored = part.architecture if part else None, names.weights(part)
+    title = base.title if base else (part and part.title) or names.architecture
     return (
         other_model(modules, base, stored)
         or other_variant(modules, base, stored)
-        or _other_size([m for m, known in unmatched.items() if known], stored)
-        or _other_names([*unmatched], base.title if base else title, stored)
+        or _other_size([m for m in lost if names.knows(m)], stored)
+        or _other_names(lost, title, stored)
     )
 
 
@@ -156,6 +162,8 @@ def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored:
     found, own = architectures(in_adapter), (base,) if base else architectures(in_base)
     if not found or any(a in found for a in own):
         return ""
+    if not all(names_all(a, modules) for a in found if has_words(a)):
+        return ""  # a guess that the adapter's own names do not confirm
     return _sentence(described(found, in_adapter), described(own, in_base))
 
 
@@ -178,7 +186,7 @@ def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
     return f"{why}; {OWN_BASE}"
 
 
-def _other_names(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
+def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on names that the base does not have; "" without names."""
     if not unmatched:
         return ""
@@ -197,21 +205,53 @@ def _other_names(unmatched: Sequence[str], title: str, stored: Mapping[str, Shap
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
         )
-    known = _one(title) if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
-    if near := _known_prefix(unmatched[0]):
-        wrong = unmatched[0][: len(near) + 1]
-        remark = f"known are names such as {near}…, these begin with {wrong}…"
-        return f"the base is {known} and {NO_NAMES} ({remark}); export it again with names that begin with {near}"
-    return f"the base is {known} and {NO_NAMES}; {OWN_BASE}"
+    base = f"the base is {_one(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
+    name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
+    alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
+    if not alike:
+        return f"{base}, in which no weight is {list(shape)} as {name} needs it; {OWN_BASE}"
+    near = nearest(innermost(name)[1], alike)
+    of_shape = f"of {list(shape)} " if shape else ""
+    why = f"{base}, with no such name as {name}: the nearest {of_shape}are {' and '.join(near)}"
+    line = next(filter(None, (_map_line(name, unmatched, key, stored) for key in near)), "")
+    fix = f"if they are the same, write `spellings: {{{line}}}` to names.yaml and add --map names.yaml" if line else ""
+    return f"{why}; {fix or OWN_BASE}"
 
 
-def _known_prefix(name: str) -> str:
-    """Return the beginning that a name almost has, as `lora_unett_` almost is `lora_unet_`; "" for none."""
-    known = [prefix for prefix, _ in PREFIXES if len(prefix) >= SHORTEST and prefix[-1] == "_" and prefix[-2] != "_"]
-    if any(name.startswith(prefix) for prefix in known):
+def nearest(name: str, stored: Iterable[str]) -> list[str]:
+    """Return the modules of the base, up to two, whose names are most like a module's; one of each pattern."""
+    patterns = by_pattern(stored)
+    body = NUMBER.sub("{i}", name)
+    ratios = {p: SequenceMatcher(None, _words(p), _words(body)).ratio() for p in [*patterns][:MOST_PATTERNS]}
+    near = sorted(ratios, key=lambda p: (-ratios[p], p))[:SHOWN_NAMES]
+    numbers = NUMBER.findall(name)
+    return [next((k for k in patterns[p] if NUMBER.findall(k) == numbers), patterns[p][0]) for p in near]
+
+
+def _words(name: str) -> list[str]:
+    """Return the last words of a name, in which modules of one kind are alike."""
+    return re.findall("[a-z]+|[0-9]+|{i}", name[-LONGEST_NAME:].lower())
+
+
+def _map_line(name: str, unmatched: Mapping[str, Shape], key: str, stored: Mapping[str, Shape]) -> str:
+    """Return the row of a map with which all unmatched modules of one pattern match the base's of another; "" if no row
+    does that."""
+    body = innermost(name)[1]
+    count = len(NUMBER.findall(body))
+    if len(NUMBER.findall(key)) != count or count > len(LETTERS):
         return ""
-    ratio, near = max((SequenceMatcher(None, p, name[: len(p)]).ratio(), p) for p in known)
-    return near if ratio >= ALIKE else ""
+    for module in (m for m in unmatched if NUMBER.sub("#", m) == NUMBER.sub("#", name)):
+        target = _numbered(key, NUMBER.findall(innermost(module)[1]))
+        if target not in stored or (unmatched[module] and flat(stored[target]) != unmatched[module]):
+            return ""
+    letters = [f"{{{letter}}}" for letter in LETTERS]
+    return f'"{_numbered(body, letters)}": "{_numbered(key, letters)}"'
+
+
+def _numbered(name: str, numbers: Sequence[str]) -> str:
+    """Return a name with other texts in the place of its numbers."""
+    remaining = iter(numbers)
+    return NUMBER.sub(lambda _: next(remaining), name)
 
 
 def advice_for_groups(down: Shape, weight: Shape) -> str:
@@ -228,12 +268,15 @@ def advice_for_groups(down: Shape, weight: Shape) -> str:
 SHOWN: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
 STRANGE: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
-OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
-LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
-def raise_problems(result: Match, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
-    """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one."""
+def raise_problems(
+    result: Match, names: Names, failures: Sequence[MergeError], unfit: Sequence[Sequence[str]], unmatched: Unmatched
+) -> None:
+    """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one.
+
+    `unfit`: for each module that has another shape, the weights of the base that it changes.
+    """
     if result.modules and not (failures or result.unmatched):
         return
     path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
@@ -245,11 +288,14 @@ def raise_problems(result: Match, names: Names, failures: Sequence[MergeError], 
             isinstance(worst, ShapeMismatch) and not why and result.unmatched
         ):  # the names may give the reason where the shapes do not
             why, fix = _split_advice(explain(names, list(result.unmatched), shapes))
-            if NO_NAMES in why:
+            if why.startswith("the base is "):
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
                 why = f"the base is {_one(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
-        others = "" if why or not isinstance(worst, ShapeMismatch) or result.modules <= len(failures) else OR_LEAVE_OUT
+        others = ""
+        if not why and result.modules > len(failures) == len(unfit):
+            others = leave_out(key for keys in unfit for key in keys)
+        others = f"; or leave out what does not fit: {others}" if others else ""
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", (fix or worst.fix) + others)
     left = counted(by_pattern(result.unmatched), SHOWN)
@@ -268,7 +314,7 @@ def raise_problems(result: Match, names: Names, failures: Sequence[MergeError], 
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{reason.replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
+            f"{reason}; or leave them out with --unmatched skip",
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(

@@ -82,7 +82,8 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     for info in strange:
         if not rules.holds_for_all(info.name):
             builder.replace(info)
-    return builder.match([EXPERTS[lone]] if lone else [], unmatched)
+    notes = [EXPERTS[lone]] if lone else [places.change.note] if places.change else []
+    return builder.match(notes, unmatched)
 
 
 class MatchBuilder:
@@ -111,6 +112,7 @@ class MatchBuilder:
         self.duplicates = DuplicateCheck(self.path, self.values)
         self.replaced_runs = 0  # of consecutive rows, so far
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
+        self.unfit: list[list[str]] = []  # for each module of another shape, the weights of the base that it changes
 
     def match(self, notes: Sequence[Note], unmatched: Unmatched) -> Match:
         """Return the frozen match, or raise one error that lists the problems."""
@@ -123,9 +125,9 @@ class MatchBuilder:
         made = Match(
             self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
             self.grown, self.placed, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
-            frozenset(self.settings), self.applied,
+            frozenset(self.settings | self.places.settings), self.applied,
         )  # fmt: skip
-        raise_problems(made, self.names, self.failures, unmatched)
+        raise_problems(made, self.names, self.failures, self.unfit, unmatched)
         made = separate(self.pair, self.ends, made, self.strengths, unmatched)
         why = check_variant(made, self.names, unmatched)
         remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in self.remarks.items()]
@@ -246,6 +248,7 @@ class MatchBuilder:
                 self._leave_unused(module, OFF, set(places.values()))
             else:
                 self.failures.append(e)
+                self.unfit += [[*places]] if isinstance(e, ShapeMismatch) else []
             return None
         self.settings |= chosen.settings
         for text in (*chosen.remarks, *remarks):

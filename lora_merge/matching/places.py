@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Final
 
 from ..adapters.file import WRAPPED, Module
 from ..adapters.peft.target_parameters import paths
@@ -12,18 +13,24 @@ from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS
 from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
-from ..errors import MergeError, ShapeMismatch
+from ..errors import AmbiguousName, MergeError, ShapeMismatch
+from ..job import ORDERS, ROW_ORDER
 from ..models.names import EXPERTS
 from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
 from ..shapes import flat
+from ..text import NUMBER
+from .common_change import CommonChange, common_change
 from .context import AdapterContext
 from .orientation import Place, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_heads import EMBEDDING_NAMES, AdapterPair
+
+NAMED_ORDER: Final = ".default"
+"""The end of a module's name under which its rows may have another order than without it (adapters/suffixes.py)."""
 
 
 class Places:
@@ -41,22 +48,68 @@ class Places:
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
         self._found: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
+        self._order = context.given.get(ROW_ORDER)
+        self.settings: set[str] = set()  # the user's settings that a place depends on
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
         """Return a parameter by its name; None if the base has none of this name."""
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
-        found = (self._strengths.find(n, parameter) for n in names)
-        return self.stored.view(next((view for view in found if view is not None), None))
+        view = next((v for n in names if (v := self._strengths.find(n, parameter)) is not None), None)
+        if view is None and (change := self.change) is not None:
+            view = next((v for n in names if (v := self._strengths.find(change(n), parameter)) is not None), None)
+        return self.stored.view(view)
+
+    @cached_property
+    def change(self) -> CommonChange | None:
+        """The common change of names with which the modules match that have no place under their own names."""
+        alike: dict[str, list[Module]] = {}
+        for module in self._modules:
+            if module.parameter == "weight" and not self.pair.is_end(module.name):
+                alike.setdefault(NUMBER.sub("#", module.name), []).append(module)
+        lost = [some for some in alike.values() if not self._is_known(some[0])]
+        return common_change(self.names, lost, self._called) if lost and not self._lone else None
+
+    def _called(self, module: Module) -> str:
+        """Return the name under which a module's weight is looked for."""
+        return split_parameter(self._rules.of(module.name).targets(split_row_part(module.name)[0])[0])[0]
+
+    def _is_known(self, module: Module) -> bool:
+        """Return whether the base has a place, or several, for a module under its own name."""
+        targets = self._rules.of(module.name).targets(split_row_part(module.name)[0])
+        try:
+            return any(self.names.find(*split_parameter(target)) is not None for target in targets)
+        except MergeError:
+            return True
 
     def named(self, name: str, parameter: str) -> WeightView | None:
         """Return the parameter of a module by any name that the configuration allows."""
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name in self._wrapped:  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self.look(*split_parameter(target)) for target in targets)
+        found = (self._in_order(*split_parameter(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._weight_of_end(name, parameter)
+
+    def _in_order(self, name: str, parameter: str) -> WeightView | None:
+        """Return what `look` does, with the rows in the order that the user states where the name has two orders;
+        ShapeMismatch where nothing states it."""
+        by_heads = self.look(name, parameter)
+        plain = name.removesuffix(NAMED_ORDER)
+        if plain == name:
+            return by_heads
+        stacked = self.look(plain, parameter)
+        if by_heads is None or stacked is None or by_heads == stacked:
+            return by_heads or stacked
+        if self._order is None:
+            raise ShapeMismatch(
+                "the rows of a fused projection have two orders, and its names do not tell which",
+                f"{self._path}: {plain} of {stacked.row_slices[0].key}",
+                f"state it: --setting {ROW_ORDER}=stacked for an adapter of a base with all of q, then k, then v, as "
+                f"single files have them; {ROW_ORDER}=heads for q, k and v head by head, as in the original shards",
+            )
+        self.settings.add(ROW_ORDER)
+        return by_heads if self._order == ORDERS[0] else stacked
 
     def find(self, module: Module) -> WeightView | None:
         """Return the weight that the module changes, for a part of a module its rows; ShapeMismatch if it has none."""
@@ -111,7 +164,11 @@ class Places:
         """Return the embeddings whose weight is also the head's."""
         if self.pair.tied is not None:
             return whole(self.pair.shared, self.pair.tied.info.shape)
-        return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
+        for name in EMBEDDINGS:
+            with suppress(AmbiguousName):  # two networks have such a table
+                if (view := self.look(name)) is not None:
+                    return view
+        return None
 
     @cached_property
     def embeddings_change(self) -> bool:

@@ -55,7 +55,7 @@ class StoredBase:
         self, names: Names, replaced: Mapping[str, StoredTensor]
     ) -> dict[tuple[RowSlice, ...], MergeError]:
         """Return the errors for embeddings or heads that keep their rows while the adapter resizes the other end."""
-        views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
+        views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.only(end)) is not None]
         old = {view.row_slices[0].key: view.shape[:1] for view in views}
         new = {key: replaced.get(key, self.base[key]).shape[:1] for key in old}
         grown = {old[key] for key in old if key in self.replacing and new[key] != old[key]}

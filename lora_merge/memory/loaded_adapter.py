@@ -53,7 +53,7 @@ class LoadedAdapter(Shown):
     @public
     def __init__(self, path: str | Path) -> None:
         self.path = adapter_path(path, alone=True)
-        self.file: AdapterFile = group(open_checkpoint(self.path))
+        self.file: AdapterFile = group(open_checkpoint(self.path, adapter=True))
         self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
 
     def _heading(self) -> str:

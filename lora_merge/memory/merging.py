@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -23,7 +24,7 @@ from ..dtypes import COMPUTE_DTYPES, FORMATS
 from ..engine.blocks import Block, blocks, portions
 from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
-from ..engine.devices import places
+from ..engine.devices import one_core, places, threads
 from ..engine.fold_blocks import BlockMerger
 from ..engine.measuring.replaced import replaced, replaced_measures
 from ..engine.patch_tensors import PatchTensors
@@ -101,6 +102,14 @@ class MemoryMerge:
         found = self.own.get(name)
         return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if found is None else found
 
+    def _pool(self, stack: ExitStack) -> ThreadPoolExecutor | None:
+        """Return the threads that fold on a CPU, each on one core, as the number of threads of one operation changes
+        bytes: as many as the caller lets torch use."""
+        if self.at[0].device.type != "cpu":
+            return None
+        count = min(threads(self.at), torch.get_num_threads())
+        return stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="fold", initializer=one_core))
+
     def run(self, give: Give, progress: Progress) -> MergeFacts:
         """Pass every target with its result to `give`.
 
@@ -112,7 +121,7 @@ class MemoryMerge:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
             factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
             tensors = PatchTensors(factors.fetch, self.matched.weights)
-            folder = BlockMerger.of(self.job, self.at, tensors)
+            folder = BlockMerger.of(self.job, self.at, tensors, self._pool(stack))
             stack.callback(folder.leave)
             late = inputs.base.beside
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
@@ -155,13 +164,15 @@ def prepare(
     if keep:
         options = {**options, "device": _device(own.values())}
     paths, files, lent = _adapters(adapters)
+    if not files:
+        raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
     if job.dtype in FORMATS or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
-    found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
+    found = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
     check_stored(found)
     targets = (t for _, t in outputs(found)) if job.device == "auto" else ()
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
@@ -187,6 +198,8 @@ def _device(tensors: Iterable[Tensor]) -> str:
     return found.pop() if len(found) == 1 else "auto"
 
 
+@torch.no_grad()
+@torch.inference_mode(mode=False)  # a mode of the calling thread alone, with tensors that no other thread may write
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockMerger, own: Mapping[str, Tensor], saturated: Counter[str]
 ) -> tuple[dict[str, Tensor], Outcome]:
@@ -279,6 +292,8 @@ def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], dict
             ref = source.path
         else:
             ref = source
-            files.append(group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref))))
+            files.append(
+                group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref), adapter=True))
+            )
         refs.append((ref, strength) if paired else ref)
     return refs, files, lent

@@ -69,6 +69,13 @@ def has_words(architecture: Architecture) -> bool:
     return architecture.file.stem in _canonical_forms()
 
 
+def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
+    """Return whether all modules have names of an architecture, in one of its layouts."""
+    some = [Change(module, "weight", ()) for module in modules]
+    layouts = (CANONICAL, *architecture.spellings)
+    return any(len(_in_layout(architecture, layout, some)) == len(some) for layout in layouts)
+
+
 def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 

@@ -1,4 +1,5 @@
-"""The layers in a fused weight, derived from the base's configuration and the neighbouring tensors. No torch.
+"""The layers in a fused weight, derived from the base's configuration and the neighbouring tensors; the names of fused
+layers in adapters. No torch.
 
 The number of rows is not enough: q, k and v have equal rows in one model; in the next, q has many heads, k and v few.
 But the output projection has a column for each row of q, the layer behind an MLP a column for each row of its gate,
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from ..shapes import Shape
@@ -65,6 +67,31 @@ TOGETHER: Final = (
 """Names of separate layers that servers join. https://github.com/vllm-project/vllm packed_modules_mapping."""
 
 _GROUP: Final = {name: names[0] for names in TOGETHER for name in names}
+
+
+JOINED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "to_qkv": ("to_q", "to_k", "to_v"),
+        "to_kv": ("to_k", "to_v"),
+        "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+)
+"""Name of a layer that a trainer fuses → the layers whose rows it holds, in this order.
+
+Sources: https://github.com/huggingface/diffusers models/attention.py, models/attention_processor.py (fuse_projections);
+https://github.com/vllm-project/vllm packed_modules_mapping.
+"""
+
+
+def parts_of(module: str) -> list[str]:
+    """Return the names of the layers that a fused layer's name means, dotted or flat; [] for any other name."""
+    for fused, parts in JOINED.items():
+        stem = module.removesuffix(fused)
+        if stem != module and (not stem or stem[-1] in "._"):
+            return [stem + part for part in parts]
+    return []
 
 
 def together(weights: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -22,11 +22,11 @@ from ..shapes import Shape
 from ..text import Note
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
-from .fused import Split, splits
+from .fused import Split, parts_of, splits
 from .guess import architectures, described, seen
 from .prefixes import DENOISERS, PREFIXES, TRAINING, innermost, numbers, prefixed, unwrapped, wrapper_notes
 from .spellings import Component
-from .weights import WeightView, transposed, whole
+from .weights import WeightView, stacked, transposed, whole
 
 OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "
@@ -68,6 +68,9 @@ NO_ID: Final = "transformer"
 """The level in place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps such names to every encoder
 but CLIP (comfy/lora.py, model_lora_keys_clip)."""
 
+MOST_LEVELS: Final = 32
+"""The most levels of a name that is compared with others level by level."""
+
 NOT_MEANT: Final = {
     "te1": ("clip_g",),
     "te2": ("clip_l", "clip_h"),
@@ -82,11 +85,12 @@ class Names:
     def __init__(  # noqa: PLR0913  # what a base says of itself
         self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({}),
         config: Mapping[str, Any] = MappingProxyType({}), *, second: bool = False,
-        presets: Mapping[str, str] = MappingProxyType({}),
+        presets: Mapping[str, str] = MappingProxyType({}), renames: Sequence[tuple[re.Pattern[str], str]] = (),
     ) -> None:  # fmt: skip
         self.parts = parts
         self.second = second  # whether the base lies in the folder of a pipeline's second expert
         self.presets = presets  # the user's lists of block weights
+        self._renames = renames  # the user's names: pattern → template
         self.shapes = shapes
         self._config = config
         self._stored = stored  # name without wrappers → key; empty if no key has any
@@ -111,7 +115,25 @@ class Names:
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
 
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
-        """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do."""
+        """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do.
+
+        A fused layer that the base does not have is the rows of its layers, in order.
+        """
+        module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
+        if (view := self._find(module, parameter)) is not None:
+            return view
+        views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
+        complete = views and len(views) == len(parts_of(module))
+        return stacked(views) if complete and not any(p.transposed for v in views for p in v.row_slices) else None
+
+    def only(self, module: str, parameter: str = "weight") -> WeightView | None:
+        """Return the rows of a name that has one place; None if it has none or several."""
+        try:
+            return self.find(module, parameter)
+        except AmbiguousName:
+            return None
+
+    def _find(self, module: str, parameter: str) -> WeightView | None:
         for name in written(module):
             views: list[WeightView] = []
             for start, parts in self._readers(name, parameter):
@@ -120,17 +142,43 @@ class Names:
                         raise self._ambiguous(module, parameter, [*views, view])
                     views.append(view)
             if views:
+                if twins := self._twins_of(views[0], module):
+                    raise self._ambiguous(module, parameter, [*views, *twins])
                 return self.as_stored(views[0])
         return None
 
     def without(self, labels: Collection[str]) -> Names:
         """Return the names of the same base without some of its networks."""
         left = [part for part in self.parts if part.label not in labels]
-        return Names(left, self.shapes, self._stored, self._config, second=self.second, presets=self.presets)
+        return Names(left, self.shapes, self._stored, self._config, second=self.second, presets=self.presets,
+                     renames=self._renames)  # fmt: skip
+
+    def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
+        """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its
+        layers are that network's: one model may hold two, such as `self_attn` and `nar_self_attn` of YuE2."""
+        unlabelled = len(self.parts) == 1 and self.parts[0].label == "model"
+        if not unlabelled or innermost(module)[0] == "any":
+            return []
+        keys = {key for piece in view.row_slices for key in self._twins.get(piece.key, ())}
+        return [whole(key, self.shapes[key]) for key in sorted(keys)]
+
+    @cached_property
+    def _twins(self) -> Mapping[str, Sequence[str]]:
+        """Key → the keys of equal shape that differ from it by a word at the front of one level, in both directions."""
+        found: dict[str, list[str]] = {}
+        for key, shape in self.shapes.items():
+            levels = key.split(".")
+            for n, level in enumerate(levels if len(levels) <= MOST_LEVELS else ()):
+                plain = ".".join((*levels[:n], level.partition("_")[2], *levels[n + 1 :]))
+                if "_" in level and self.shapes.get(plain) == shape:
+                    found.setdefault(plain, []).append(key)
+                    found.setdefault(key, []).append(plain)
+        return found
 
     def knows(self, module: str) -> bool:
         """Return whether the base has a module of this name, perhaps with other numbers in it."""
-        return any(self._readers(name, "weight") for name in written(module))
+        names = (name for layer in (module, *parts_of(module)) for name in written(layer))
+        return any(self._readers(name, "weight") for name in names)
 
     def _readers(self, name: str, parameter: str) -> Sequence[tuple[int, Sequence[Component]]]:
         """Return (start, components that know such names) for every reading of a name, which is its rest from `start`.
@@ -298,7 +346,8 @@ def names(index: Index, extra: Path | None = None) -> Names:
         for part in components(shapes, index.config, index.components, given if given and given.title else None)
     ]
     second = "transformer_2" in index.path.parts[-2:]
-    return Names(parts, shapes, stored, index.config, second=second, presets=given.lbw if given else {})
+    presets, renames = (given.lbw, given.renames) if given else ({}, ())
+    return Names(parts, shapes, stored, index.config, second=second, presets=presets, renames=renames)
 
 
 def _in_several_files(files: Sequence[Path]) -> bool:
@@ -330,12 +379,9 @@ def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def _look(parts: Sequence[Component], body: str, parameter: str) -> list[WeightView | None]:
-    """Return all places of a name in these components: only those in a denoiser, if there are any."""
-    found = [(part.role, *part.find(body, parameter)) for part in parts]
-    if len(found) == 1:
-        return [view for _, view, known in found if known]
-    of_denoisers = [view for role, view, known in found if known and role == "denoiser"]
-    return of_denoisers or [view for _, view, known in found if known]
+    """Return all places of a name in these components."""
+    found = [part.find(body, parameter) for part in parts]
+    return [view for view, known in found if known]
 
 
 def written(module: str) -> Iterator[str]:

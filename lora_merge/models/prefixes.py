@@ -130,7 +130,7 @@ KEPT: Final = (
 )
 ATTACHED: Final = (
     "it was saved with an adapter attached: {count} tensors of that adapter ({names}) are copied and not merged; a "
-    "program that loads them adds their effect"
+    "program that loads them adds their effect; without another adapter a merge of this model applies it"
 )
 
 

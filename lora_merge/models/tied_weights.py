@@ -106,7 +106,7 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     found = (
         _of_encoder(base) or _of_decoder(names, base, family) or (_only_table(base, config) if stated is True else None)
     )
-    own = names.find(found.head) if found else None
+    own = names.only(found.head) if found else None
     if found is None or own is None:
         return found
     fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.row_slices) == 1
@@ -134,7 +134,7 @@ def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
 
 def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> TiedPair | None:
     """Return the tied pair of a decoder. `family`: the type of a model whose head is known, "" for others."""
-    view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
+    view = next((v for v in map(names.only, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.row_slices) > 1:
         return None
     info = base[view.row_slices[0].key]

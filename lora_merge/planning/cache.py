@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..adapters.attached import detached
 from ..adapters.file import AdapterFile, group, looks_like_adapter
 from ..disk.files import FileState
-from ..errors import AdapterAsBase
-from ..files.checkpoint import Index, open_checkpoint
+from ..errors import AdapterAsBase, UsageError
+from ..files.checkpoint import Index, adapter_config, open_checkpoint
 from ..models.names import Names, names
 
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
@@ -23,20 +24,43 @@ class CheckpointCache:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
         self._size = 0
 
-    def base(self, path: Path, table: Path | None) -> tuple[Index, Names]:
-        """Return a base and its names; InputError if it cannot be merged into. `table`: the user's name table."""
-        found = self._get(("base", path, table))
+    def base(self, path: Path, table: Path | None, *, plain: bool = False) -> tuple[Index, Names]:
+        """Return a base and its names; InputError if it cannot be merged into.
+
+        `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off.
+        """
+        key = ("base", path, table, plain)
+        found = self._get(key)
         if found is None:
             index = open_checkpoint(path)
+            if plain and (parts := detached(index, adapter_config(path))):
+                index = parts[0]
             _check_base(index)
             lookup = names(index, table)
             notes = (*index.notes, *lookup.notes, *index.quantised.notes)
-            found = self._keep(("base", path, table), replace(index, notes=notes), lookup)
+            found = self._keep(key, replace(index, notes=notes), lookup)
         return found
+
+    def own_adapter(self, path: Path) -> AdapterFile:
+        """Return the adapter that a model holds: attached inside its weights, or in a file of its folder.
+
+        UsageError if it holds none.
+        """
+        found = self._get(("own", path))
+        if found is None:
+            parts = detached(open_checkpoint(path), adapter_config(path))
+            if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
+                raise UsageError("no adapter is named, and the model holds none", str(path),
+                                 "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
+            if parts is None:
+                return self.adapter(path)
+            found = self._keep(("own", path), parts[1], group(parts[1]))
+        file: AdapterFile = found[1]
+        return file
 
     def index(self, path: Path) -> Index:
         """Return the tensors of an adapter by name, from its header."""
-        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path), None)
+        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
         return found[0]
 
     def adapter(self, path: Path) -> AdapterFile:

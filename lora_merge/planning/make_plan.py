@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,21 +17,23 @@ from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
-from ..files.checkpoint import Index
+from ..files.checkpoint import CONFIGS, Index
 from ..files.codecs.base import Packing
 from ..files.codecs.making import Made
 from ..files.codecs.plain import plain
 from ..files.codecs.told import measured
+from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
 from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
+    EMBEDDING,
     ON_QUANTISATION,
+    base_folder,
     index_names,
-    other_tokenizers,
     output_name,
     refuse_links_outside,
-    side_files,
     stored_name,
 )
+from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
 from ..job import Adapter, Job
 from ..limits import Steps
 from ..matching.conflicts import with_overlap_notes
@@ -40,6 +42,7 @@ from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
 from ..matching.resizing import check_addable, replace_in_turn, values_as_changes
 from ..matching.tied_heads import check_separations
+from ..matching.trained_weights import with_trained_weights
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.strengths import Strengths, check_effect, on_base
@@ -47,7 +50,7 @@ from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..paths import is_split
 from ..shapes import Shape
-from ..text import Note, listed
+from ..text import Note
 from .cache import CheckpointCache
 from .checksums import entry, summed
 from .combining import Combining
@@ -58,6 +61,8 @@ from .quantising import quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
+
+MERGED: Final = "the output has the change of this adapter already"
 
 USUAL: Final = 4  # a larger strength is probably a mistake: 80 instead of 0.8
 
@@ -70,6 +75,19 @@ class Inputs:
     base: Index
     names: Names
     adapters: tuple[AdapterFile, ...]
+    folders: tuple[Folder | None, ...] = ()
+    """For each adapter the files of its folder; None for a file."""
+
+    @classmethod
+    def joined(cls, job: Job, base: Index, lookup: Names, adapters: Iterable[AdapterFile]) -> Inputs:
+        """Return the inputs, each adapter with the weights that were trained besides it; FitError for such without a
+        place in the base."""
+        both = []
+        for file in adapters:
+            whole = file.index.path.is_dir() and not {*file.index.files} & {*base.files}
+            folder = adapter_folder(file.index) if whole else None
+            both.append(with_trained_weights(file, folder, lookup, base.tensors, job.unmatched))
+        return cls(job, base, lookup, tuple(file for file, _ in both), tuple(folder for _, folder in both))
 
 
 @dataclass(frozen=True)
@@ -95,11 +113,12 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
 
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
-    base, lookup = cache.base(job.base, job.map)
+    base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
     job = check_container(job, base) if merged else job
-    adapters = tuple(with_names_of(base, cache.adapter(ref.path)) for ref in job.adapters)
+    files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
+    adapters = [with_names_of(base, file) for file in files]
     check_names(job, base, adapters)
-    return Inputs(job, base, lookup, adapters)
+    return Inputs.joined(job, base, lookup, adapters)
 
 
 def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
@@ -121,19 +140,67 @@ def make_plan(matched: Matched) -> Plan:
     check_stored(matched)
     quantised = quantising(job, base, matched.inputs.names)
     files, indexes = _files(matched, quantised.made), index_names(base)
-    sides, left = side_files(base) if base.path.is_dir() and not is_split(job.base) else ((), ())
-    if base.packed and job.dtype != "keep":
-        sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
+    folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
-    notes = [Note(f"not copied, because they hold other weights: {listed(left)}")] if left else []
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
-    notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    return Plan(job, base, matched.inputs.names.architecture, found, files, matched.weights, sides, indexes, quantised)
+    architecture = matched.inputs.names.architecture
+    return Plan(job, base, architecture, found, files, matched.weights, sides, indexes, quantised, folders)
+
+
+def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], list[Note]]:
+    """Return the files of every input folder and what becomes of them, the side files of the output, and notes."""
+    job, base = matched.inputs.job, matched.inputs.base
+    others = tuple(folder for folder in matched.inputs.folders if folder is not None)
+    if not base.path.is_dir() or is_split(job.base):
+        if job.tokenizer is not None:
+            raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
+                             "leave it out")  # fmt: skip
+        return others, {}, [note for folder in others for note in folder.warning()]
+    own = base_folder(base)
+    read = {path for one in matched.adapters for path in one.adapter.index.files}
+    of_adapters = {path for path in read if base.path in path.parents and path not in base.files}
+    within = {path.parent for path in of_adapters} | {ref.path for ref in job.adapters if ref.path == base.path}
+    unpacked = bool(base.packed) and job.dtype != "keep"
+    uses = []
+    for file in own.files:
+        path = base.path / file.name
+        if path in of_adapters:
+            uses.append(FileUse(file.name, "read"))
+        elif path.name == CONFIGS[0] and path.parent in within:
+            uses.append(FileUse(file.name, "left out", MERGED))
+        elif unpacked and path.name in ON_QUANTISATION:
+            uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
+    own = own.replaced(uses)
+    rows = [_embedding_rows(matched, number) for number, folder in enumerate(matched.inputs.folders) if folder]
+    tokenizer, notes = taken(job.tokenizer, own, others, rows)
+    sides = {name: base.path / name for name in own.names}
+    if tokenizer is not None:
+        replaced = {*tokenizer.files, *tokenizer.dropped}
+        own = own.replaced(FileUse(name, "left out", OTHER_TOKENIZER) for name in sides if name in replaced)
+        sides = {name: path for name, path in sides.items() if name not in tokenizer.dropped} | dict(tokenizer.files)
+        others = tuple(
+            folder.replaced(FileUse(name, "copied") for name in tokenizer.files if folder.path == tokenizer.folder)
+            for folder in others
+        )
+    folders = (own, *others)
+    return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
+
+
+def _embedding_rows(matched: Matched, number: int) -> Rows:
+    """Return the rows of the largest table of tokens, before and after an adapter."""
+    base, one = matched.inputs.base, matched.adapters[number]
+    tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]
+    key = max(tables, key=lambda name: base.tensors[name].shape[0], default=None)
+    if key is None:
+        return Rows(0, 0, changed=False)
+    after = one.replaced[key].shape if key in one.replaced else matched.weights[key].shape
+    changed = key in one.uses or key in one.replaced or key in one.bases
+    return Rows(base.tensors[key].shape[0], after[0], changed=changed)
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:

@@ -46,8 +46,7 @@ def contents(plan: Plan) -> Contents:
     """Return all files of the output of a plan."""
     tensors = {path: file.targets for path, file in zip(plan.base.files, plan.files, strict=True)}
     sides: dict[str, Side] = dict(index_files(plan.base, tensors))
-    for name in plan.sides:
-        file = plan.base.path / name
+    for name, file in plan.sides.items():
         sides[name] = file
         if file.name == "config.json":
             sides[name] = _configured(plan, name, DTYPES.get(plan.job.dtype))

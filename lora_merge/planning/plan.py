@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,8 @@ from ..disk.files import StoredTensor
 from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
-from ..job import Job
+from ..files.file_uses import Folder
+from ..job import TOKENIZERS, Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
@@ -147,9 +148,10 @@ class Plan(Shown):
         adapters: For each adapter what it matches.
         files: The files that would be written, each with its tensors.
         weights: Name → the weight that formulas read.
-        sides: Files of the base's folder that are copied as they are.
+        sides: Name in the output → file that is copied as it is.
         indexes: Name of every `*.index.json`.
         quantising: What the output's format does to the weights.
+        folders: The files of every input folder: read, copied, or left out for a reason.
 
     Examples:
         >>> plan = lora_merge.plan("base.safetensors", ["style.safetensors", "detail.safetensors"])
@@ -163,9 +165,10 @@ class Plan(Shown):
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
     weights: Mapping[str, Weight]
-    sides: tuple[str, ...] = ()
+    sides: Mapping[str, Path] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
     quantising: Quantising = NOTHING
+    folders: tuple[Folder, ...] = ()
 
     def _heading(self) -> str:
         return f"Plan: {self.job.output.name}"
@@ -312,6 +315,11 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
     return found
 
 
+def files(plan: Plan) -> list[dict[str, object]]:
+    """Return for each input folder its files: read, copied, or left out and why."""
+    return [folder.to_dict() for folder in plan.folders]
+
+
 def sources(job: Job) -> tuple[Path, ...]:
     """Return all paths that a job reads: the base, and the paths of `protected`."""
     base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
@@ -319,7 +327,8 @@ def sources(job: Job) -> tuple[Path, ...]:
 
 
 def protected(job: Job) -> tuple[Path, ...]:
-    """Return the paths that no output may replace: the adapters, their configurations, the name table."""
+    """Return the paths that no output may replace: adapters, their configurations, the name table, the tokenizer."""
     adapters = [ref.path for ref in job.adapters]
-    found = (*adapters, *map(configuration, adapters), job.map)
+    tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")
+    found = (*adapters, *map(configuration, adapters), job.map, tokenizer)
     return tuple(path for path in found if path is not None)

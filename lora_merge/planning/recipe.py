@@ -14,7 +14,7 @@ from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
 from ..files.seal import SEAL, ZEROS
 from ..files.side_files import output_name
-from ..job import Job
+from ..job import TOKENIZERS, Job
 from ..limits import from_json
 from ..options import OPTIONS, Kind
 from ..text import by_component
@@ -38,6 +38,7 @@ STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
         "settings": dict,
         "entries": dict,
         "texts": list,
+        "folder": lambda folder: folder if folder in TOKENIZERS else Path(folder).name,
         "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")},
     }
 )

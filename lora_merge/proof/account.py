@@ -70,7 +70,7 @@ def account(plan: Plan, reader: Reader) -> Account:
     module's place, or gives a reason that is wrong."""
     tensors, left_out, unused = 0, 0, dict[str, str]()
     for adapter, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
-        names = [*_names(matched.adapter.index)]
+        names = [*_names(matched.adapter.index, plan.base)]
         _check_places(used, adapter)
         own = dict(_unused(names, matched, used.tensors, adapter, reader))
         tensors, left_out, unused = tensors + len(names), left_out + len(own), unused | own
@@ -93,11 +93,16 @@ def _used(plan: Plan) -> list[_Used]:
     return found
 
 
-def _names(index: Index) -> Iterator[str]:
-    """Yield the names of all tensors of an adapter as the library reads its files, or our own reader if it cannot."""
+def _names(index: Index, base: Index) -> Iterator[str]:
+    """Yield the names of all tensors of an adapter as the library reads its files, or our own reader if it cannot.
+
+    An adapter that is attached inside the base shares its files; the other tensors there are those of the base.
+    """
     named = {(info.file, stored_name(info)): name for name, info in index.tensors.items()}
     for file in index.files:
         for stored in _stored(file, index):
+            if file in base.headers and (file, stored) not in named:
+                continue
             if (file, stored) not in named:
                 raise VerificationFailed("a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT)
             yield named[file, stored]

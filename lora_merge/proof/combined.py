@@ -200,7 +200,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     if method.elects:
         _elect(scaled, strengths, n)
     elif method.name == "consensus":
-        needed = len(scaled) if n.agree is None else min(n.agree, len(scaled))
+        needed = len(scaled) if n.agree is None else n.agree
         up, down = (sum(s > 0 for s in some) for some in (scaled, [-s for s in scaled]))
         for s in scaled:
             s[np.maximum(up, down) < needed] = 0.0

@@ -11,11 +11,13 @@ import numpy as np
 from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES, spoken
 from ..measure import Measure, Measures, Share, total
 from ..planning.plan import Plan
+from .grids import CONTRACT, UNDERFLOW
 from .reference.floats import Array
 
 NAMED: Final = 5  # modules or tensors that a report names, of those that it counts
 REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
 
+MOST_LOSS: Final = 64  # of any one formula; more comes of a recipe that lists many
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
@@ -91,6 +93,32 @@ def _share(change: Array, applied: Array, weight: float) -> Share:
     return Share(size, size, weight * float(applied @ change))
 
 
+@dataclass(frozen=True)
+class Bound:
+    """The largest error beyond the contract of fp32 sums that is allowed, and the largest change, of some rows."""
+
+    allowed: float = 0.0  # of the elements alone that need it
+    change: float = 0.0
+
+    @classmethod
+    def of(cls, beyond: Array, lost: Array, exact: Exact, value: Array) -> Bound:
+        """`beyond`: the errors beyond the rounding to the output. `lost`: those that are allowed. `value`: the exact
+        rows, as far as the output can hold them."""
+        before = replace(exact, terms=np.maximum(np.abs(exact.base), np.abs(value))).largest
+        sure = min(exact.loss, MOST_LOSS) * (CONTRACT * before + UNDERFLOW["fp32"] * exact.growth)
+        needed, change = np.where(beyond > sure, lost, 0.0), np.abs(value - exact.base)
+        return cls(*(float(np.max(some, where=np.isfinite(some), initial=0.0)) for some in (needed, change)))
+
+    def or_larger(self, other: Bound) -> Bound:
+        """Return the bound of the rows of both."""
+        return Bound(max(self.allowed, other.allowed), max(self.change, other.change))
+
+    @property
+    def proves(self) -> bool:
+        """Whether the numbers within the bound are evidence of the change."""
+        return self.allowed <= self.change
+
+
 @dataclass
 class Findings:
     """Results of the recomputation of some rows."""
@@ -103,12 +131,19 @@ class Findings:
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
+    cancelled: bool = True  # whether all wrong elements are the rounding of products that cancel
     measures: Measures = field(default_factory=Measures)
+    bounds: dict[str, Bound] = field(default_factory=dict)  # tensor → what is allowed
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
         """Count tensors that are looked at, and elements that are cut."""
         self.tensors += tensors
         self.cut += cut
+
+    def fail(self, tensor: str, where: str, *, cancelled: bool) -> None:
+        """Record a tensor with wrong elements. `cancelled`: whether they are the rounding of products that cancel."""
+        self.wrong[tensor] = where
+        self.cancelled &= cancelled
 
     def add(self, part: Findings) -> None:
         """Add the results of other rows."""
@@ -121,6 +156,9 @@ class Findings:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor
         for tensor, where in part.wrong.items():
             self.wrong.setdefault(tensor, where)
+        self.cancelled &= part.cancelled
+        for tensor, bound in part.bounds.items():
+            self.bounds[tensor] = self.bounds.get(tensor, Bound()).or_larger(bound)
         self.measures.add(part.measures)
 
     def retained(self, adapter: int) -> float | None:

@@ -15,6 +15,9 @@ DECODED: Final = 2.0**-20  # the error of decoding in fp32, as a share of what i
 ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
 """Largest error of a sum in the compute dtype, as a share of its largest term."""
 
+CONTRACT: Final = 2e-6
+"""Largest error of an fp32 sum that a user may rely on, as a share of the weight's largest number before or after."""
+
 UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 * 2.0**-133, "fp16": 32 * 2.0**-24}
 """The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
 

@@ -43,6 +43,7 @@ class Recipe:
     options: Mapping[str, Any]
     map_name: str
     map_text: str | None
+    tokenizer: str  # the value of the option, of a path its last name; "" without one
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -110,7 +111,8 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     table = value.get("map", {"name": "", "text": None})
     map_text = None if table["text"] is None else text_of(table["text"])
     name = "" if map_text is None else _file_name(table["name"])
-    return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text)
+    whose = _file_name(value["tokenizer"]) if "tokenizer" in value else ""
+    return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, whose)
 
 
 def input_of(value: Mapping[str, Any]) -> Input:

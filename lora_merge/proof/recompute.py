@@ -21,8 +21,8 @@ from ..matching.relatives import basis_weights
 from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combined import Made, PatchRows, costs_all, of_weight, stored_rows, together
-from .findings import Exact, Findings, measure
+from .combined import Made, PatchRows, costs_all, of_weight, stored_rows, together, uniform
+from .findings import Bound, Exact, Findings, measure
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
@@ -32,6 +32,7 @@ from .stored import Coded, Stored
 
 EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
+LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (
     "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
@@ -43,12 +44,13 @@ class Recomputation:
     """The recomputation of one output.
 
     `outputs`: the merged weights in the written files that are not plain numbers. `recorded`: what the merge recorded
-    of some rows of some tensors.
+    of some rows of some tensors. `judged`: the compute dtype whose rounding is allowed; "": that of the job.
     """
 
     def __init__(  # noqa: PLR0913  # one output, its inputs, how far
         self, plan: Plan, reader: Reader, pool: Executor, *, full: bool,
         outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
+        judged: str = "",
     ) -> None:  # fmt: skip
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = Stored(reader, plan.base)
@@ -56,8 +58,10 @@ class Recomputation:
         merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
-        self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
-        self.rounding, self.underflow = (table[plan.job.compute_dtype] for table in (ROUNDING, UNDERFLOW))
+        self.stochastic = plan.job.rounding == "stochastic"
+        self.steps = 1.0 if self.stochastic else 0.5
+        self.judged, self.asked = judged or plan.job.compute_dtype, not judged
+        self.rounding, self.underflow = (table[self.judged] for table in (ROUNDING, UNDERFLOW))
         self.findings = Findings()
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
@@ -183,21 +187,31 @@ class Recomputation:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
-        bad = ~(error <= 1.0000002 * self.steps * units + lost)
+        beyond = error - 1.0000002 * self.steps * units
+        if self.stochastic and target.name not in self.outputs and ITEM_BYTES[target.dtype] < LEAST_DRAWN:
+            places = rows[:, None] * found.shape[1] + np.arange(found.shape[1])
+            drawn = _as_drawn(found, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
+            beyond = np.where(drawn, beyond, error)
+        bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
             broken=int(np.count_nonzero(~np.isfinite(found))),
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
+            bounds={target.name: Bound.of(beyond, lost, exact, value)},
         )  # fmt: skip
         if bad.any():
+            products = self._products(target, rows, found.shape[1]).max(axis=1, initial=0.0, keepdims=True)
+            explained = error <= self.steps * units + lost + exact.loss * rounding * products
+            cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
-            findings.wrong[target.name] = (
+            where = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {spoken(target.dtype)} away"
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
+            findings.fail(target.name, where, cancelled=cancelled)
         return findings
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
@@ -240,16 +254,32 @@ class Recomputation:
             return None
         key = part, rows.tobytes()
         if key not in made.changes:
-            made.changes[key] = part.strength * self._inside(part, rows[at], seen, made)
+            made.changes[key] = part.strength * self._inside(part, rows[at], seen, partial(self._delta, made=made))
         return at, made.changes[key]
 
-    def _inside(self, part: PatchRows, rows: Array, seen: Array, made: Made) -> Array:
-        """Return ΔW at strength 1 for rows of the stored tensor, which the patch sees as `seen`."""
+    def _inside(self, part: PatchRows, rows: Array, seen: Array, delta: Callable[[Patch, Array], Array]) -> Array:
+        """Return ΔW at strength 1 for rows of the stored tensor, seen by the patch as `seen`; `delta` makes it."""
         first = part.first
         if first.piece.transposed:
             seen = np.arange(first.start, first.start + first.piece.rows)
-            return self._delta(part.patch, seen, made).T[rows - first.piece.start]
-        return self._delta(part.patch, seen, made)
+            return delta(part.patch, seen).T[rows - first.piece.start]
+        return delta(part.patch, seen)
+
+    def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
+        """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
+        above |ΔW| where products cancel."""
+        found = np.zeros((len(rows), cols))
+        for part in self._parts(target.uses):
+            row, (at, seen) = ALGORITHMS[part.patch.algorithm], part.find(rows)
+            if len(seen) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):
+                change = self._inside(part, rows[at], seen, partial(self._unsigned, Made(target)))
+                found[at] += np.abs(part.strength * change)
+        return found
+
+    def _unsigned(self, made: Made, patch: Patch, rows: Array) -> Array:
+        """Return ΔW of an adapter whose stored numbers have no signs."""
+        g = self._given(patch, rows, made)
+        return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
     def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""
@@ -329,6 +359,18 @@ class Recomputation:
                 values = values.copy()
                 values[found[0]] += found[1]
         return values
+
+
+def _as_drawn(found: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
+    """Return which numbers are the neighbour of the exact value that the draws choose; either one where rounding in the
+    compute dtype may decide."""
+    units, side = grid.step(value), np.where(value < 0, -1.0, 1.0)
+    unsure = np.minimum(lost / units + 2.0 ** (grid.levels.digits - 23), 1.0)  # a draw has the bits that are cut
+    low, high = (
+        grid.saturated(side * np.floor(np.abs(value) / units + drawn + more) * units) * side
+        for more in (-unsure, unsure)
+    )
+    return np.asarray((low <= found * side) & (found * side <= high))
 
 
 def _divisor(norm: Array) -> Array:

@@ -16,7 +16,8 @@ from ..dtypes import DTYPES, FLOATS, FORMATS
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
-from ..job import Adapter, Job, make_job
+from ..job import TOKENIZERS, Adapter, Job, make_job
+from ..options import checked
 from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
@@ -27,6 +28,7 @@ from ..progress import Progress, unwatched
 from ..shapes import Shape
 from ..text import Note, listed, plural, quoted
 from .find_inputs import different, find
+from .grids import ROUNDING
 from .header_changes import header_changes, notes, with_header_changes
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
@@ -51,22 +53,25 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
-    VerificationFailed if it is not that merge.
+    `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
+    allowed. VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
-    if options and KEY in made.metadata:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise UsageError("options that the recipe states", flags,
-                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+    judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
+    options = {name: value for name, value in options.items() if name != "compute_dtype"}
+    if KEY in made.metadata:
+        refuse_stated(options)
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(made, "give --base and --adapter")
-            job = _job(recipe, find(recipe, _around(output, search)), output, stack)
+            around = _around(output, search)
+            job = _job(recipe, find(recipe, around), output, stack, around)
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
             job = _job_of(made, base, adapters, options, stack)
         plan = _followed(job, made)
+        judged = judged or min(("fp32", plan.job.compute_dtype), key=ROUNDING.__getitem__)
         if plan.is_folder != made.path.is_dir():
             kind, other = ("folder", "file") if plan.is_folder else ("file", "folder")
             what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
@@ -74,7 +79,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         changes = header_changes(plan, made)
         try:
-            proof = verify(plan, output, reader, full=full, progress=progress)
+            proof = verify(plan, output, reader, full=full, judged=judged, progress=progress)
         except VerificationFailed as e:
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, made)
@@ -87,12 +92,20 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
+def refuse_stated(options: Iterable[str]) -> None:
+    """Raise UsageError if any options are named, as the recipe of the output states them."""
+    if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
+        raise UsageError("options that the recipe states", flags,
+                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+
+
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
     """Return the plan that makes `made` a second time, under another name; its inputs are searched by content."""
     index = open_checkpoint(made)
     recipe = read_recipe(index)
     with ExitStack() as stack:
-        job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
+        around = _around(made, search)
+        job = _job(recipe, find(recipe, around), output, stack, around, **options)
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
@@ -136,13 +149,31 @@ def _around(output: Path, search: Sequence[Path]) -> list[Path]:
     return [*search, absolute(output).parent, *current_folders()]
 
 
-def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
-    """Return the recipe's job; its name table is in a temporary file until the stack closes."""
+def _job(
+    recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, folders: Sequence[Path], **options: Any
+) -> Job:
+    """Return the recipe's job; its name table is in a temporary file until the stack closes.
+
+    `folders`: where the folder of a tokenizer that the recipe names is looked for, by its name.
+    """
+    if recipe.tokenizer:
+        options["tokenizer"] = _tokenizer(recipe.tokenizer, (*folders, *(path.parent for path in paths)))
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options["map"] = folder / recipe.map_name
         options["map"].write_text(recipe.map_text, encoding="utf-8")
     return recipe.job(paths, output, **options)
+
+
+def _tokenizer(whose: str, folders: Iterable[Path]) -> str | Path:
+    """Return the value of `--tokenizer` for a name in a recipe; UsageError if no folder of that name is there."""
+    if whose in TOKENIZERS:
+        return whose
+    found = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
+    if found is None:
+        raise UsageError(f"the folder {quoted(whose)}, whose tokenizer the output has, is not found", "the recipe",
+                         "name the folder that it is in with --search")  # fmt: skip
+    return found
 
 
 def _job_of(
@@ -172,7 +203,7 @@ def _job_of(
                                      f"{own.strength:g}", str(made.path),
                                      f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
-    stated = _job(recipe, paths, made.path, stack)
+    stated = _job(recipe, paths, made.path, stack, _around(made.path, ()))
     refs = tuple(
         ref if isinstance(said, str | Path) else Adapter(ref.path, own.strength, own.parts or ref.parts)
         for ref, own, said in zip(stated.adapters, job.adapters, plain, strict=True)

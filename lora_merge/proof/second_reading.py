@@ -8,6 +8,7 @@ that the second reading does not know are counted and named.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,12 +25,20 @@ from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
 from ..text import listed, quoted
 from .findings import NAMED, REPORT
-from .reference.claims import Base, Claim, Span, claims
+from .reference.claims import Base, Claim, Span, Strength, claims
 from .reference.floats import decode
 from .reference.numbers import Number, Numbers, strength
 from .reference.places import PEFT, Places
+from .reference.reading import groups
 
 CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
+
+
+SPELLING: Final = "how their tensors are called"
+NAME: Final = "the one layer that their names mean"
+PART: Final = "the blocks or parts that their strengths are for"
+NUMBER: Final = "their formula, scale or rows"
+"""What the second reading may not know of a module, in the words of the report."""
 
 
 WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)(\.\w+$)|(?<=\.)set_(?=weight$)")
@@ -43,10 +52,11 @@ class Reading:
     modules: int = 0  # modules that the plan applies
     proven: int = 0  # modules to which the second reading gives the same places and numbers
     alone: list[str] = field(default_factory=list)  # names of the modules that only the plan knows
+    why: Mapping[str, int] = field(default_factory=dict)  # what is not known of these → modules
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reading as the report has it."""
-        return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:NAMED]}
+        return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:NAMED], "why": dict(self.why)}
 
 
 @dataclass
@@ -76,22 +86,39 @@ def compare(
     shapes = {name: info.shape for name, info in base.tensors.items()}
     seen = Base(_as_floats(base), base.config, Places(shapes, base.components))
     known: set[int] = set()
+    why: dict[int, str] = {}
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
         own = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
-        for claim in claims(index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts)):
+        factor = partial(strength, ref.strength, ref.parts, seen.places.blocks)
+        for claim in claims(index.tensors, numbers, seen, factor):
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, own)
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
             _compare(claim, list(found.values()), ref.path)
             known.update(found)
+        left = {id(p): t for (at, t), p in planned.items() if at == n and id(p) not in known}
+        why.update(_unknown(left, index, seen, factor) if left else {})
     modules = {id(p): p.name for p in planned.values()}
     whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
     others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
     alone = [name for at, name in modules.items() if at not in known] + others
-    return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
+    reasons = Counter([why[at] for at in modules if at not in known] + [NAME] * len(others))
+    return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone, reasons)
+
+
+def _unknown(left: Mapping[int, str], index: Index, seen: Base, factor: Strength) -> Iterator[tuple[int, str]]:
+    """Yield what the second reading does not know of modules; `left`: any key of each → the name of a tensor of it."""
+    grouped = {info.name: group for group in groups(index.tensors.values()) for info in group.roles.values()}
+    for at, tensor in left.items():
+        group = grouped.get(tensor)
+        place = seen.places.find(group.stem, group.parameter) if group is not None else None
+        if place is None:
+            yield at, NAME if group is not None else SPELLING
+        else:
+            yield at, PART if any(factor(r.key, place.network) is None for r in place.rows) else NUMBER
 
 
 def _as_floats(base: Index) -> Mapping[str, StoredTensor]:

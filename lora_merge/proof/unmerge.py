@@ -1,7 +1,8 @@
 """Takes a merge back: the same adapters at the opposite strengths, where their changes do not depend on the base.
 
 W + Δ was rounded once and (W + Δ) − Δ is rounded once more, so every number differs from the original by at most one
-rounding step of the larger of both. Where the base itself is at hand it is the better way: it is exact.
+rounding step of the larger of both, where the sums are finer than the numbers that are stored. How the merge computed,
+rounded and cut is read from its recipe. Where the base itself is at hand it is the better way: it is exact.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..dtypes import COMPUTE_DTYPES, spoken
 from ..errors import FitError, InputError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
@@ -22,8 +24,14 @@ from ..planning.plan import Plan
 from ..text import Note, listed, quoted
 from .find_inputs import find_all
 from .read_recipe import Recipe, read_recipe
+from .reference.floats import precision
 
-INEXACT: Final = Note("the numbers differ from those before the merge by at most one rounding step: sums were rounded")
+KEPT: Final = ("setting", "unmatched", "compute_dtype")
+"""Options of the merge that taking it back has too, where the user gives no others."""
+
+
+EXACT: Final = ("F32", "F64")
+"""Dtypes of sums whose rounding and underflow are nothing beside a step of a coarser dtype."""
 
 
 def plan_unmerge(
@@ -34,19 +42,27 @@ def plan_unmerge(
     `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
     for changes that depend on the base, as those of DoRA: there only the original base helps.
     """
-    recipe = None
-    if not adapters:
-        recipe = read_recipe(open_checkpoint(made), "name its adapters")
-        method = recipe.options.get("method", SUM)
-        if method != SUM:
-            raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
+    recipe = read_recipe(open_checkpoint(made), "name its adapters") if not adapters else _recipe(made)
+    if recipe is not None:
+        _expect_sum(recipe, made)
+        options = {**{n: recipe.options[n] for n in KEPT if n in recipe.options}, **options}
+    if not adapters and recipe is not None:
         folders = [*search, absolute(made).parent, *current_folders()]
         paths = find_all([a for a, _, _ in recipe.adapters], folders)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
-        kept = {n: recipe.options[n] for n in ("setting", "unmatched") if n in recipe.options}
-        options = {**kept, **options}
     job = make_job(made, adapters, output, **options)
     return taken_back(plan_job(opposite(job), CheckpointCache()), recipe)
+
+
+def _expect_sum(recipe: Recipe, made: Path) -> None:
+    """Raise FitError for a merge that is no sum, or that cut numbers."""
+    if (method := recipe.options.get("method", SUM)) != SUM:
+        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
+    if recipe.options.get("on_overflow", "error") == "saturate":
+        raise FitError(
+            "the merge cut numbers that its dtype cannot hold (--on-overflow saturate), which nothing brings back",
+            str(made), _instead(recipe),
+        )  # fmt: skip
 
 
 def opposite(job: Job) -> Job:
@@ -59,16 +75,46 @@ def opposite(job: Job) -> Job:
 
 
 def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
-    """Return the plan with a note that says what it cannot restore; FitError for changes that depend on the base."""
+    """Return the plan with a note that says what it cannot restore; FitError for changes that depend on the base, and
+    for a recipe of another merge than a sum."""
+    recipe = recipe or _recipe(plan.base.path)
+    if recipe is not None:
+        _expect_sum(recipe, plan.base.path)
     for one in plan.adapters:
         patches = [use.patch for uses in one.uses.values() for use in uses]
         wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
         wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.separated)]
         if wrong:
-            raise FitError("the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}",
-                           _instead(recipe or _recipe(plan.base.path)))  # fmt: skip
-    notes = [*_otherwise(plan, recipe or _recipe(plan.base.path))] or [INEXACT]
+            raise FitError(
+                "the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}", _instead(recipe)
+            )
+    notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
+
+
+def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
+    """Return the note that says by how much numbers may differ from those before the merge."""
+    computed = {plan.job.compute_dtype, *([recipe.options["compute_dtype"]] if recipe is not None else [])}
+    sums = min((COMPUTE_DTYPES[name] for name in computed), key=_digits)
+    changed = [t for file in plan.files for t in file.targets if t.uses]
+    stored = {e for t in changed for e in (t.weight.packing.encoding, t.packing.encoding)}
+    if not all(e.plain for e in stored):
+        steps = "what quantisation loses in the merge and again here"
+    else:
+        coarsest = min((e.title for e in stored), key=_digits, default=sums)
+        finer = _digits(coarsest) < _digits(sums)
+        drawn = recipe is not None and recipe.options.get("rounding") == "stochastic"
+        steps = f"at most {'two rounding steps' if drawn else 'one rounding step'} of {spoken(coarsest)}"
+        if not finer or sums not in EXACT:
+            also = f", and of {spoken(coarsest)}" if finer else ""
+            steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
+    unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"
+    return Note(f"the numbers differ from those before the merge by {steps}, of the largest number added up{unknown}")
+
+
+def _digits(dtype: str) -> int:
+    """Return the bits of a significand."""
+    return precision(dtype)[0]
 
 
 def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
@@ -78,7 +124,9 @@ def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
         merged[one.name].append((strength, sorted(parts)))
     for ref in plan.job.adapters:
         known = merged.get(ref.path.name, [])
-        if known and (-ref.strength, sorted(ref.parts)) not in known:
+        if recipe is not None and not known:
+            yield Note(f"the result is not the base: its recipe names no {ref.path.name}")
+        elif known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
             told = "".join(f",{part}={factor:g}" for part, factor in parts)
             yield Note(f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{told}")

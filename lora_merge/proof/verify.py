@@ -33,7 +33,7 @@ from ..progress import Progress, counted, unwatched
 from ..text import Note, by_component, listed, plural, quoted
 from .account import account
 from .findings import REPORT, Findings, remedy
-from .grids import DECODED, plain_grid
+from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import decode
@@ -43,6 +43,7 @@ from .second_reading import read_again
 from .stored import Coded, coded_output
 
 AGAIN: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
+TINY: Final = 2.0**-1022  # the divisor in place of 0
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
 
@@ -54,9 +55,12 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     full: bool = False,
     written: Iterable[bytes] | None = None,
     seen: Mapping[str, Checked] | None = None,
+    judged: str = "",
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Return the proof of the files at `part`; VerificationFailed if they are not what the plan says.
+
+    `judged`: the compute dtype whose rounding is allowed; "": that of the job, whose user asked for it.
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
     `seen`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
@@ -72,11 +76,12 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
             checked.append(check_header(file, path, header))
             notes += check_opened(file, path, header)
         coded = _coded_outputs(paths, checked)
-        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=seen or {})
+        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=seen or {}, judged=judged)
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, report)
     check_folder(plan, part, new=written is not None)
-    _conclude(plan, merged, part)
+    _conclude(plan, merged, part, new=written is not None)
+    notes += _expect_evidence(plan, merged, part)
     if full:
         _check_sums(paths, checked)
     proof = _proof(plan, merged, compared, full=full)
@@ -238,20 +243,49 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
     return int(np.count_nonzero(over))
 
 
-def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
-    """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause."""
+def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> None:
+    """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause. InputError for a `new` file
+    with products that cancel."""
     f = merged.findings
     if not f.wrong:
         return
     name, where = next(iter(f.wrong.items()))
+    if f.cancelled:
+        what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
+        fix = "compute with --compute-dtype fp64"
+        raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
     shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     other = "if it was made at other strengths, give those; else " if odd else ""
     are = plural(f.tensors, "merged tensor is", "merged tensors are")
+    wider = ROUNDING[plan.job.compute_dtype] > ROUNDING[merged.judged]
+    by = f"by the bound of {merged.judged}, " if wider else ""
+    ask = f"--compute-dtype {plan.job.compute_dtype}, which the recipe states, allows more; else " if wider else ""
     raise _failed(
-        f"{len(f.wrong)} of {are} not what base and adapters give{hint}", f"{part}: {name}, {where}", f"{other}{AGAIN}"
-    )
+        f"{by}{len(f.wrong)} of {are} not what base and adapters give{hint}", f"{part}: {name}, {where}",
+        f"{ask}{other}{AGAIN}",
+    )  # fmt: skip
+
+
+def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[Note]:
+    """Raise VerificationFailed where the allowed error is larger than the change itself, so that a file without the
+    change would pass; yield a note instead where the user asked for just that: sums in 16 bits in this very merge, or a
+    method whose choice hangs on rounding."""
+    weak = {name: bound for name, bound in merged.findings.bounds.items() if not bound.proves}
+    if not weak:
+        return
+    name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or TINY))
+    where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
+    are = plural(len(weak), "merged tensor is", "merged tensors are")
+    chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
+    coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
+    fix = "leave out adapters whose changes cancel each other"
+    if coarse or not (chosen or merged.judged == "fp64"):
+        fix = f"merge again with --compute-dtype {'fp32' if coarse else 'fp64'}"
+    if not (merged.asked and (coarse or chosen)):
+        raise VerificationFailed(f"{are} not proven: the bound is above the change itself", where, fix)
+    yield Note(f"{are} not proven: the bound is above the change itself ({where}); {fix}")
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:
@@ -289,6 +323,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
     return {
         "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
+        "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, shares)),
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them

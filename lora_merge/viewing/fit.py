@@ -24,11 +24,11 @@ def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any
     `numbers`: returns the size of the change and how much of it the base's dtype keeps, which the result has then.
     """
     job = make_job(path, [adapter], path, unmatched="skip")
-    file = group(open_checkpoint(adapter.path))
+    file = group(open_checkpoint(adapter.path, adapter=True))
     lookup = names(base)
     found: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
     try:
-        matched = match(Inputs(job, base, lookup, (file,)))
+        matched = match(Inputs.joined(job, base, lookup, (file,)))
     except FitError as e:
         error = {"what": e.what, "where": e.where, "fix": e.fix}
         return {**found, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}

@@ -10,6 +10,8 @@ from typing import Any
 from ..adapters.file import AdapterFile, group, looks_like_adapter
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
+from ..files.file_uses import Folder, adapter_folder
+from ..files.side_files import base_folder
 from ..job import Adapter
 from ..planning.plan import Plan
 from ..progress import Progress, unwatched
@@ -40,10 +42,11 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     `pictures`: the numbers with singular values and histograms, which pages show.
     """
     index = open_checkpoint(path)
+    folder = _folder(index)
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": str(path), "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
-        "dtypes": dtypes(index.tensors),
+        "dtypes": dtypes(index.tensors), **({"folder": folder.to_dict()} if folder else {}),
     }  # fmt: skip
     if adapter is not None:
         if is_adapter(index):
@@ -60,8 +63,16 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
         facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
     found = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
     facts |= {"hashes": {**found, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
-    notes = [*index.notes, *facts.get("notes", ()), *_changed(index)]
+    left = folder.warning() if folder else ()
+    notes = [*index.notes, *left, *facts.get("notes", ()), *_changed(index)]
     return facts | {"metadata": dict(index.metadata), "notes": notes}
+
+
+def _folder(index: Index) -> Folder | None:
+    """Return the files of the folder that is looked at; None for a file."""
+    if not index.path.is_dir():
+        return None
+    return adapter_folder(index) if is_adapter(index) else base_folder(index)
 
 
 def is_adapter(index: Index) -> bool:

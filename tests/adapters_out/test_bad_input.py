@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.truncation.storing import Grams
 from lora_merge.cli.making.look import lines
 from lora_merge.errors import InputError, MergeError, UsageError
 from tests.support import Tensors, rand, save
@@ -62,6 +63,17 @@ def test_damaged_adapters_are_refused_with_their_tensor(what: str, run: str, tmp
     assert failure.value.exit_code == code, failure.value
     assert told in str(failure.value)
     assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("run", ["convert", "convert with a base", "keep"])
+@pytest.mark.parametrize("squares", [float("inf"), float("nan")])
+def test_squares_that_are_too_large_are_refused_whatever_a_processor_makes_of_them(
+    squares: float, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that add in another order turn infinity into NaN."""
+    what = "products too large for fp64"
+    monkeypatch.setattr(Grams, "of", lambda left, right: Grams(*[torch.full((3, 3), squares, dtype=left.dtype)] * 2))
+    test_damaged_adapters_are_refused_with_their_tensor(what, run, tmp_path)
 
 
 ODD: dict[str, Tensors] = {

@@ -131,6 +131,12 @@ def test_consensus_keeps_entries_of_one_sign() -> None:
     torch.testing.assert_close(run("consensus", given, [1.0] * 3, agree=1), sum(given, torch.zeros(SHAPE)))
 
 
+@pytest.mark.parametrize(("agree", "kept"), [(None, True), (1, True), (2, False), (3, False)])
+def test_consensus_of_fewer_adapters_than_agree_is_nothing(agree: int | None, kept: bool) -> None:  # noqa: FBT001
+    (only,) = changes(1)
+    torch.testing.assert_close(run("consensus", [only], [0.5], agree=agree), 0.5 * only if kept else 0 * only)
+
+
 @pytest.mark.parametrize("method", sorted(set(COMBINATIONS) - {"slerp"}))
 def test_the_order_of_adapters_does_not_matter(method: str) -> None:
     given, n = changes(), Numbers(density=0.5, gamma=0.1, epsilon=0.2)

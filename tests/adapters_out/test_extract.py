@@ -11,6 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out import proof as written_proof
+from lora_merge.adapters_out.average import tensors as averages
+from lora_merge.adapters_out.conversion import proof as conversion_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.adapters_out.extract import proving
 from lora_merge.adapters_out.extract.kronecker import factored
@@ -487,3 +490,26 @@ def test_the_proof_reads_whole_matrices_as_the_file_stores_them(
         save_file(tensors, given[2], f.metadata())
     code, told = in_process("verify", given[2], "--search", folder)
     assert code == 6, told
+
+
+@pytest.mark.parametrize(("command", "options"), [
+    ("combine", []), ("combine", ["--format", "peft", "--include", "unet"]), ("resize", ["--rank", "2", "--alpha", "rank"]),
+    ("convert", ["--to", "lycoris", "--rank", "2"]), ("extract", ["--rank", "exact"]), ("average", ["--space", "factors"]),
+], ids=["combine", "combine-peft", "resize", "convert", "extract", "average"])  # fmt: skip
+def test_a_full_proof_of_a_written_adapter_computes_every_layer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str]
+) -> None:
+    """Without --full it is a sample. The recipe states all options, so that others are refused, and not dropped."""
+    for module in (written_proof, conversion_proof, proving, averages):
+        monkeypatch.setattr(module, "BUDGET", 1)
+    lora, base = folder / "lora.safetensors", folder / "base.safetensors"
+    inputs = {"extract": [base, folder / "tuned.safetensors"], "convert": [lora, "--base", base], "resize": [lora],
+              "combine": [f"{lora}:0.5", lora, "--base", base]}.get(command, [lora, lora])  # fmt: skip
+    output = tmp_path / ("o" if "peft" in options else "o.safetensors")
+    code, said = in_process(command, *inputs, *options, "-o", output)
+    assert code == 0, said
+    sample, full = (lora_merge.verify(output, search=[folder], full=full) for full in (False, True))
+    assert (sample["full"], full["full"]) == (False, True)
+    assert 1 <= sample["recomputed"] < sample["layers"] == full["recomputed"] == full["layers"]
+    code, said = in_process("verify", output, "--search", folder, "--on-overflow", "saturate")
+    assert code == 2 and "--on-overflow" in said, said

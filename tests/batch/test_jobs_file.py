@@ -229,7 +229,7 @@ jobs:
         ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
         ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),
         ("version: 1\nversion: 1\njobs: []", "twice"),
-        ("version: 1\njobs: [{base: b, output: o}]", "adapters"),
+        ("version: 1\njobs: [{command: unmerge, base: b, output: o}]", "adapters"),
         ("version: 1\njobs: [{base: b, adapters: ['{x}'], output: o}]", "no matrix"),
         ("version: 1\njobs: [{base: b, adapters: [{path: a, strength: .nan}], output: o}]", "finite"),
         ("version: 1\njobs: [{base: b, adapters: [{path: 'a:1', strength: 2}], output: o}]", "twice"),

@@ -128,7 +128,7 @@ def test_jobs(jobs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"base": None}, {"adapters": ()}, {"output": b"x"}, {"dtype": "x"}, {"max_memory": -1}, {"device": 0}]
+    "wrong", [{"base": None}, {"adapters": (5,)}, {"output": b"x"}, {"dtype": "x"}, {"max_memory": -1}, {"device": 0}]
 )
 def test_job_objects_made_by_hand(files: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
     right = {"base": str(files / "base.safetensors"), "adapters": [str(files / "a.safetensors")]}

@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
-from lora_merge.engine import fold_blocks  # noqa: F401  # it keeps the functions that tests replace: load it before
+from lora_merge.engine import fold_blocks  # it keeps the functions that tests replace: load it before
 from lora_merge.engine import tensors as factors
-from lora_merge.engine.blocks import BLOCK_ELEMENTS
+from lora_merge.engine.blocks import BLOCK_ELEMENTS, Block
 from lora_merge.engine.device.memory import SPILLED, WORKSPACE
-from lora_merge.engine.devices import stack_size
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import DeviceStream, Placement, _pinned, _stream, land, stage
@@ -410,12 +409,13 @@ def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeyp
         staged.extend(tuple(t.shape) for t in tensors)
         return stage(tensors, *more)
 
-    def sized(rows: int, cols: int) -> int:
-        bounds.append((rows, cols))
-        return stack_size(rows, cols)
+    def sized(merger: fold_blocks.BlockMerger, block: Block) -> int:
+        bounds.append((block.last - block.first, block.cols))
+        return most(merger, block)
 
+    most = fold_blocks.BlockMerger._most
     monkeypatch.setattr("lora_merge.engine.patch_tensors.stage", counted)
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.stack_size", sized)
+    monkeypatch.setattr(fold_blocks.BlockMerger, "_most", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
     assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]

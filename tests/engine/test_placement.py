@@ -130,6 +130,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # fakes have no values
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stop_where", lambda _: None)
     monkeypatch.setattr("lora_merge.engine.measuring.row_sample.RowSample.measured", lambda *_, **__: ())
 
 
@@ -408,8 +409,8 @@ SHORT = [
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.engine.devices.CPU_STACK", 2**23)
     whole = _merge(tmp_path, "whole")
+    monkeypatch.setattr(BlockMerger, "_most", lambda *_: 8)  # a CPU in a device's place
     failed = []
 
     def short(base: Tensor, stacks: list[StackedPatch]) -> Tensor:

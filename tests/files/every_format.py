@@ -20,7 +20,7 @@ from lora_merge.disk.reader import read_bytes
 from lora_merge.engine.placement import TORCH_DTYPES
 from lora_merge.engine.tensors import as_bytes, parts_of
 from lora_merge.files.codecs import CODECS
-from lora_merge.files.codecs.base import CODES, Checkpoint, Encoding, Packing
+from lora_merge.files.codecs.base import CODES, DRAW, Checkpoint, Encoding, Packing
 from lora_merge.files.codecs.ggml import fresh, ggml
 from lora_merge.files.codecs.ggml_kinds import KINDS
 from lora_merge.files.codecs.making import FILES, FOLDERS
@@ -72,15 +72,16 @@ class Weight(NamedTuple):
     def decoded(self) -> Tensor:
         return self.encoding.decode(self.parts(), 0, self.total).reshape(-1)
 
-    def encoded(self, values: Tensor) -> Weight:
-        """The weight with other numbers; parts of the whole weight are made again where they do not cover them."""
-        parts = self.parts()
+    def encoded(self, values: Tensor, uniform: Tensor | None = None) -> Weight:
+        """The weight with other numbers; parts of the whole weight are made again where they do not cover them.
+        `uniform`: draws for stochastic rounding."""
+        parts = self.parts() | ({} if uniform is None else {DRAW: uniform})
         new = self.encoding.encode(values.clone(), parts, 0)
         if new is None:
             parts |= self.encoding.refit(parts, float(values.abs().max()))
             new = self.encoding.encode(values.clone(), parts, 0)
         assert new is not None, "the parts were made for these numbers"
-        made = {role: as_bytes(t).numpy().tobytes() for role, t in {**parts, **new}.items()}
+        made = {role: as_bytes(t).numpy().tobytes() for role, t in {**parts, **new}.items() if role != DRAW}
         assert {role: len(raw) for role, raw in made.items()} == {role: len(raw) for role, raw in self.raw.items()}
         return self._replace(raw=made)
 

@@ -84,6 +84,53 @@ def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
                 assert off.max() <= 0.5 + 1e-4, f"{what}: {off.max()} steps"
 
 
+POSITIVE = {"scaled": "scale", "packed_ints": "scale", "fp4": "whole"}
+"""Codec → the role of its scales that only numbers other than 0 need."""
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if "low-rank" not in name])
+def test_zeros_may_have_the_scale_0(name: str) -> None:
+    """They are decoded as zeros, stay so, and become other numbers; other codes with that scale are refused."""
+    for found in weights(name):
+        role = POSITIVE.get(found.encoding.name, "")
+        if (
+            role not in found.raw
+            or getattr(found.encoding, "kind", "") == "E8M0"
+            or getattr(found.encoding, "divided", False)
+        ):
+            continue
+        raw = {role: bytes(len(found.raw[role]))}
+        with pytest.raises(InvalidPart, match="for codes that are not 0"):
+            found._replace(raw={**found.raw, **raw}).decoded()
+        nothing = found.encoded(torch.zeros(found.total))
+        stored = nothing._replace(raw={**nothing.raw, **raw})
+        assert not stored.decoded().any() and not stored.proven()[0].any()
+        assert not stored.encoded(torch.zeros(found.total)).decoded().any()
+        within_half_a_step(stored, torch.randn(found.total, generator=torch.Generator().manual_seed(2)) * 0.02)
+
+
+DRAWS = 8
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> None:
+    """The numbers of a weight grow by less than half a step of any format, by less than that of most, and by more."""
+    found = weights(name)[0]
+    if found.encoding.decode_only or not found.encoding.stochastic:
+        pytest.skip("its numbers are not drawn")
+    usual = torch.randn(found.total, generator=torch.Generator().manual_seed(1)) * 0.02
+    before = (found.encoded(usual) if name.startswith("new ") else found).decoded()
+    for growth in (1.003, 1.02, 1.1):
+        values, mean = before * growth, torch.zeros(found.total, dtype=torch.float64)
+        for n in range(DRAWS):
+            made = found.encoded(values, torch.full((found.total,), (n + 0.5) / DRAWS))
+            mean += made.decoded().double() / DRAWS
+        grid = made.proven()[1]
+        off = (mean - values.double()).abs().numpy() / np.maximum(grid.step(values.double().numpy()), 1e-300)
+        # A draw of a rotated row moves all its numbers.
+        assert off.max() <= (0.55 if grid.turn is None else 2) / DRAWS, f"× {growth}: {off.max()} steps"
+
+
 STORED = [name for name in ROWS if not name.startswith("new ")]
 
 

@@ -207,6 +207,26 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
     return {**tensors, key: scale}
 
 
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("ComfyUI int8", "weight_scale"), ("ComfyUI fp8 rows", "weight_scale"), ("ComfyUI nvfp4", "weight_scale_2"),
+     ("compressed-tensors int8", "weight_scale"), ("block fp8", "weight_scale_inv"), ("FBGEMM", "weight_scale")],
+)  # fmt: skip
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_layer_of_zeros_with_the_scale_0_is_merged(name: str, scale: str, rounding: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    for last in ("weight", scale):
+        tensors[f"{NAMES[0]}.{last}"] = torch.zeros_like(tensors[f"{NAMES[0]}.{last}"])
+    save(tensors, source / "model.safetensors" if source.is_dir() else source)
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), out, rounding=rounding)
+    made = load(out / "model.safetensors" if source.is_dir() else out)
+    want, got = form.turn(exact(form, tensors, NAMES[0])), form.turn(stored(form, made, NAMES[0]))
+    half = form.half_step(parts(made, NAMES[0]), want)
+    assert want.any() and float(((got - want).abs() / half).max()) <= (1.001 if rounding == "nearest" else 2.001)
+
+
 CODES = ("weight_packed", "qweight", "weight._data", "codes", "weight")
 """Last names of the tensors of codes."""
 

@@ -114,11 +114,14 @@ def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
         (base / folder / "config.json").write_text("{}")
     (base / ".x.0123456789ab.lora-merge.part").write_bytes(b"")
     report = lora_merge.merge(base, lora, model / "out")
-    assert report.notes == ("not copied, because they hold other weights: checkpoint-5, merged, onnx",)
+    assert report.notes == (
+        "base: weights are left out: checkpoint-5 (another checkpoint of a training); merged (a second set of the "
+        "model's weights); onnx (the same model in another format)",
+    )
     names = {p.relative_to(model / "out").as_posix() for p in (model / "out").rglob("*") if p.is_file()}
     assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt", "README.md"}
     done = cli(base, lora, "-o", model / "dry", "--dry-run")
-    assert "checkpoint-5, merged, onnx" in done.stderr + done.stdout
+    assert "onnx (the same model in another format)" in done.stderr + done.stdout
 
 
 def test_layers_that_sentence_transformers_put_behind_the_model_come_along(model: Path) -> None:
@@ -164,7 +167,7 @@ def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> No
     (pipeline / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"], "flax": ["a", "B"]}')
     for name in ("flax", "vae_1_0"):
         (pipeline / name / "config.json").write_text("{}")
-        (pipeline / name / "x.msgpack").write_bytes(b"")
+        (pipeline / name / "diffusion_flax_model.msgpack").write_bytes(b"")
     pipeline.rename(model / "base")
     out = merge(model)
     assert sorted(p.name for p in out.iterdir()) == ["README.md", "flax", "model_index.json", "unet"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import lora_merge
+from lora_merge.dtypes import FORMATS
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.codecs.making import FILES
+from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.planning.recipe import CHECKSUMS
-from lora_merge.proof.replay import prove
+from lora_merge.proof.replay import _job_of, prove
 
 from ..files.quantised_forms import FORMS
 from ..files.test_gguf import flux, style
@@ -157,3 +160,49 @@ def test_sums_that_were_edited_are_found(tmp_path: Path, edit: Callable[[str], s
     out.write_bytes(raw.replace(said.encode(), edit(said).ljust(len(said)).encode()))
     with pytest.raises(VerificationFailed, match="header was changed"):
         prove(out, full=True)
+
+
+PLACES = [
+    *(("out.safetensors", option) for option in FILES),
+    *(("out", option) for option in FOLDERS),
+    *(("out.gguf", option) for option in FORMATS if option not in FILES and option not in FOLDERS),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Name of an output → a base of its kind that is not quantised, and an adapter."""
+    there = tmp_path_factory.mktemp("sources")
+    weights, change = plain()
+    file, lora = save(weights, there / "base.safetensors"), save(change, there / "lora.safetensors")
+    folder = there / "base"
+    folder.mkdir()
+    save(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    gguf = write(there / "base.gguf", "flux", flux("F16"))
+    return {
+        "out.safetensors": (file, lora), "out": (folder, lora),
+        "out.gguf": (gguf, save(style(), there / "style.safetensors")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "option"), PLACES)
+def test_a_format_is_known_without_a_recipe(
+    name: str, option: str, sources: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """For each value of --dtype the job of the output is the one that made it."""
+    (source, lora), out = sources[name], tmp_path / name
+    lora_merge.merge(source, lora, out, dtype=option, no_metadata=True, verify=False)
+    with ExitStack() as stack:
+        assert _job_of(open_checkpoint(out), source, [lora], {}, stack).dtype == option
+    assert prove(out, source, [lora])["proven"]
+
+
+@pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI int4 rotated", "mlx 4 bit", "ModelOpt nvfp4"])
+def test_a_format_that_no_option_writes_is_named(name: str, tmp_path: Path) -> None:
+    """Also where one writes a format of the same name with other scales."""
+    made, _ = base(FORMS[name], tmp_path / "made", NAMES[:1])
+    values = {key: rand(*info.shape) for key, info in open_checkpoint(made).tensors.items()}
+    source, lora = save(values, tmp_path / "plain.safetensors"), save(adapter(NAMES[:1]), tmp_path / "lora.safetensors")
+    with pytest.raises(VerificationFailed, match="no --dtype gives weights of"):
+        prove(made, source, [lora])

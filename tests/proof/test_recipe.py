@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -336,6 +337,7 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
     def work() -> None:
         one_core()
         seen.append(torch.get_num_threads())
+        seen.extend(int(n) for n in re.findall(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info()))
 
     try:
         for own in (before, 3):
@@ -347,4 +349,4 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
     finally:
         torch.set_num_threads(before)
     if sys.platform.startswith("linux"):
-        assert seen == [1, 1]
+        assert {*seen} == {1} and len(seen) in (2, 4)

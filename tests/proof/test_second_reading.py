@@ -21,7 +21,7 @@ from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.text import show_proof
 from lora_merge.disk.files import StoredTensor
-from lora_merge.errors import VerificationFailed
+from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
@@ -32,11 +32,11 @@ from lora_merge.proof.reference.places import Place, Places
 from lora_merge.proof.reference.places import Rows as StoredRows
 from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
-from lora_merge.proof.second_reading import Reading, compare
+from lora_merge.proof.second_reading import PART, Reading, compare
 from lora_merge.ranges import Rows
 
 from ..models.test_names import header, modules, pipeline
-from ..support import Tensors, index, kohya, rand, save, sd1, unread
+from ..support import Tensors, index, kohya, load, load_all, rand, save, sd1, unread
 
 KOHYA = ("lora_up", "lora_down")
 PEFT = ("lora_B", "lora_A")
@@ -392,7 +392,8 @@ def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
         said: list[str] = []
         show_proof(proof, said.append)
         assert said[-1] == (f"matching proven a second way for {matching['proven']} of {matching['modules']} modules; "
-                            "1 by the plan alone: lora_unet_time_embed_0")  # fmt: skip
+                            "1 checked by numbers but not by place: lora_unet_time_embed_0; the second reading does not "
+                            "know how their tensors are called (1)")  # fmt: skip
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -400,7 +401,7 @@ def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
     said: list[str] = []
     share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
     every = {"ratio": 0.01, "changed": 0.5}
-    proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0,
+    proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0, "bound": {"compute_dtype": "fp32"},
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}, "account": {"unused": 0}}  # fmt: skip
     show_proof(proof, said.append, verbose=verbose)
     assert said[4:] == ["matching proven a second way for 9 of 9 modules"] * verbose
@@ -509,7 +510,7 @@ def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
 
 def test_it_shares_no_code_with_what_makes_the_plan() -> None:
     """Headers and its own files alone: no table, name or number of the planner."""
-    own = {"reading", "layouts", "places", "numbers", "claims", "kinds", "methods"}
+    own = {"reading", "blocks", "layouts", "places", "numbers", "claims", "kinds", "methods"}
     for name in own:
         tree = ast.parse(
             (Path(lora_merge.__file__).parent / "proof" / "reference" / f"{name}.py").read_text(encoding="utf-8")
@@ -598,3 +599,106 @@ def test_factors_of_mlx_lm_are_known_by_their_order() -> None:
     assert read(base, {f"{name}.lora_a": (8, 3), f"{name}.lora_b": (3, 6)}, config).proven == 1
     with pytest.raises(lora_merge.MergeError):
         read(base, {f"{name}.lora_a": (3, 6), f"{name}.lora_b": (8, 3)}, config)
+
+
+@pytest.mark.parametrize("order", ["stacked", "heads"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_rows_with_two_orders_are_those_of_the_setting(
+    tmp_path: Path, order: str, *, sharded: bool, named: bool
+) -> None:
+    """MiniMax-H3: rows of two heads by index, of published names stacked, of DiffSynth's as --setting says; both readings
+    agree in files and in shards. Names of two orders without a word are refused, and words that no module needs."""
+    width, default = 256, ".default" if named else ""
+    shapes = {
+        "video_patch_proj": 16,
+        "audio_patch_proj": 8,
+        "condition_proj": 32,
+        "blocks.0.mlp.fc1": width,
+        "blocks.0.attn.out_proj": width,
+        "token_refiner.blocks.0.attn.qkv_proj": width,
+        "blocks.0.attn.qkv_proj": width,
+    }
+    tensors = {f"{name}.weight": rand(3 * width if "qkv" in name else width, cols) for name, cols in shapes.items()}
+    base, key = tmp_path / "base", "blocks.0.attn.qkv_proj"
+    base.mkdir()
+    for n, part in enumerate(([*tensors][:4], [*tensors][4:]) if sharded else ([*tensors],)):
+        save({name: tensors[name] for name in part}, base / f"model-{n}.safetensors")
+    if sharded:
+        place = {name: f"model-{int(n > 3)}.safetensors" for n, name in enumerate(tensors)}
+        (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    source = base if sharded else base / "model-0.safetensors"
+    up, down = rand(3 * width, 2, seed=1), rand(2, width, seed=2)
+    lora = save(
+        {f"{key}.lora_A{default}.weight": down, f"{key}.lora_B{default}.weight": up}, tmp_path / "lora.safetensors"
+    )
+    setting = {"row_order": order} if named else {}
+    out = tmp_path / ("out" if sharded else "out.safetensors")
+    report = lora_merge.merge(source, lora, out, setting=setting)
+    assert report.verified is not None and report.verified["matching"]["proven"] == 1
+    stacked = torch.arange(3 * width).reshape(
+        3, 2, 128
+    )  # the rows of q, k and v of each head in an adapter of that order
+    own = order if named else "stacked"
+    rows = stacked if own == "stacked" else stacked.reshape(2, 3, 128).transpose(0, 1)
+    rows = (rows.transpose(0, 1) if sharded else rows).reshape(-1)
+    merged = load_all(out) if sharded else load(out)
+    assert torch.allclose(merged[f"{key}.weight"], tensors[f"{key}.weight"] + (up @ down)[rows], atol=1e-5)
+    error, said = (FitError, "two orders") if named else (UsageError, "no module of the adapters uses row_order")
+    with pytest.raises(error, match=said) as failed:
+        lora_merge.merge(source, lora, tmp_path / "no", setting={} if named else {"row_order": order}, verify=False)
+    assert "row_order=stacked" in failed.value.fix or not named
+    with pytest.raises(UsageError, match="not heads or stacked"):
+        lora_merge.merge(source, lora, tmp_path / "no", setting={"row_order": "other"})
+
+
+FULL = ",".join(str(n / 26) for n in range(26))
+BLOCKS = (
+    # base                   adapter's words        prefix        names    part                          modules
+    ("native/sd15",          "diffusers/sd15",      "lora_unet_", flat,    ("IN04", "OUT03-05", "IN08-OUT02", "M00", "BASE", "IN",
+     "lbw:MIDD", "lbw:INALL", "lbw:OUTS", "lbw:ALL0.5", f"lbw:{FULL}", "lbw:" + ",".join(["0.5"] * 17), "middle_block")),
+    ("diffusers/sdxl",       "diffusers/sdxl",      "unet.",      dotted,  ("IN04+OUT02", "lbw:IND", "down_blocks.1")),
+    ("native/flux-dev",      "diffusers/flux-dev",  "transformer.", dotted, ("D00-D05", "D05-S02", "IN", "OUT", "lbw:FLUXALL", "single_blocks.3-9")),
+    ("diffusers/wan",        "diffusers/wan",       "transformer.", dotted, ("B03-B07", "blocks.3", "lbw:ALL0.5")),
+    ("transformers/qwen3-0.6b", "transformers/qwen3-0.6b", "base_model.model.", dotted, ("L03", "layers.0-9", "L01-04")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
+    """As the plan has them: each factor, or a disagreement that fails the proof. Parts of other layouts are named."""
+    stored, words, prefix, named, parts = row
+    config, base = (LLAMA if stored.startswith("transformers") else {}), index(header(stored))
+    tensors: dict[str, Shape] = {}
+    for name, shape in [*layers(words).items()][::7]:
+        tensors |= lora(shape, prefix + named(name), KOHYA if prefix == "lora_unet_" else PEFT, alpha=not config)
+    for part in parts:
+        found = read(base, tensors, config, ((part, 0.5),))
+        assert found.proven >= 0.98 * found.modules > 0, (part, found)
+
+
+def test_a_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:
+    """A path of the other layout, and a list of a model whose blocks have no table."""
+    base = index(header("native/sd15"))
+    tensors = lora(
+        (320, 320), "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", KOHYA, alpha=True
+    )
+    found = read(base, tensors, parts=(("down_blocks.0", 0.5),))
+    assert (found.proven, found.modules, found.why) == (0, 1, {PART: 1})
+
+
+TRAINED = "base_model.model.model."
+
+
+@pytest.mark.parametrize(("stored", "trained", "proven"), [
+    ("model.language_model.", TRAINED, 1), ("language_model.model.", TRAINED, 1), ("thinker.model.", TRAINED, 1), ("llm.model.", TRAINED, 1),
+    ("model.", f"{TRAINED}language_model.", 1), ("model.language_model.", "base_model.model.language_model.model.", 1),
+    ("talker.model.", TRAINED, 0),
+])  # fmt: skip
+def test_names_with_another_level_mean_the_language_model(stored: str, trained: str, proven: int) -> None:
+    """Nowhere else: towers have the same layers."""
+    layer = "layers.0.self_attn.q_proj"
+    towers = ("model.visual.", "vision_tower.encoder.", "thinker.audio_tower.")
+    shapes = {f"{at}{layer}.weight": (8, 8) for at in (stored, *towers)}
+    place = Places(shapes).find(f"{trained}{layer}", "weight")
+    assert [row.key for row in place.rows if place] == [f"{stored}{layer}.weight"] if proven else place is None

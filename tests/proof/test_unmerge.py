@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(kohya(sd1(), seed=9), folder / "b.safetensors")
     lora_merge.merge(folder / "base.safetensors", pair, folder / "merged.safetensors")
     return folder
+
+
+DTYPES_OF = {"fp32": [torch.float32], "fp16": [torch.float16], "bf16": [torch.bfloat16],
+             "fp8_e4m3fn": [torch.float8_e4m3fn]}  # fmt: skip
 
 
 def load_in(tensors: Tensors, up: str) -> tuple[int, ...]:
@@ -96,3 +101,63 @@ def test_other_strengths_than_those_of_the_merge_are_told(
     assert code == 0
     assert said in told
     assert ("at most one rounding step" in told) == said.startswith("at most"), "a promise that is kept"
+
+
+PROMISES = {"at most one": 1.0, "at most two": 2.0, "some": 8.0}
+"""The words of the note → rounding steps."""
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("options", "words", "dtype"), [
+    ({}, None, None), ({"compute_dtype": "bf16"}, "some", "bf16"), ({"compute_dtype": "fp16"}, "some", "fp16"),
+    ({"compute_dtype": "fp64"}, "at most one", None), ({"dtype": "bf16"}, "at most one", "bf16"),
+    ({"dtype": "fp8_e4m3fn"}, "at most one", "fp8_e4m3fn"),
+    ({"dtype": "bf16", "rounding": "stochastic"}, "at most two", "bf16"),
+    ({"dtype": "bf16", "compute_dtype": "fp16"}, "some", "bf16"),
+], ids=str)  # fmt: skip
+def test_the_note_is_true_of_every_number(
+    tmp_path: Path, stored: torch.dtype, options: Any, words: str | None, dtype: str | None
+) -> None:
+    """Of a change that is larger than the weights and of adapters that cancel too, whatever the recipe says."""
+    base = save({"a.weight": rand(48, 48).to(stored)}, tmp_path / "base.safetensors")
+    factors = [{"a.lora_up.weight": rand(48, 4, seed=n, scale=2.0), "a.lora_down.weight": rand(4, 48, seed=n + 1)}
+               for n in (1, 3)]  # fmt: skip
+    one, other = (save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate(factors))
+    lora_merge.merge(base, [(one, 0.7), (other, 1.5), (one, -0.7)], made := tmp_path / "made.safetensors", **options)
+    report = lora_merge.unmerge(made, [], out := tmp_path / "out.safetensors")
+    note = next(str(note) for note in report.notes if "differ from those before the merge" in str(note))
+    fine = torch.float32 == stored and not {"dtype", "compute_dtype"} & options.keys()
+    words = words or ("some" if fine else "at most one")
+    own = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[stored]
+    assert f"by {words} rounding step" in note and f"of {dtype or own}" in note, note
+    before, merged, after = (load(path)["a.weight"].double() for path in (base, made, out))
+    change = [(t["a.lora_up.weight"].double() @ t["a.lora_down.weight"].double()).abs() for t in factors]
+    largest = torch.stack([before.abs(), merged.abs(), 0.7 * change[0] + before.abs() + 1.5 * change[1]]).amax(0)
+    steps = torch.stack([ulp(largest.to(t)) for t in (*DTYPES_OF[dtype or own], load(out)["a.weight"].dtype)]).amax(0)
+    assert bool(((after - before).abs() <= PROMISES[words] * 1.001 * steps).all()), note
+
+
+def test_a_merge_that_cut_numbers_or_was_no_sum_is_not_taken_back(tmp_path: Path) -> None:
+    """Its adapters may be named: the recipe is read all the same."""
+    base = save({"a.weight": torch.full((8, 8), 6e4).half()}, tmp_path / "base.safetensors")
+    lora = save(
+        {"a.lora_up.weight": rand(8, 2, scale=1e4), "a.lora_down.weight": rand(2, 8)}, tmp_path / "l.safetensors"
+    )
+    for options in ({"on_overflow": "saturate"}, {"method": "compose", "on_overflow": "saturate"}):
+        lora_merge.merge(base, lora, made := tmp_path / "made.safetensors", overwrite=True, **options)
+        for adapters in ([], [lora]):
+            with pytest.raises(FitError, match="no sum but compose" if "method" in options else "saturate") as failed:
+                lora_merge.unmerge(made, adapters, tmp_path / "out.safetensors")
+            assert "base.safetensors" in failed.value.fix
+
+
+def test_quantisation_and_a_missing_recipe_are_named_in_the_note(tmp_path: Path) -> None:
+    base = save({"a.weight": rand(64, 64).bfloat16()}, tmp_path / "base.safetensors")
+    lora = save({"a.lora_up.weight": rand(64, 2), "a.lora_down.weight": rand(2, 64)}, tmp_path / "l.safetensors")
+    said = []
+    for options in ({"dtype": "int8"}, {"no_metadata": True}):
+        lora_merge.merge(base, lora, made := tmp_path / "made.safetensors", overwrite=True, **options)
+        report = lora_merge.unmerge(made, lora, tmp_path / "out.safetensors", overwrite=True)
+        said.append(" ".join(map(str, report.notes)))
+    assert "what quantisation loses" in said[0] and "this holds for" not in said[0]
+    assert "at most one rounding step of bf16" in said[1] and "this holds for a merge that" in said[1]

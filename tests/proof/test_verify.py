@@ -115,8 +115,15 @@ def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp64", "bf16", "fp16"])
-def test_every_compute_dtype_passes(made: Path, compute: str) -> None:
-    assert prove(merge(made, compute, compute_dtype=compute), full=True)["proven"]
+def test_every_compute_dtype_passes_by_its_own_bound(made: Path, compute: str) -> None:
+    """The bound of fp32 is allowed without a word of the user, whatever the recipe says."""
+    out = merge(made, compute, (7.0, 3.0), compute_dtype=compute)  # less than the rounding of bf16 is not proven
+    if compute in ("bf16", "fp16"):
+        with pytest.raises(VerificationFailed, match="by the bound of fp32") as failed:
+            prove(out, full=True)
+        assert f"--compute-dtype {compute}" in failed.value.fix
+    proof = prove(out, full=True, options={"compute_dtype": compute})
+    assert proof["proven"] and proof["bound"]["compute_dtype"] == compute
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -513,3 +520,81 @@ def test_dora_enlarges_what_underflows_before_it(tmp_path: Path, axis: tuple[int
     save_file(broken, tmp_path / "o.safetensors", metadata(tmp_path / "o.safetensors"))
     with pytest.raises(VerificationFailed, match=r"a\.weight"):
         prove(tmp_path / "o.safetensors", base=base, adapters=[adapter])
+
+
+def noisy(weight: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Noise of 5 % of the largest number of each row."""
+    signs = rand(*weight.shape, seed=9).sign().to(weight.dtype)
+    return weight + 0.05 * weight.abs().amax(1, keepdim=True) * signs
+
+
+def without(weight: torch.Tensor, _: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return before.to(weight.dtype)
+
+
+def further(weight: torch.Tensor, exact: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """The neighbour of each exact number that is not the nearest one."""
+    return torch.nextafter(weight, torch.where(exact > weight, 9.0, -9.0).to(weight.dtype))
+
+
+def of_recipe(path: Path, **changes: Any) -> dict[str, str]:
+    """The metadata of an output whose recipe was edited, sealed again as its author could."""
+    entries = metadata(path)
+    recipe = json.loads(entries["lora_merge.recipe"])
+    for strength in changes.pop("more", ()):
+        recipe["adapters"].append({**recipe["adapters"][0], "strength": strength})
+    return entries | {"lora_merge.recipe": json.dumps(recipe | changes)}
+
+
+@pytest.mark.parametrize(("changes", "forged", "refused"), [
+    ({"more": (1e7, -1e7)}, noisy, "not proven: the bound is above the change"),
+    ({"compute_dtype": "bf16"}, noisy, "by the bound of fp32"),
+    ({"compute_dtype": "bf16", "rounding": "stochastic"}, noisy, "by the bound of fp32"),
+    ({"rounding": "stochastic"}, further, "not what base and adapters give"),
+    ({"rounding": "stochastic", "seed": 7}, further, "not what base and adapters give"),
+    ({"method": "ties", "density": 1.0, "more": (-1.0,)}, without, "not proven: the bound is above the change"),
+], ids=["cancelling", "bf16", "bf16-stochastic", "stochastic", "seed", "ties"])  # fmt: skip
+@pytest.mark.parametrize("named", [False, True])
+def test_a_recipe_does_not_decide_how_strictly_it_is_judged(
+    tmp_path: Path, changes: dict[str, Any], forged: Any, refused: str, *, named: bool
+) -> None:
+    """The weights of a stranger's file are none that an adapter made; its recipe would have each pass."""
+    base = save({"a.weight": rand(64, 64)}, tmp_path / "base.safetensors")
+    factors = {"a.lora_up.weight": rand(64, 4, seed=1).abs(), "a.lora_down.weight": rand(4, 64, seed=2).abs()}
+    lora, out = save(factors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
+    lora_merge.merge(base, (lora, 1.0), out, dtype="bf16")
+    before = load(base)["a.weight"].double()
+    exact = before + factors["a.lora_up.weight"].double() @ factors["a.lora_down.weight"].double()
+    save_file({"a.weight": forged(load(out)["a.weight"], exact, before)}, out, of_recipe(out, **changes))
+    count = 1 + len(changes.get("more", ()))
+    inputs: dict[str, Any] = {"base": base, "adapters": [lora] * count} if named else {}
+    with pytest.raises(VerificationFailed, match=refused):
+        prove(out, full=True, **inputs)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("compute", ["fp32", "fp64"])
+def test_numbers_drawn_by_the_seed_are_proven_as_drawn(tmp_path: Path, dtype: Any, compute: str) -> None:
+    """Tiny and saturated ones too; another seed draws others."""
+    sizes = torch.tensor([1.0, 1e-3, 1e-6, 3e4]).repeat_interleave(16)[:, None]
+    base = save({"a.weight": rand(64, 48, seed=4) * sizes}, tmp_path / "base.safetensors")
+    factors = {"a.lora_up.weight": rand(64, 4, seed=1), "a.lora_down.weight": rand(4, 48, seed=2)}
+    lora, out = save(factors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
+    options = {"compute_dtype": compute, "rounding": "stochastic", "on_overflow": "saturate"}
+    lora_merge.merge(base, lora, out, dtype=dtype, seed=3, **options)  # type: ignore[arg-type]
+    assert prove(out, full=True)["proven"]
+    with pytest.raises(VerificationFailed, match="not what base and adapters give"):
+        save_file(load(out), out, of_recipe(out, seed=4))
+        prove(out, full=True)
+
+
+def test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for(tmp_path: Path) -> None:
+    """A file without the change would pass: a note in the merge, a refusal for a finished file."""
+    base = save({"a.weight": rand(64, 64)}, tmp_path / "base.safetensors")
+    factors = {"a.lora_up.weight": rand(64, 4, seed=1), "a.lora_down.weight": rand(4, 64, seed=2)}
+    lora, out = save(factors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
+    done = lora_merge.merge(base, (lora, 0.1), out, compute_dtype="bf16")
+    assert done.verified is not None
+    assert any("1 merged tensor is not proven" in str(note) for note in done.verified["warnings"])
+    with pytest.raises(VerificationFailed, match="not proven: the bound is above the change"):
+        prove(out, full=True, options={"compute_dtype": "bf16"})

@@ -312,6 +312,53 @@ def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_pa
     prove(tmp_path / "ours", full=True)
 
 
+ATTACHED: dict[str, Any] = {
+    "old": dict(target_modules=["q_proj", "k_proj"]),
+    "lora": dict(target_modules=["q_proj", "v_proj"], use_rslora=True),
+    "trained head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "dora": dict(target_modules=["q_proj", "embed_tokens"], use_dora=True),
+    "tokens": dict(target_modules=["q_proj"], trainable_token_indices=[1, 3]),
+}
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("kind", [*ATTACHED, "ia3"])
+def test_a_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
+    kind: str, tmp_path: Path, *, prefixed: bool
+) -> None:
+    """With the names and the numbers that PEFT's own merge gives."""
+    config = peft.LoraConfig(r=2, lora_alpha=6, **ATTACHED[kind]) if kind in ATTACHED else peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])  # fmt: skip
+    tuned = peft.get_peft_model(build("llama"), config)
+    for parameter in tuned.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    state = (tuned if prefixed else tuned.base_model.model).state_dict()
+    if kind == "old":  # PEFT 0.5
+        state = {name.replace(".base_layer", ""): value for name, value in state.items()}
+    base = tmp_path / "base"
+    tuned.base_model.model.config.save_pretrained(base)
+    tuned.peft_config["default"].save_pretrained(base)
+    save_file({name: value.contiguous().clone() for name, value in state.items()}, base / "model.safetensors")
+    right = tuned.merge_and_unload().state_dict()
+    lora_merge.merge(base, [], tmp_path / "ours")
+    ours = load(tmp_path / "ours" / "model.safetensors")
+    assert ours.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-5)
+    assert not (tmp_path / "ours" / "adapter_config.json").exists()
+    assert lora_merge.verify(tmp_path / "ours")["proven"]
+
+
+def test_several_attached_adapters_are_refused(tmp_path: Path) -> None:
+    tuned = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    tuned.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    state = {name: value.contiguous().clone() for name, value in tuned.base_model.model.state_dict().items()}
+    save_file(state, tmp_path / "base.safetensors")
+    with pytest.raises(lora_merge.MergeError, match="several adapters") as caught:
+        lora_merge.merge(tmp_path / "base.safetensors", [], tmp_path / "ours.safetensors")
+    assert "'default', 'second'" in caught.value.where
+
+
 VISION_TYPES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
 )

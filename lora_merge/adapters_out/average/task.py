@@ -47,7 +47,7 @@ class Averaging:
         from ..conversion.formatted import plan
 
         if self.space == TENSORS:
-            expect_alike([open_checkpoint(a.path) for a in self.job.adapters])
+            expect_alike([open_checkpoint(a.path, adapter=True) for a in self.job.adapters])
         return plan(self.job)
 
     def run(self, progress: Progress = unwatched) -> AdapterReport:

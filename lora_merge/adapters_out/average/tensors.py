@@ -38,7 +38,7 @@ from ..joining.targets import Target
 from ..layers import Wanted, combine
 from ..outcome.layer import Layer, held
 from ..outcome.outcome import Facts, Outcome, Run, coverage, model_of, output_dtype
-from ..proof import BUDGET, REDO
+from ..proof import BUDGET, REDO, evenly
 from ..report import AdapterReport
 from ..sources import Sources, open_sources
 from ..truncation.storing import squares_of
@@ -122,7 +122,9 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
             cache.forget()
         made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
-        return made.finish(reader, draft, facts, lambda part: prove(means, reader, part, this.counted), this)
+        return made.finish(
+            reader, draft, facts, lambda part: prove(means, reader, part, this.counted, full=job.full), this
+        )
 
 
 def _unchosen(sources: Sources) -> set[str]:
@@ -175,13 +177,13 @@ def _apart(wanted: Wanted, made: Change) -> float:
     return squares_between(wanted.rows, made.rows())
 
 
-def prove(means: Averages, reader: Reader, path: Path, begin: Counting) -> dict[str, Any]:
-    """Compute tensors of the output once more with numpy; VerificationFailed where one is not the nearest number of its
-    dtype."""
+def prove(means: Averages, reader: Reader, path: Path, begin: Counting, *, full: bool) -> dict[str, Any]:
+    """Compute tensors of the output once more with numpy, all of them with `full`; VerificationFailed where one is not
+    the nearest number of its dtype."""
     made = open_checkpoint(path)
     names = [name for name, info in made.tensors.items() if _is_averaged(info)]
     numbers = sum(made.tensors[n].nbytes // 2 for n in names)
-    chosen = names[:: max(1, -(-numbers // BUDGET))]
+    chosen = evenly(names, numbers, BUDGET, full=full)
     told: Callable[[int], object] = begin("prove", sum(made.tensors[n].nbytes for n in chosen))
 
     def read(info: StoredTensor, source: Reader, first: int) -> Any:

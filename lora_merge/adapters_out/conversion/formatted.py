@@ -125,7 +125,7 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, to: Dialect) -> Ada
         own, later = _both(job, sources, to)
         first = run_in_own(replace(own, inputs=replace(own.inputs, output=whole)), sources, this)
         again = make_conversion(whole, job.output, job.base, {"to": to.name, **later})
-        again = replace(again, tables=_tables(sources))
+        again = replace(again, job=replace(again.job, full=job.full), tables=_tables(sources))
         told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
         told["options"]["dtype"] = job.inputs.dtype
         seen: list[Opened] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import isfinite, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..changes import SINGLE, Evaluator
 from ..converting import Converter
 from ..job import FACTORS, AdapterJob
 from ..joining.targets import is_plain
-from ..layers import expect_finite
+from ..layers import beyond_fp64, expect_finite
 from ..outcome.layer import Kept
 from ..peft.biases import with_biases
 from ..peft.complete import as_table, completed
@@ -98,6 +98,8 @@ def _made(
         here = replace(converter, evaluator=alone.get())
         made = here.made(one, ranks.get(one.place.label))
         here.evaluator.forget()
+        if not isfinite(made.layer.squares):
+            raise beyond_fp64(one.shares[0].patch.module.name if one.shares else one.place.name)
         expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
         return as_table(made, converter.to, table=converter.is_table(one.place, one.shares))
 
@@ -116,4 +118,5 @@ def _nbytes(one: Filled) -> int:
     out, cols = one.place.view.matrix
     plain = one.shares and all(is_plain(s.patch) for s in one.shares)
     ranks = sum(s.patch.shapes["down"][0] for s in one.shares) if plain else out * cols
-    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols)
+    read = sum(prod(shape) for s in one.shares for shape in s.patch.shapes.values())
+    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols) + 8 * read

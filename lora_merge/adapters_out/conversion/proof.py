@@ -4,7 +4,7 @@ input's in float64."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan, sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from ..changes import Change, Evaluator, squares_between, sum_of
 from ..job import AdapterJob
 from ..joining.targets import Target
 from ..layers import beyond_fp64
+from ..proof import evenly
 from ..side_by_side import PerThread, side_by_side
 from ..sources import Sources
 from ..truncation.effect import squares_of_rows
@@ -28,7 +29,7 @@ from .caches import cache_of
 from .renamed import claimed, same_factors
 
 BUDGET: Final = 2**30
-"""Multiplications of the comparison; weights are taken evenly over the file."""
+"""Multiplications of a comparison that is not full."""
 
 FORMED: Final = 8
 """Multiplications that take as long as to form one number of a whole matrix."""
@@ -60,7 +61,7 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
     assert sources.inputs is not None, "a conversion has a base"
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}
-    chosen = sources.targets[:: max(1, -(-sum(map(_cost, sources.targets)) // BUDGET))]
+    chosen = evenly(sources.targets, sum(map(_cost, sources.targets)), BUDGET, full=job.full)
     worst, name = 0.0, ""
     done = begin("prove", sum(map(_cost, chosen)))
     with Reader(again.indexes) as reader:
@@ -81,9 +82,9 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
 
         bound = job.inputs.max_memory // 2
         for target, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
-            worst, name = max((worst, name), (off.share, target.key))
-            if isnan(off.size):  # infinite on both sides
+            if not isfinite(off.wanted):
                 raise beyond_fp64(target.key)
+            worst, name = max((worst, name), (off.share, target.key))
             if not off.fits:
                 where = f"{target.key}: off by {off.share:.3g} of ‖ΔW‖"
                 raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)

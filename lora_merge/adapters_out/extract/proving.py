@@ -26,7 +26,7 @@ from ..changes import Change, Evaluator
 from ..job import WHOLE
 from ..joining.targets import Target
 from ..outcome.layer import Kept
-from ..proof import FLOOR, TOLERANCE
+from ..proof import FLOOR, TOLERANCE, evenly
 from ..side_by_side import PerThread, side_by_side
 from ..sources import open_sources
 from .difference import Side
@@ -35,7 +35,7 @@ from .pairs import Pairs
 from .task import Extraction
 
 BUDGET: Final = 2**27
-"""Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
+"""Numbers of ΔW that are formed for a proof that is not full."""
 
 REPORT: Final = "report it with the two checkpoints"
 
@@ -60,7 +60,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
     again = open_sources(given, cache)
     targets = {t.key: t for t in again.targets}
     made = [one for one in made if not own[id(one.place)].fresh]
-    chosen = made[:: max(1, -(-sum(prod(m.place.view.matrix) for m in made) // BUDGET))]
+    chosen = evenly(made, sum(prod(m.place.view.matrix) for m in made), BUDGET, full=task.job.full)
     worst, name, told = 0.0, "", begin("prove", sum(own[id(m.place)].nbytes for m in chosen))
     with Reader(again.indexes) as reader:
         for one in fresh:

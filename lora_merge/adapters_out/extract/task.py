@@ -11,10 +11,9 @@ from ...errors import UsageError
 from ...options import shown
 from ...paths import is_folder, names_folder, output_file
 from ..dialects import DIALECTS, Dialect, dialect
-from ..job import AdapterJob, make_adapter_job
+from ..job import OTHER_DEFAULTS, AdapterJob, make_adapter_job
 from ..rank_rules import SAME
 
-DEFAULT_RANK: Final = 32
 FORMAT, CHANGES, SKIP, ERROR = "auto", "diff", "skip", "error"
 OTHERS: Final = (CHANGES, SKIP, ERROR)
 """The values of `--others`: what becomes of biases, norms and other vectors that changed."""
@@ -72,7 +71,7 @@ def make_extraction(
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
     if not isinstance(own["factor"], int) or not (own["factor"] == -1 or own["factor"] > 0):
         raise UsageError(f"{shown(own['factor'])!r} cannot be the factor", "--factor", "use -1, or 1 and more")
-    job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
+    job = make_adapter_job("extract", [tuned], output, base, {**OTHER_DEFAULTS["extract"], **given})
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
     recorded = (*job.options, *((n, v) for n, v in sorted(own.items()) if v != OWN[n]))

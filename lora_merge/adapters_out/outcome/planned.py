@@ -141,8 +141,10 @@ def known_rank(patch: Patch) -> int | None:
 
 
 def nbytes(job: AdapterJob, target: Target) -> int:
-    """Return about how many bytes the change of a weight takes: factors several times, or matrices."""
+    """Return about how many bytes the change of a weight takes: factors several times, or matrices beside what is
+    stored."""
     out, cols = target.matrix
     factored = COMBINATIONS[job.method].linear and None not in ranks(target) and not target.values
+    read = sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
     return 8 * min(6 * most_rank(target) * (out + cols) if factored else sys.maxsize,
-                   (len(target.uses) + 3) * out * cols)  # fmt: skip
+                   (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip

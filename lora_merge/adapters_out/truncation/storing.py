@@ -33,8 +33,8 @@ class Grams(NamedTuple):
         return cls(left.mT @ left, right @ right.mT)
 
     def squares(self) -> float:
-        """Return ‖L R‖²."""
-        return max(0.0, float((self.columns * self.rows).sum(dtype=torch.float64)))
+        """Return ‖L R‖²; NaN or infinity, as the processor has it, where it is too large for fp64."""
+        return max(float((self.columns * self.rows).sum(dtype=torch.float64)), 0.0)  # which keeps NaN
 
     def apart(self) -> float:
         """Return the sum of the squares of all pairs of a column and a row: ‖L R‖² if none had anything in common."""
@@ -99,7 +99,7 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
         return size**2 * Grams(first.mT @ first, rows.float()).squares() if size else 0.0
     second = right - down
     off = (first.mT @ first) * rows + 2 * (first.mT @ up) * (right @ second.mT) + (up.mT @ up) * (second @ second.mT)
-    return max(0.0, float(off.sum(dtype=torch.float64)))
+    return max(float(off.sum(dtype=torch.float64)), 0.0)
 
 
 def apart_from(whole: Rows, up: Tensor, down: Tensor, total: float, dtype: torch.dtype | None = None) -> float:

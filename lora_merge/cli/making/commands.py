@@ -217,6 +217,7 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
         else:
             preload()
         task = make()
+        keep_freed_memory(task.job.inputs.max_memory)
         for file in (told, pictures):
             if file is not None:
                 file.protect([a.path for a in task.job.adapters], [task.job.output])

@@ -30,7 +30,7 @@ from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from ..tensors import Item, codecs_on
 from ..windows import Fold, Window
 from .memory import base_share
-from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
+from .placement import Gather, brought, cast_all, download, extremes, fit, rounded, upload
 from .registered import RegisteredBuffers
 
 ALIGNED: Final = 8
@@ -62,6 +62,7 @@ class FoldedBlocks(NamedTuple):
     sizes: list[int]  # how many there are of each
     row_samples: list[RowSample]  # of the blocks that are sampled by rows
     by_runs: RunSample | None  # of the others
+    cancelled: list[Tensor]  # whether the terms of blocks cancel, where that is looked at
 
 
 class DeviceWindows:
@@ -137,7 +138,7 @@ class DeviceWindows:
 
     def _at_once(self, part: Batch, lane: DeviceStream) -> Read | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
-        adapter's value is invalid: folding block by block then finds which."""
+        adapter's value is invalid, or terms cancel: folding block by block then finds which."""
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
@@ -157,9 +158,11 @@ class DeviceWindows:
         except DoesNotFit:
             return None
         ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
+        flags = [flag for made in found for flag in made.cancelled]
+        cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
-        if not all(map(fit, ends, dtypes)):
+        if cancelled.any() or not all(map(fit, ends, dtypes)):
             return None
         for made, dtype in zip(found, dtypes, strict=True):
             new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
@@ -237,11 +240,13 @@ class DeviceWindows:
         gather.run()
         by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
         before, done, row_samples = runs(work, run_sample.PERIOD) if by_runs else None, 0, list[RowSample]()
+        flags: list[Tensor] = []
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             sampling = None if by_runs and suits(b) else self.blocks.sampling
-            merged, sample = fold_and_sample([f.block for f in stack], base, own, sampling)
+            merged, sample, cancelled = fold_and_sample([f.block for f in stack], base, own, sampling)
+            flags += [] if cancelled is None else [cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
                 base.copy_(merged)
@@ -252,7 +257,7 @@ class DeviceWindows:
             sampled = RunSample(
                 [f.block for f in ordered], numbers, before, runs(work, run_sample.PERIOD), run_sample.PERIOD
             )
-        return FoldedBlocks(ordered, work, sizes, row_samples, sampled)
+        return FoldedBlocks(ordered, work, sizes, row_samples, sampled, flags)
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""

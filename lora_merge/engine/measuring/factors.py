@@ -27,7 +27,7 @@ a sample."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
-    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum.
+    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum, where the changes are added up.
 
     Left out are weights whose changes have no factors, those whose rows give the norm at less cost, and norms that
     overflow.
@@ -40,14 +40,17 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
         rows = zip(*(norm.clamp_min(0).tolist() for norm in found.values()), strict=True)
         for whole, own in zip(alike, rows, strict=False):
             if all(map(isfinite, own)):
-                every[whole.target.name] = dict(zip(found, own, strict=True))
+                known = dict(zip(found, own, strict=True))
+                if whole.target.combining is not None:
+                    del known[WHOLE]
+                every[whole.target.name] = known
     return every
 
 
 def _from_factors(target: OutputTensor) -> bool:
     """Return whether the norm of a weight's change costs less by its factors than by its rows."""
     cols, uses = target.matrix[1], target.uses
-    if target.combining is not None or not all(map(factored, uses)):
+    if not all(map(factored, uses)):
         return False
     parts = sorted({(u.piece.start, u.piece.stop) for u in uses})
     if not all(a[1] <= b[0] for a, b in pairwise(parts)):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...measure import Checked, Measure, Measured, Share
 from ..blocks import Block
+from ..cancelling import Cancelling
 from ..device.placement import brought
 from ..fold import new_weights
 from ..placement import HOST, TORCH_DTYPES, DeviceStream, host
@@ -71,7 +72,7 @@ class RowSample:
         """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
         if not any(stands_for := sampling.stands_for(blocks)):
             return None
-        rows, (n, _, cols) = sampling.rows(blocks[0]), base.shape
+        rows, (n, _, cols) = sampling.rows(blocks), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
@@ -80,7 +81,7 @@ class RowSample:
             [rows] * n,
             stands_for,
             workspace(base, (3, n, width)),
-            step=sampling.step(blocks[0], max(stands_for)),
+            step=sampling.step(blocks, max(stands_for)),
         )
         take(strided(base, rows), sample.work.select(0, 0))
         return sample
@@ -294,26 +295,39 @@ class SharedSums:
             return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
 
 
+class FoldedWeights(NamedTuple):
+    """Merged weights [n, rows, cols], a sample of them, if any, and whether the terms of each cancel, where that is
+    looked at."""
+
+    merged: Tensor
+    sample: RowSample | RunSample | None
+    cancelled: Tensor | None
+
+
 def fold_and_sample(
     blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
-) -> tuple[Tensor, RowSample | RunSample | None]:
-    """Return merged weights [n, rows, cols] as `new_weights` does, and a sample of them, if any."""
-    if sampling is not None and stacks and base.device.type == "cpu" and sampling.by_runs(blocks):
-        return _by_runs(blocks, base, stacks, sampling)
-    sample = RowSample.of(blocks, base, sampling) if sampling is not None and base.numel() and stacks else None
-    merged = new_weights(blocks, base, stacks, sample if sample is not None and sample.several else None)
+) -> FoldedWeights:
+    """Return merged weights as `new_weights` does, a sample of them, and whether their terms cancel."""
+    if not (base.numel() and stacks):
+        return FoldedWeights(new_weights(blocks, base, stacks), None, None)
+    before, sample, numbers, period = None, None, list[int](), 0
+    if sampling is not None and base.device.type == "cpu" and sampling.by_runs(blocks):
+        numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+        period = sampling.period(blocks)
+        before = runs(base.view(-1), period) if any(numbers) else None
+    elif sampling is not None:
+        sample = RowSample.of(blocks, base, sampling)
+    alone = not several(blocks[0])
+    single = base.dtype == torch.float32 and blocks[0].target.combining is None
+    # On a device, a change that cancels with the base alone is not looked for: it would take two more calls each.
+    sums = Cancelling(base, sample) if single and not (alone and base.device.type != "cpu") else None
+    merged = new_weights(blocks, base, stacks, None if alone else sample if sums is None else sums)
+    if sums is not None:
+        sums.note(merged)
     if sample is not None:
         sample.note_merged(merged)
-    return merged, sample
-
-
-def _by_runs(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling
-) -> tuple[Tensor, RunSample | None]:
-    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
-    if not any(numbers):
-        return new_weights(blocks, base, stacks), None
-    period = sampling.period(blocks[0])
-    before = runs(base.view(-1), period)
-    merged = new_weights(blocks, base, stacks)
-    return merged, RunSample(blocks, numbers, before, runs(merged.reshape(-1), period), period)
+    cancelled = None if sums is None else sums.found
+    if before is None:
+        return FoldedWeights(merged, sample, cancelled)
+    after = runs(merged.reshape(-1), period)
+    return FoldedWeights(merged, RunSample(blocks, numbers, before, after, period), cancelled)

@@ -26,20 +26,22 @@ class Sampling:
     runs: bool = True  # whether runs of numbers may be sampled in place of rows
     checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
 
-    def rows(self, block: Block) -> range:
-        """Return the sampled rows of a block, spread evenly; rows of codes lie side by side, because those that share
-        a scale are encoded together."""
+    def rows(self, blocks: Sequence[Block]) -> range:
+        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes lie side by side,
+        because those that share a scale are encoded together."""
+        block = blocks[0]
         rows, cols, group = block.last - block.first, max(block.cols, 1), block.target.row_group
-        count = min(rows, max(-(-self.least // cols), self._others(block) * self._wanted(block) // cols))
+        count = min(rows, max(-(-self.least // cols), self._others(blocks) * self._wanted(block) // cols))
         if block.target.packed is None:
             return range(0, rows // count * count, rows // count)
         return range(min(rows, -(-count // group) * group))
 
-    def step(self, block: Block, stands_for: int) -> int:
+    def step(self, blocks: Sequence[Block], stands_for: int) -> int:
         """Return n: one in n of `rows` is enough, if all of them stand for so many rows of the weight."""
+        block = blocks[0]
         if block.target.packed is None:
             return 1
-        rows, enough = self.rows(block), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
+        rows, enough = self.rows(blocks), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
         return max(
             (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
         )
@@ -48,9 +50,9 @@ class Sampling:
         """Return whether these blocks are sampled by runs."""
         return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)
 
-    def period(self, block: Block) -> int:
-        """Return n: one run is sampled in every n numbers of a block."""
-        return max(run_sample.RUN, run_sample.PERIOD // 256 * self.every // self._others(block))
+    def period(self, blocks: Sequence[Block]) -> int:
+        """Return n: one run is sampled in every n numbers of each of some blocks."""
+        return max(run_sample.RUN, run_sample.PERIOD // 256 * self.every // self._others(blocks))
 
     def stands_for(self, blocks: Sequence[Block]) -> list[int]:
         """Return how many rows of its weight the sampled rows of each block stand for; 0 for a block without a sample.
@@ -70,9 +72,9 @@ class Sampling:
     def _period(self) -> int:
         return min(PERIOD, self.every)
 
-    def _others(self, block: Block) -> int:
-        """Return how many blocks of its run a sampled block stands for, at most."""
-        return min(self._period, -(-(block.run.high - block.run.low) // block.run.step))
+    def _others(self, blocks: Sequence[Block]) -> int:
+        """Return how many blocks of its run one of some sampled blocks stands for, at most."""
+        return min(self._period, max(-(-(b.run.high - b.run.low) // b.run.step) for b in blocks))
 
     def _until(self, block: Block) -> int:
         """Return the rows from a sampled block to the next sampled block of its run; 0 for a block without a sample."""

@@ -202,6 +202,22 @@ def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
     return made
 
 
+def with_zero(low: Tensor, high: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the smallest scales, and the codes of zero, with which whole numbers of these ends reach from the lowest
+    to the highest numbers, on both sides of zero or at it."""
+    lowest, highest = ends
+    step = (high - low) / (highest - lowest)
+    below = (lowest - low / torch.where(step > 0, step, torch.inf)).floor()
+    points = torch.stack([below, below + 1]).clamp_(lowest, highest)
+
+    def over(part: Tensor, steps: Tensor) -> Tensor:
+        return torch.where(part > 0, part / steps, 0.0)  # no step is left for what is more than nothing: infinite
+
+    scales = torch.maximum(over(high, highest - points), over(-low, points - lowest))
+    best = scales.argmin(0, keepdim=True)
+    return scales.gather(0, best)[0], points.gather(0, best)[0]
+
+
 def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
     """Return the next number of the dtype above, where `up`, or below. The neighbours of one zero include the other.
 

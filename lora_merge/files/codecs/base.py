@@ -32,6 +32,18 @@ CODES: str = "codes"
 DRAW: Final = "draw"
 """The role of uniform numbers for stochastic rounding, one for each number; no tensor of the file has it."""
 
+BARELY: Final = 2.0**-12  # of a step: what a level may be off by, as it is computed in fp32
+
+
+ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 0"
+"""The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
+
+
+def beyond(parts: Parts, most: float = 0.5) -> float:
+    """Return how many steps a number may lie beyond the outermost codes of a scale that covers it: so many as round to
+    these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
+    return BARELY if DRAW in parts else most
+
 
 class InvalidPart(ValueError):
     """The error for a scale or a code that is not a number. Its message does not name the tensor; the caller does."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...limits import from_json
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
 from .comfy import NOTE_LIMIT
 from .scaled import Stored, scaled
 
@@ -72,8 +72,8 @@ class Bnb4(Encoding):
         ragged = -count % self.size
         padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
         old, largest = self._scale(parts), arithmetic.largest_of_each(padded).float()
-        ends = parts[MAP].sort().values
-        cover = min(1.5 * float(ends[-1]) - 0.5 * float(ends[-2]), 0.5 * float(ends[1]) - 1.5 * float(ends[0]))
+        (first, second, *_, before, last), margin = parts[MAP].sort().values.tolist(), beyond(parts)
+        cover = min(last + margin * (last - before), margin * (second - first) - first)
         refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
         made, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
@@ -139,7 +139,7 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
         if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
             continue  # an old order of the numbers, for one kind of device
         of = Stored(weight, scale, "bitsandbytes int8", found.present(stem, "weight_format"))
-        if packing := scaled(of, factor=1 / 127, ends=(-127, 127), zero_rows=True):
+        if packing := scaled(of, factor=1 / 127, ends=(-127, 127)):
             yield claimed(weight, weight.name, weight.shape, packing)
 
 

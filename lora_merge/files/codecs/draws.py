@@ -1,5 +1,8 @@
 """Stochastic rounding: a number becomes one of its two neighbours, the nearer one more often, so that sums stay right.
 
+The mean of many draws is the number, up to the largest number of a dtype and the outermost codes of a scale. Scales
+cover their numbers up to there alone (`base.beyond`); what a plain dtype cuts to its largest number stays that.
+
 The draws depend on the tensor's name, the seed and the place of the number alone, not on windows, threads or devices.
 """
 

@@ -16,7 +16,21 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
+from .base import (
+    ALL_ZEROS,
+    CODES,
+    DRAW,
+    Checkpoint,
+    Claim,
+    Encoding,
+    InvalidPart,
+    OutOfRange,
+    Packing,
+    Part,
+    Parts,
+    beyond,
+    claimed,
+)
 from .comfy import ENTRY, layers, rows_of
 from .scaled import E8M0, SCALE, TILE
 from .stacked import one_of, stacked
@@ -31,7 +45,7 @@ PRE: Final = "pre"
 """Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
 
 LARGEST: Final = 6.0  # of e2m1
-COVERED: Final = 7.0  # half a step beyond the largest code
+STEP: Final = 2.0  # between the two largest codes
 FINE: Final = 2.4  # a block whose largest code would be below is fitted again
 FP8: Final = 448.0  # the largest scale of a block
 ROWS: Final = 16  # of which ComfyUI stores a multiple
@@ -66,7 +80,7 @@ class Fp4(Encoding):
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
-        bad = role == WHOLE and not all(0 < n < inf for n in numbers)
+        bad = role == WHOLE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     @property
@@ -79,6 +93,8 @@ class Fp4(Encoding):
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
+        if WHOLE in parts and not parts[WHOLE].item() and bool(values.any()):
+            raise InvalidPart(ALL_ZEROS)
         found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
             return found.view(-1, self.cols).mul_(self._pre(parts))
@@ -124,15 +140,15 @@ class Fp4(Encoding):
 
         from . import arithmetic
 
-        largest, whole = arithmetic.largest_of_each(blocks), self._whole(parts)
-        if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
+        largest, whole, covered = arithmetic.largest_of_each(blocks), self._whole(parts), LARGEST + STEP * beyond(parts)
+        if self.kind != E8M0 and float(largest.max()) > FP8 * whole * covered:
             if WHOLE not in parts:
                 raise OutOfRange
             return None
-        refit = ((largest > old * COVERED) | (largest < old * FINE)) & (largest > 0)
+        refit = ((largest > old * covered) | (largest < old * FINE)) & (largest > 0)
         if not bool(refit.any()):
             return old
-        return torch.where(refit, self._fitted(largest.float() / LARGEST, whole), old)
+        return torch.where(refit, self._fitted(largest.float() / LARGEST, whole, covered), old)
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
@@ -143,15 +159,16 @@ class Fp4(Encoding):
         scale = largest / (FP8 * LARGEST) or 1.0
         return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
 
-    def _fitted(self, wanted: Tensor, whole: float) -> Tensor:
-        """Return scales of blocks that the file can hold, times that of the weight, near the wanted ones."""
+    def _fitted(self, wanted: Tensor, whole: float, covered: float) -> Tensor:
+        """Return scales of blocks that the file can hold, times that of the weight, near the wanted ones; `covered` of
+        them reach as far as the largest codes of the wanted ones."""
         from . import arithmetic
 
         if self.kind == E8M0:
             return arithmetic.power_above(wanted)
         wanted = (wanted / whole).clamp(2.0**-9, FP8)
         codes = arithmetic.cut_to_fp8(wanted, "F8_E4M3")
-        short = arithmetic.from_fp8(codes, "F8_E4M3") * COVERED < wanted * LARGEST  # among the smallest fp8 numbers
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < wanted * LARGEST  # among the smallest fp8 numbers
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
     def _pre(self, parts: Parts) -> Tensor:
@@ -165,8 +182,8 @@ class Fp4(Encoding):
         if WHOLE not in parts:
             return 1.0
         scale = parts[WHOLE].item()
-        if not 0 < scale < inf:
-            raise InvalidPart(f"its scale is not a positive number: {scale:g}")
+        if fault := self.fault(WHOLE, [scale]):
+            raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
     def _scale(self, parts: Parts, count: int) -> Tensor:

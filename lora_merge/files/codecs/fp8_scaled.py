@@ -99,7 +99,7 @@ def _rotated_rows(
     if not rows or not cols or not size or cols % size:
         return
     encoding = packed(
-        (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size, zero_groups=True,
+        (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size,
         label=FOUR_BITS,
     )  # fmt: skip
     packing = Packing(encoding, codes, {SCALE: Part(scale, cols, 4)}, found.present(stem, "comfy_quant", "input_scale"))

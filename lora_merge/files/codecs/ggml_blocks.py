@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import cut_to_fp8, ends_of_each, from_fp8
-from .base import OutOfRange
+from .base import BARELY, OutOfRange
 from .ggml_kinds import E4M3, KINDS, Fields, Kind, Levels, power_of_two
 
 FP8_LARGEST: Final = 448.0
@@ -59,9 +59,11 @@ def _encoded(kind: Kind, numbers: Tensor, old: Tensor, fields: Fields, uniform: 
     new, room = old.clone(), torch.empty_like(numbers)
     low, high = ends_of_each(numbers, room)
     scale, shift = fields.scale(), fields.shift()
-    covered = _covers(kind.levels, scale, shift, low, high)
+    margin = 0.5 if uniform is None else BARELY
+    covered = _covers(kind.levels, scale, shift, (low, high), margin)
     if (rows := _open_rows(covered)) is not None:
-        made = _refitted(kind, fields.at(rows), low[rows].float(), high[rows].float(), covered[rows])
+        ends = low[rows].float(), high[rows].float()
+        made = _refitted(kind, fields.at(rows), ends, covered[rows], margin)
         kind.put_fields(made, rows, new)
         scale = scale.expand(covered.shape).clone()
         scale[rows] = made.scale()
@@ -102,40 +104,42 @@ def _open_rows(covered: Tensor) -> Tensor | slice | None:
     return whole.logical_not_().nonzero()[:, 0] if bool(whole.any()) else slice(None)
 
 
-def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, low: Tensor, high: Tensor) -> Tensor:
-    """Return which sub-blocks hold their numbers with at most half a step of error."""
-    below, above = levels.gaps
-    ends = scale * (levels.low - below / 2), scale * (levels.high + above / 2)
+def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, of: tuple[Tensor, Tensor], margin: float) -> Tensor:
+    """Return which sub-blocks hold their numbers with at most half a step of error. `of`: their smallest and largest
+    numbers. `margin`: steps that a number may lie beyond the ends, see `beyond`."""
+    (low, high), (below, above) = of, levels.gaps
+    ends = scale * (levels.low - margin * below), scale * (levels.high + margin * above)
     if shift is not None:
         ends = ends[0] - shift, ends[1] - shift
     return (low >= torch.minimum(*ends)) & (high <= torch.maximum(*ends))
 
 
-def _refitted(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+def _refitted(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float) -> Fields:
     """Return scales that cover the numbers from low to high; those that are covered keep theirs where they can."""
+    low, high = ends
     if kind.one_byte == E4M3:
-        return _fp8(kind.levels, old, low, high, covered)
+        return _fp8(kind.levels, old, torch.maximum(-low, high), covered, margin)
     if kind.one_byte:
         return _power(kind.levels, low, high)
     if kind.layout.m is None:
-        return _symmetric(kind, old, low, high, covered)
+        return _symmetric(kind, old, ends, covered, margin)
     if kind.layout.scales is None:
         m = f16_beyond(low, up=False)
         return Fields(f16_beyond((high - m) / kind.levels.high), m)
     return _affine(kind, old, low, high, covered)
 
 
-def _symmetric(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+def _symmetric(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float) -> Fields:
     """Return scales without a shift. The wide end of the range takes the larger of both magnitudes."""
-    levels = kind.levels
+    levels, (low, high) = kind.levels, ends
     wide, narrow = -levels.low, levels.high
     if narrow < wide:
-        narrow += SLACK * levels.gaps[1] / 2
+        narrow += SLACK * margin * levels.gaps[1]
     up = torch.maximum(-low / wide, high / narrow)
     down = torch.maximum(high / wide, -low / narrow)
     needed = torch.where(up <= down, up, -down)
     if old.sc is None:
-        return Fields(f16_near(needed))
+        return Fields(f16_near(needed) if margin > BARELY else f16_beyond(needed.abs()) * needed.sign())
     d = old.d
     sc = torch.where(covered, old.sc.float(), _up(needed, d))
     fits = (covered | (sc.abs() <= kind.most)).all(1, keepdim=True)
@@ -180,14 +184,13 @@ def _power(levels: Levels, low: Tensor, high: Tensor) -> Fields:
     return Fields(power_of_two(torch.where(largest == 0, -128, exponent.clamp(min=-128))))
 
 
-def _fp8(levels: Levels, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+def _fp8(levels: Levels, old: Fields, largest: Tensor, covered: Tensor, margin: float) -> Fields:
     """Return scales of sub-blocks, halves of fp8 numbers, that cover the numbers; those that do already stay."""
-    largest = torch.maximum(-low, high)
     needed = 2 * largest / levels.high
     if float(needed.max()) > FP8_LARGEST:
         raise OutOfRange
     codes = cut_to_fp8(needed, E4M3).view(needed.shape)
-    reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + SLACK * levels.gaps[1] / 2)
+    reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + SLACK * margin * levels.gaps[1])
     codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 numbers
     return Fields(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
 

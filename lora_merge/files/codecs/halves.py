@@ -77,7 +77,7 @@ def quanto(found: Checkpoint) -> Iterator[Claim]:
         if codes is None:
             made = _quanto_bits(found, name, scale, beside)
         else:
-            packing = scaled(Stored(codes, scale, f"quanto {_KIND.get(codes.dtype, '')}", beside), zero_rows=True)
+            packing = scaled(Stored(codes, scale, f"quanto {_KIND.get(codes.dtype, '')}", beside))
             made = claimed(codes, name, codes.shape, packing) if packing else None
         if made is not None:
             yield made

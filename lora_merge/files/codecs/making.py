@@ -166,7 +166,7 @@ def _blocks(weight: StoredTensor) -> Made | None:
 def _bnb_int8(weight: StoredTensor) -> Made | None:
     scale, form = _beside(weight, "SCB", "F32", weight.shape[:1]), _beside(weight, "weight_format", "U8", (), b"\0")
     of = Stored(_codes(weight, "I8", weight.shape), scale, "bitsandbytes int8", frozenset({form.name}))
-    packing = scaled(of, fresh=True, factor=1 / 127, ends=(-127, 127), zero_rows=True)
+    packing = scaled(of, fresh=True, factor=1 / 127, ends=(-127, 127))
     return Made(packing, (scale, form)) if packing else None
 
 

@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, claimed
+from .base import (
+    CODES,
+    DRAW,
+    Checkpoint,
+    Claim,
+    Encoding,
+    InvalidPart,
+    OutOfRange,
+    Packing,
+    Part,
+    Parts,
+    beyond,
+    claimed,
+)
 from .fp4 import Fp4Tensors, fp4
 from .packed_ints import WORD
 from .scaled import COARSE, E8M0, SCALE, Stored, scaled
@@ -60,7 +73,9 @@ class Affine(Encoding):
         from . import draws, few_bits
 
         groups = values.view(-1, self.group)
-        scale, bias = self._fitted(groups.amin(1, keepdim=True), groups.amax(1, keepdim=True), *self._line(parts))
+        scale, bias = self._fitted(
+            (groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)), *self._line(parts), parts
+        )
         levels = (groups - bias) / scale.to(values.dtype).where(scale != 0, inf)
         if DRAW in parts:
             levels = draws.to_integers(levels, parts[DRAW].view(levels.shape))
@@ -80,7 +95,7 @@ class Affine(Encoding):
             raise InvalidPart("a scale or a bias is not a finite number")
         return scale, bias
 
-    def _fitted(self, low: Tensor, high: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def _fitted(self, of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
         their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
 
@@ -88,7 +103,8 @@ class Affine(Encoding):
         """
         import torch
 
-        ends = bias - scale / 2, bias + scale * (self._most + 0.5)
+        (low, high), margin = of, beyond(parts)
+        ends = bias - scale * margin, bias + scale * (self._most + margin)
         over = (low < torch.minimum(*ends)) | (high > torch.maximum(*ends))
         over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)
         step = ((high - low) / self._most).clamp(min=1e-7)
@@ -98,7 +114,7 @@ class Affine(Encoding):
         zero = (edge / step).round()
         step = torch.where(zero != 0, edge / zero.where(zero != 0, 1), step)
         made = self._rounded(torch.where(zero != 0, edge, 0.0), up=~below), self._rounded(step)
-        short = (other - made[0]) / made[1] > self._most + 0.25
+        short = (other - made[0]) / made[1] > self._most + min(margin, 0.25)
         step = torch.where(short, self._rounded((other - made[0]) / self._most, up=below), made[1])
         if not bool((step.isfinite() & made[0].isfinite() | ~over).all()):
             raise OutOfRange

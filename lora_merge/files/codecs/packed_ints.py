@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
-from .base import CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import ALL_ZEROS, CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
 from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Packed(Encoding):
     zeros: bool = False
     dense: bool = True  # whether a code may lie in two words
     scales: str = "F32"  # dtype of the scales
-    zero_groups: bool = False  # whether a group of zeros has the scale 0
     signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
@@ -62,7 +61,10 @@ class Packed(Encoding):
         levels = self._levels(parts[CODES], rows).float()
         order = self._order(parts)
         groups = self._groups(levels if order is None else levels[:, order])
-        values: Tensor = (groups - self._zero(parts, rows)).mul_(self._scale(parts, rows)).view(rows, self.cols)
+        steps, scale = groups - self._zero(parts, rows), self._scale(parts, rows)
+        if not float(scale.min()) and bool((steps * (scale == 0)).any()):
+            raise InvalidPart(ALL_ZEROS)
+        values: Tensor = steps.mul_(scale).view(rows, self.cols)
         if order is None:
             return arithmetic.rotated(values, self.rotation) if self.rotation else values
         found: Tensor = values.new_empty(values.shape)
@@ -82,7 +84,7 @@ class Packed(Encoding):
         groups = self._groups(matrix if order is None else matrix[:, order])
         old, zero = self._scale(parts, rows), self._zero(parts, rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-        scale, zero = self._fitted(low, high, old, zero)
+        scale, zero = self._fitted((low, high), old, zero, parts)
         half = 2 ** (self.bits - 1)
         levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
@@ -125,7 +127,7 @@ class Packed(Encoding):
 
     def _scale(self, parts: Parts, rows: int) -> Tensor:
         found = parts[SCALE].float().view(rows, -1, 1)
-        if not bool((((found > 0) | ((found == 0) & self.zero_groups)) & (found < inf)).all()):
+        if not bool(((found >= 0) & (found < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
         return found
 
@@ -164,27 +166,30 @@ class Packed(Encoding):
             raise InvalidPart("its weight_g_idx does not give every group as many columns")
         return order
 
-    def _fitted(self, low: Tensor, high: Tensor, old: Tensor, zero: Any) -> tuple[Tensor, Any]:
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: Parts) -> tuple[Tensor, Any]:
         """Return scales and zero points: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
         from . import arithmetic
 
-        half, least = 2 ** (self.bits - 1), self._least
-        over = (high > (half - 0.5 - zero) * old) | (low < (least - 0.5 - zero) * old)
+        (low, high), half, least, margin = ends, 2 ** (self.bits - 1), self._least, beyond(parts)
+        over = (high > (half - 1 + margin - zero) * old) | (low < (least - margin - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)
             over |= (high - low < COARSE[False] * (2 * half - 1) * old) & (high > low)
-            new = arithmetic.covering(high - low, 2 * half - 1, 2 * half - 1, self.scales)  # z may take half a step
+            if DRAW in parts:
+                reach, point = arithmetic.with_zero(low, high, (-half, half - 1))
+                new = arithmetic.covering(reach, 1, 1, self.scales)
+            else:
+                new = arithmetic.covering(high - low, 2 * half - 1, 2 * half - 1, self.scales)  # z may take half a step
+                point = (-half - (low.to(new.dtype) / new.where(new > 0, inf)).round()).clamp(-half, half - 1)
         else:
             reach = torch.maximum(high, low * ((half - 1) / least))
             over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (reach > 0)
-            new = arithmetic.covering(reach, half - 1, half - 1 + NEARLY_HALF, self.scales)
+            new = arithmetic.covering(reach, half - 1, half - 1 + beyond(parts, NEARLY_HALF), self.scales)
         over &= new > 0
         scale = torch.where(over, new, old)
-        if not self.zeros:
-            return scale, zero
-        return scale, torch.where(over, (-half - (low.to(scale.dtype) / scale).round()).clamp(-half, half - 1), zero)
+        return scale, torch.where(over, point, zero) if self.zeros else zero
 
 
 class PackedInts(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
 from ...shapes import flat
-from .base import CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts, beyond
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,6 @@ class Scaled(Encoding):
     powers: bool = False  # whether all scales are powers of two
     factor: float = 1.0  # W = q · s · factor
     ends: tuple[int, int] = (-128, 127)  # the smallest and the largest code of whole numbers
-    zero_rows: bool = False  # whether a row of zeros has the scale 0
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
@@ -72,7 +71,7 @@ class Scaled(Encoding):
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
-        bad = role == SCALE and not all(0 < n < inf for n in numbers)
+        bad = role == SCALE and not all(0 <= n < inf for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     @property
@@ -85,7 +84,11 @@ class Scaled(Encoding):
         from . import arithmetic
 
         if not self.block[0]:
-            return arithmetic.from_bytes(parts[CODES], self.dtype, self.factor_of(parts))
+            unit = self.factor_of(parts)
+            found = arithmetic.from_bytes(parts[CODES], self.dtype, unit or 1.0)
+            if not unit and bool(found.any()):
+                raise InvalidPart(ALL_ZEROS)
+            return found
         scale = self._scale(parts, count) * self.factor
         # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
         step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
@@ -93,6 +96,8 @@ class Scaled(Encoding):
         scale, blocks = scale * step, self._blocks(values)
         if self.zeros:
             blocks = blocks - self._spread(parts[ZERO].float(), count)
+        if scale.numel() and not float(scale.min()) and bool((blocks * (self._spread(scale, count) == 0)).any()):
+            raise InvalidPart(ALL_ZEROS)
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
@@ -103,11 +108,15 @@ class Scaled(Encoding):
         from . import arithmetic
 
         count = values.numel()
-        if self.measured and not parts[SCALE].item():
+        if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.fresh or bool(values.any())):
             return None
         if not self.block[0]:
             unit = self.factor_of(parts)
-            levels = values if unit == 1 else values / unit
+            levels = values if unit == 1 else values / (unit or inf)
+            if DRAW in parts and not self.fresh and levels.numel():
+                (bottom, top), (least, most) = self._covered(parts), levels.aminmax()
+                if not (bottom <= float(least) and float(most) <= top):
+                    return None
             drawn = self._drawn(levels, parts)
             if self.fresh:  # the scale was made for the largest of all numbers
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
@@ -122,11 +131,12 @@ class Scaled(Encoding):
         old, found = torch.ones_like(low) if self.fresh else self._scale(parts, count).view(low.shape), {}
         if self.zeros:
             zero = parts[ZERO].view(low.shape).to(low.dtype)
-            scale, zero = self._fitted_with_zero(low, high, old, zero)
+            scale, zero = self._fitted_with_zero((low, high), old, zero, parts)
             found[ZERO] = zero.to(parts[ZERO].dtype).reshape(-1)
-            levels = blocks / scale.to(values.dtype)[:, :, None, :, None] + zero[:, :, None, :, None]
+            levels = blocks / torch.where(scale > 0, scale, inf).to(values.dtype)[:, :, None, :, None]
+            levels += zero[:, :, None, :, None]
         else:
-            scale = self._fitted(low, high, old)
+            scale = self._fitted((low, high), old, parts)
             levels = self._levels(blocks, scale[:, :, None, :, None])
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
@@ -168,20 +178,34 @@ class Scaled(Encoding):
         if DRAW not in parts:
             return levels
         if self.dtype == "I8":
-            inside = (levels >= self.ends[0] - 0.5) & (levels <= self.ends[1] + 0.5)
-            found = draws.to_integers(levels, parts[DRAW])
-            return found.clamp(*self.ends).where(inside, levels.float())
+            return draws.to_integers(levels, parts[DRAW]).clamp_(*self.ends)
         return draws.to_floats(levels, self.dtype, parts[DRAW])
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale at which the largest magnitude becomes the largest code."""
         import torch
 
-        limit = TABLE[self.dtype].largest or self.ends[1]
-        return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor if largest else 1.0)}
+        from . import arithmetic
+
+        limit, wanted = self._limit * self.factor, torch.full_like(parts[SCALE], largest, dtype=torch.float32)
+        made = arithmetic.covering(wanted, limit, limit, self.kind) if largest else torch.ones_like(wanted)
+        return {SCALE: made.to(parts[SCALE].dtype)}
+
+    @property
+    def _limit(self) -> float:
+        """The largest code."""
+        return TABLE[self.dtype].largest or float(self.ends[1])
+
+    def _covered(self, parts: Parts) -> tuple[float, float]:
+        """Return the lowest and the highest level that the codes stand for."""
+        margin = beyond(parts)
+        if self.dtype == "I8":
+            return self.ends[0] - margin, self.ends[1] + margin
+        top = self._limit + 2 * margin * (TABLE[self.dtype].room - self._limit)
+        return -top, top
 
     def _scale(self, parts: Parts, count: int) -> Any:
-        """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is not a positive
+        """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is negative or not a
         number."""
         from . import arithmetic
 
@@ -191,7 +215,7 @@ class Scaled(Encoding):
             return one
         if self.swizzled:
             found = found.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
-        good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
+        good = (found >= 0) & (found < inf)
         if not bool(good.all()):
             raise InvalidPart(f"a scale is not a positive number: {found[~good][0].item():g}")
         return found if self.block[0] else found.item()
@@ -228,43 +252,48 @@ class Scaled(Encoding):
         matrices = total // rows if rows % high and total % rows == 0 else 1
         return numbers.view(matrices, -1, 1, self._columns, 1)
 
-    def _fitted(self, low: Tensor, high: Tensor, old: Tensor) -> Tensor:
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: Parts) -> Tensor:
         """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
         from . import arithmetic
 
-        floats, (lowest, highest) = self.dtype != "I8", self.ends
-        largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or float(highest)
-        top = TABLE[self.dtype].room if floats else highest + 0.5
+        floats, (lowest, highest), (low, high) = self.dtype != "I8", self.ends, ends
+        largest, limit, (bottom, top) = torch.maximum(-low, high), self._limit, self._covered(parts)
         reach = largest if floats else torch.maximum(high, -low * (highest / -lowest))
         if self.kind == E8M0 or self.powers:
             new = arithmetic.power_above(reach / (limit * self.factor))
         else:
-            room = top if floats else limit + NEARLY_HALF
+            room = top if floats else limit + beyond(parts, NEARLY_HALF)
             new = arithmetic.covering(reach, limit * self.factor, room * self.factor, self.kind)
         if self.fresh:
             return torch.where(new > 0, new, old)
         over = largest > old * (self.factor * top)
         if not floats:
-            over &= (high > old * (self.factor * top)) | (-low > old * (self.factor * (0.5 - lowest)))
+            over &= (high > old * (self.factor * top)) | (low < old * (self.factor * bottom))
         coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
         return torch.where((over | coarse) & (new > 0), new, old)
 
-    def _fitted_with_zero(self, low: Tensor, high: Tensor, old: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    def _fitted_with_zero(
+        self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: Parts
+    ) -> tuple[Tensor, Tensor]:
         """Return scales and zero points: the old ones where they cover the numbers."""
         import torch
 
         from . import arithmetic
 
-        low, high, (lowest, highest) = low.clamp(max=0), high.clamp(min=0), self.ends
-        over = (high > (highest + 0.5 - zero) * old) | (low < (lowest - 0.5 - zero) * old)
+        low, high, (lowest, highest), margin = ends[0].clamp(max=0), ends[1].clamp(min=0), self.ends, beyond(parts)
+        over = (high > (highest + margin - zero) * old) | (low < (lowest - margin - zero) * old)
         steps = highest - lowest
         over |= (high - low < COARSE[False] * steps * old) & (high > low)
-        new = arithmetic.covering(high - low, steps, steps, self.kind)  # the rounded zero point may take half a step
+        if DRAW in parts:
+            reach, point = arithmetic.with_zero(low, high, self.ends)
+            new = arithmetic.covering(reach, 1, 1, self.kind)
+        else:
+            new = arithmetic.covering(high - low, steps, steps, self.kind)  # the zero point may take half a step
+            point = (lowest - (low / torch.where(new > 0, new, inf)).round()).clamp(lowest, highest)
         over &= new > 0
-        scale = torch.where(over, new, old)
-        return scale, torch.where(over, (lowest - (low / scale).round()).clamp(lowest, highest), zero)
+        return torch.where(over, new, old), torch.where(over, point, zero)
 
     def _stored(self, scale: Tensor, old: Tensor, count: int) -> Tensor:
         """Return scales as they are stored; padding between them stays."""

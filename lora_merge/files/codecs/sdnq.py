@@ -124,7 +124,7 @@ def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
     if zero is None:
         parts, label = {SCALE: Part(scale, cols, cols // size * each)}, "SDNQ int4"
         encoding: Encoding = packed(
-            (cols, cols // 2), cols, bits=4, cols=cols, size=size, scales=scale.dtype, zero_groups=True, label=label
+            (cols, cols // 2), cols, bits=4, cols=cols, size=size, scales=scale.dtype, label=label
         )
     else:
         parts = {SCALE: Part(scale, size, each), BIAS: Part(zero, size, each)}
@@ -140,5 +140,5 @@ def _signed(codes: StoredTensor, scale: StoredTensor) -> Claim | None:
     shape = rows, prod(codes.shape) // rows
     label = f"SDNQ {'int8' if codes.dtype == 'I8' else 'fp8'}"
     of = Stored(replace(codes, shape=shape), scale, label, block=(1, codes.shape[-1]))
-    packing = scaled(of, zero_rows=True)
+    packing = scaled(of)
     return claimed(codes, codes.name, shape, packing._replace(codes=codes)) if packing else None

@@ -15,16 +15,19 @@ spellings: {…}                      # further names that only adapters use, sa
 xlabs: {…}                          # those of XLabs' files
 native: sdxl                        # or: the same table as in sdxl.yaml
 adapter:                            # conditions on an adapter's names, see guess.py
-lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights; such a file may hold nothing else
+lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights
+
+A user's file may have `lbw` and `spellings` alone: the names of an adapter in the names of any base, as in
+`spellings: {layers.{i}.attn.q: blocks.{i}.attn.wq}`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -44,6 +47,10 @@ OF_ADAPTERS: Final = ("spellings", "xlabs")
 
 MOST_ROWS: Final = 50_000  # of a table
 LONGEST: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
+
+_NUMBER: Final = re.compile(r"\{([a-z])\}")
+_GROUP: Final = r"\\g<\1>"
+_BEFORE: Final = r"(?P<before>(?:.*[._])?)"
 
 _AXIS: Final = r"(?:_|(?:[1-9][0-9]{0,8})?[A-Z]|[0-9]{1,9})"
 _SHAPE: Final = re.compile(rf"{_AXIS}(?:x{_AXIS})*")
@@ -80,6 +87,14 @@ class Architecture:
     adapter: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lbw: Mapping[str, str] = field(default_factory=dict)  # a user's preset → its block weights; see models/blocks.py
+
+    @cached_property
+    def renames(self) -> Sequence[tuple[re.Pattern[str], str]]:
+        """The names of adapters in a file without a title: pattern of a whole name, template of the base's."""
+        if self.title:
+            return ()
+        rows = [(name, own) for name, own, _ in self.tables.get(OF_ADAPTERS[0], ())]
+        return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{_NUMBER.sub(_GROUP, own)}") for name, own in rows]
 
     @cached_property
     def spellings(self) -> Mapping[str, Table]:
@@ -166,8 +181,12 @@ class _Reader:
                 found[key.value] = known[key.value](value)
             else:
                 tables[key.value] = self.table(value)
-        if found.keys() == {"lbw"} and not tables:
-            return Architecture("", self.file, lbw=found["lbw"])
+        if found.keys() <= {"lbw"} and tables.keys() <= {OF_ADAPTERS[0]}:
+            for name, own, line in tables.get(OF_ADAPTERS[0], ()):
+                letters = _NUMBER.findall(name)
+                if len({*letters}) < len(letters) or not {*_NUMBER.findall(own)} <= {*letters}:
+                    raise _bad(self.file, line, f"{name}: {own} has other numbers")
+            return Architecture("", self.file, tables=tables, **found)
         if "title" not in found:
             raise _bad(self.file, 1, "it has no title")
         layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
@@ -222,6 +241,13 @@ class _Reader:
             if name == "<<" and not (FOLDER / f"{other.partition('.')[0]}.yaml").is_file():
                 raise _bad(self.file, line, f"there is no architecture file {other}")
         return rows
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern of a module's name, dotted or flat, with numbers such as `{i}` in it."""
+    texts = [re.escape(text).replace(r"\.", "[._]") for text in _NUMBER.split(name)[::2]]
+    letters = [f"(?P<{letter}>[0-9]{{1,9}})" for letter in _NUMBER.findall(name)]
+    return "".join(chain.from_iterable(zip_longest(texts, letters, fillvalue="")))
 
 
 def _line(node: Any) -> int:

@@ -17,11 +17,11 @@ class BadPart(ValueError):
     """The error for a scale that is not a number, or that the format does not allow."""
 
 
-def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
-    """Return the scales as float64; BadPart unless all are positive, or 0 where a row of zeros has that."""
+def scales(raw: Any, dtype: str) -> Array:
+    """Return the scales as float64; BadPart if one is negative or not a number."""
     found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
-    if not (np.isfinite(found) & ((found > 0) | (zero & (found == 0)))).all():
-        raise BadPart("a scale is not a positive number")
+    if not (np.isfinite(found) & (found >= 0)).all():
+        raise BadPart("a scale is negative or not a number")
     return nonzero(found)
 
 
@@ -80,7 +80,7 @@ def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     """Return fp8 numbers or whole numbers, with scales for the weight, its rows or its blocks."""
     levels = decode(raw["codes"], encoding.dtype).astype(np.float64, copy=False)
     grid = _integers(encoding.ends) if encoding.dtype == "I8" else Floats(encoding.dtype)
-    scale = scales(raw["scale"], encoding.kind, zero=encoding.zero_rows) * encoding.factor
+    scale = scales(raw["scale"], encoding.kind) * encoding.factor
     if not encoding.block[0]:
         return levels, Grid(grid, float(scale[0]))
     span = range(first % encoding.group, first % encoding.group + count)
@@ -137,7 +137,7 @@ def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tu
     column = np.arange(cols) // encoding.size
     if "order" in raw:
         column = np.frombuffer(raw["order"], "<i4")
-    scale = scales(raw["scale"], encoding.scales, zero=encoding.zero_groups).reshape(rows, across)[:, column]
+    scale = scales(raw["scale"], encoding.scales).reshape(rows, across)[:, column]
     shift: Any = 0.0
     if encoding.zeros:
         words = np.frombuffer(raw["zero"], np.uint8).reshape(-1, across, 4).transpose(1, 0, 2).reshape(across, -1)

@@ -18,7 +18,7 @@ from ...dtypes import FLOATS
 from .kinds import fits, kind_of, square_experts, variant
 from .methods import METHODS, VECTOR, Known
 from .numbers import Numbers
-from .places import PEFT, Place, Places, rows_of
+from .places import PEFT, Place, Places, reordered, rows_of
 from .reading import NUMBERS, Group, groups, shapes
 
 CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
@@ -114,7 +114,10 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     read = [replace(group, kind=variant(group, numbers)) for group in certain]
     yield from _experts(read, numbers, base, strength)
     yield from _tokens(tensors, numbers, base, strength)
-    found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
+    placed = ((group, _place(group, read, base)) for group in read)
+    found = [
+        (g, p) for g, place in placed if place is not None and (p := _ordered(g, place, numbers, base)) is not None
+    ]
     if any(_is_stored_in_out(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken = Counter((_family(group.kind), place.rows) for group, place in found)
@@ -235,6 +238,24 @@ def _place(group: Group, read: list[Group], base: Base) -> Place | None:
     if base.ties and (leaf in TABLES or place.rows[0].key.split(".")[-2:-1] in [[t] for t in TABLES]):
         return None
     return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
+
+
+def _ordered(group: Group, place: Place, numbers: Numbers, base: Base) -> Place | None:
+    """Return the place with its rows in the order of the adapter's; None where nothing states that order.
+
+    A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
+    without it are stacked.
+    """
+    network = base.places.of_heads(place)
+    if network is None:
+        return place
+    named = any(".default" in info.name for info in group.roles.values())
+    order = numbers.order if named else "stacked"
+    files = {base.tensors[network.prefix + name].file for name in network.shapes}
+    stored = "heads" if len(files) > 1 else "stacked"
+    if order == stored:
+        return place
+    return reordered(place, by_heads=stored == "heads") if order and len(place.rows) == 1 else None
 
 
 def _part(group: Group, number: int, read: list[Group], place: Place, known: tuple[int, ...]) -> Place | None:

@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
+from .blocks import Blocks
 from .methods import METHODS
 from .places import PEFT
 from .reading import NUMBERS, Group, shapes
@@ -45,6 +46,9 @@ SIMPLE: Final = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+?|\[[\w-]+\])+\$?")
 MOST_REPEATS: Final = 2
 """SIMPLE with so many `+`, or one `.*`, describes patterns whose time grows with the length of the text, or its square:
 names, dots, few runs of digits, sets of characters."""
+COMPONENTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
+"""Parts that name a network."""
+
 LONGEST: Final = 150  # characters of a text that a pattern with `.*` is tried on
 MOST_LOOSE: Final = 10  # patterns of a table that have `.*`
 MOST_PATTERNS: Final = 100
@@ -90,6 +94,11 @@ class Numbers:
     def turns(self) -> bool:
         """Whether the user says if square weights are [in, out]."""
         return "fan_in_fan_out" in self._given
+
+    @property
+    def order(self) -> str:
+        """The order of the rows of fused projections that the user states; "" for none."""
+        return str(self._given.get("row_order", ""))
 
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
         """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
@@ -297,19 +306,29 @@ def _float(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) else None
 
 
-def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
+def strength(
+    base: float, parts: Sequence[tuple[str, float]], blocks: Blocks, key: str, network: str
+) -> float | None:  # fmt: skip
     """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is unknown."""
     if len(parts) > MOST_PATTERNS:
         return None
     for part, factor in parts:
-        covers = _covers(part, key, network)
-        if covers is None:
+        found = _factor(part, factor, blocks, key, network)
+        if found is None:
             return None
-        base *= factor if covers else 1.0
+        base *= found
     return base
 
 
+def _factor(part: str, value: float, blocks: Blocks, key: str, network: str) -> float | None:
+    if part not in COMPONENTS and not part.startswith("re:"):
+        return blocks.factor(part, value, key, network)
+    covers = _covers(part, key, network)
+    return None if covers is None else value if covers else 1.0
+
+
 def _covers(part: str, key: str, network: str) -> bool | None:
+    """Return whether an expression or a network covers a tensor; None where it is unknown."""
     if part.startswith("re:"):
         return re.search(part[3:], key) is not None if _is_simple(part[3:]) and len(key) <= LONGEST else None
     if not network:
@@ -318,6 +337,4 @@ def _covers(part: str, key: str, network: str) -> bool | None:
         return network == "denoiser"
     if part == "te":
         return network.startswith("te")
-    if part in ("te1", "te2", "te3", "vae"):
-        return network == part
-    return None
+    return network == part

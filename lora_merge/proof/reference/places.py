@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
 
+from .blocks import Blocks
 from .layouts import Shape, filled, heights, tables
 
 PEFT: Final = "base_model.model."
@@ -68,8 +69,21 @@ FOLDERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 OF_SDXL: Final = "add_embedding.linear_1.weight"
 """A tensor of SDXL's UNet in the layout of diffusers."""
 
+LEVELS: Final = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
+"""First levels that a name has or lacks where a language model is trained alone or as a part of another model:
+transformers' classes for text and for images, sounds and text (`model.language_model.layers`, `thinker.model.layers`)
+and vLLM's mappings of their names."""
+
 ENDINGS: Final = {"weight": (".weight", ".scale", "_weight"), "bias": (".bias", "_bias")}
 """Parameter of a module → what its key ends with."""
+
+
+HEADS: Final = (
+    "token_refiner.blocks.0.attn.qkv_proj.weight", re.compile(r"(?:token_refiner\.)?blocks\.\d+\.attn\.qkv_proj"), 128
+)  # fmt: skip
+"""A name that shows MiniMax-H3, its modules whose rows have two orders, and the rows of a head: q, k and v of one head
+after those of another in the original shards, all of q, then k, then v in single files
+(diffusers loaders/single_file_utils.py, `qkv_layout`)."""
 
 
 class Rows(NamedTuple):
@@ -124,6 +138,15 @@ class Network:
             return [place for name in names for place in self.find(name, parameter, flat=False)]
         own = self.direct(module, parameter)
         return [own] if own else [p for p in self._others(module, parameter) if p is not None]
+
+    @cached_property
+    def by_layer(self) -> Mapping[str, tuple[str, ...]]:
+        """Module without its first levels of LEVELS → all modules of this name."""
+        found: dict[str, tuple[str, ...]] = {}
+        for module in dict.fromkeys(self._modules()):
+            if "." in (rest := _without_levels(module)):
+                found[rest] = (*found.get(rest, ()), module)
+        return found
 
     @cached_property
     def others(self) -> Mapping[str, list[Cut | tuple[str, ...]]]:
@@ -191,6 +214,25 @@ def rows_of(place: Place, start: int, stop: int) -> Place:
     )
 
 
+def _without_levels(name: str) -> str:
+    """Return a name without its first levels of LEVELS."""
+    first, _, rest = name.partition(".")
+    return _without_levels(rest) if first in LEVELS and rest else name
+
+
+def reordered(place: Place, *, by_heads: bool) -> Place | None:
+    """Return the place of rows of q, k and v in a tensor that has them in the other order, stacked or `by_heads`; None
+    for parts of such a tensor."""
+    (r,), size = place.rows, HEADS[2]
+    heads, odd = divmod(r.stop, 3 * size)
+    if r.start or odd or r.stop != place.shape[0]:
+        return None
+    places = ((p, h) for p in range(3) for h in range(heads)) if by_heads else (
+        (p, h) for h in range(heads) for p in range(3))  # fmt: skip
+    starts = [((h * 3 + p) if by_heads else (p * heads + h)) * size for p, h in places]
+    return place._replace(rows=tuple(Rows(r.key, start, start + size, r.cols) for start in starts))
+
+
 def _stacked(parts: list[Place | None]) -> Place | None:
     """Return the weights one below the other; None if one is missing or their widths differ."""
     found = [p for p in parts if p is not None]
@@ -227,6 +269,8 @@ class Places:
             named[encoders[0]] = ("te", (*called, "te")) if of_sd else ("", called)
         self.networks = tuple(Network(prefix, *named[prefix], own) for prefix, own in found.items())
         self._found: dict[tuple[str, str], Place | None] = {}
+        main = next((n for n in self.networks if "denoiser" in n.called), None)
+        self.blocks = Blocks((main.prefix, main.shapes) if main is not None else ("", ()), shapes)
 
     def find(self, stem: str, parameter: str) -> Place | None:
         """Return the one place that a module's name means; None if there is none or more than one."""
@@ -240,7 +284,21 @@ class Places:
             for network in self.networks:
                 if not meant or meant in network.called:
                     found += [p for p in network.find(name, parameter, flat=flat) if p not in found]
-        return found[0] if len(found) == 1 else None
+        if found:
+            return found[0] if len(found) == 1 else None
+        return self._on_another_level(stem, parameter)
+
+    def _on_another_level(self, stem: str, parameter: str) -> Place | None:
+        """Return the one place of a name with more or fewer of LEVELS before it."""
+        rest = _without_levels(stem.removeprefix(PEFT))
+        named = [(n, module) for n in self.networks if not n.label for module in n.by_layer.get(rest, ())]
+        return named[0][0].direct(named[0][1], parameter) if len(named) == 1 else None
+
+    def of_heads(self, place: Place) -> Network | None:
+        """Return the network of a place whose rows have one of two orders; None for any other place."""
+        key = place.rows[0].key
+        of = next((n for n in self.networks if HEADS[0] in n.shapes and key.startswith(n.prefix)), None)
+        return of if of is not None and HEADS[1].fullmatch(key[len(of.prefix) :].rpartition(".")[0]) else None
 
     def has(self, called: str) -> bool:
         """Return whether the base has a network that PREFIXES may call so."""

@@ -29,7 +29,8 @@ def recomputed(proof: Mapping[str, Any]) -> list[str]:
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return [
         f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}",
-        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)",
+        f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50), judged by the bound "
+        f"of {proof['bound']['compute_dtype']}",
     ]
 
 
@@ -79,7 +80,9 @@ def matched(matching: Mapping[str, Any]) -> str:
     """Return for how many modules a second reading of the adapters found the plan's place and numbers."""
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
-    more = f"; {left} by the plan alone: {names}" if left else ""
+    unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
+    more = f"; {left} checked by numbers but not by place: {names}; the second reading does not know {unknown}"
+    more = more if left else ""
     return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
 
 
@@ -87,7 +90,8 @@ def proof_rows(found: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a proof found."""
     yield line("proven", found["output"])
     how = f"{found['tensors']} of {plural(found['changed'], 'merged tensor')}, {plural(found['rows'], 'row')}"
-    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers")
+    by = f"judged by the bound of {found['bound']['compute_dtype']}"
+    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers, {by}")
     yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
     for row in found["retained"]:
         yield line("retained", f"{row['adapter']}: {retained(row['retained'])}")

@@ -1,0 +1,91 @@
+"""A model that was saved with an adapter attached: PEFT's layers around those of the model.
+
+PEFT wraps a layer as `L.base_layer`, and a module that is trained whole as `L.original_module` and
+`L.modules_to_save.NAME`; the adapter's own tensors are `L.lora_A.NAME.weight` and the like. Before 0.6 PEFT
+left the layer's own weight at `L.weight`. Source: PEFT 0.21, tuners/tuners_utils.py, utils/other.py. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from ..disk.files import StoredTensor
+from ..errors import InputError
+from ..files.checkpoint import Index
+from ..files.layouts import PEFT
+from ..text import Note, listed, plural, quoted
+
+WRAPPED: Final = ("base_layer", "original_module")
+WHOLE: Final = "modules_to_save"
+LEVELS: Final = (*WRAPPED, "token_adapter")
+"""Levels of a name that only the wrapped model has."""
+
+FACTOR: Final = "lora_"
+"""The beginning of the word for a factor of LoRA."""
+
+LEAVES: Final = ("weight", "bias")
+
+
+def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | None:
+    """Return the plain model and its adapter, with the names of PEFT's files; None for a model without one.
+
+    `config`: the adapter_config.json of its training. InputError for several adapters, since a file does not say which
+    of them are in use.
+    """
+    stored = {name: info for header in index.headers.values() for name, info in header.tensors.items()}
+    layers = {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED}
+    layers |= {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words)
+               if word.startswith(FACTOR) and f"{'.'.join(words[:n])}.weight" in stored}  # fmt: skip
+    if not layers or index.components:
+        return None
+    of_adapter = {name: words for name in stored if (words := _own_words(name, layers))}
+    adapters = {words[1] for words in of_adapter.values() if len(words) > 1 and words[1] not in LEAVES}
+    if not of_adapter:
+        return None
+    if len(adapters) > 1:
+        raise InputError("the model was saved with several adapters attached",
+                         f"{index.path}: {listed(map(quoted, sorted(adapters)))}",
+                         "delete all but one with delete_adapter of PEFT, and save it again")  # fmt: skip
+    adapter = next(iter(adapters), "")
+    prefix = PEFT if all(name.startswith(PEFT) for name in stored) else ""
+    plain = _plain((info for name, info in stored.items() if name not in of_adapter), prefix)
+    changes: dict[str, StoredTensor] = {}
+    for name, words in of_adapter.items():
+        layer = name.removesuffix("." + ".".join(words)).removeprefix(PEFT)
+        rest = [words[0], *(words[2:] if words[1:2] == [adapter] else words[1:])]
+        key = f"{layer}.{'.'.join(rest)}"
+        whole = f"{layer}.{'.'.join(rest[1:])}"
+        if words[0] == WHOLE and whole not in plain:  # without the untrained module the trained one is the model's
+            plain[whole] = replace(stored[name], name=whole)
+        else:
+            changes[f"{PEFT}{key}"] = replace(stored[name], name=f"{PEFT}{key}", stored=name)
+    files = tuple(path for path in index.files if any(info.file == path for info in changes.values()))
+    note = Note(f"an adapter is attached inside the model: {plural(len(changes), 'tensor')} of it")
+    headers = {path: index.headers[path] for path in files}
+    own = {} if "peft_type" in index.config else index.config
+    model = replace(index, tensors=plain, packed={}, config=own).recognised()
+    return model, Index(index.path, changes, {}, files, config, headers, notes=(note,))
+
+
+def _words(name: str) -> list[str]:
+    return name.split(".")
+
+
+def _own_words(name: str, layers: Iterable[str]) -> list[str]:
+    """Return the words of an adapter's tensor below its layer; none for a tensor of the model."""
+    words = _words(name)
+    for n in range(len(words) - 1, 0, -1):
+        if ".".join(words[:n]) in layers and words[n] not in LEVELS and words[n:] not in ([leaf] for leaf in LEAVES):
+            return words[n:]
+    return []
+
+
+def _plain(infos: Iterable[StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """Return the tensors of the model by their plain names."""
+    found = {}
+    for info in infos:
+        name = ".".join(word for word in _words(info.name.removeprefix(prefix)) if word not in LEVELS)
+        found[name] = replace(info, name=name)
+    return found

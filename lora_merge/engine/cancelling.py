@@ -1,0 +1,78 @@
+"""Finds merged weights whose terms cancel, such as those of strengths 1e7 and −1e7.
+
+A sum in fp32 is off by up to 2⁻²⁴ of the largest sum on the way. Where that is far above what is left, fp32 cannot hold
+the digits that a merge promises, and the weight is computed in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from .measuring.placement import strided
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from .fold import ChangeObserver, SampleOf
+
+MOST: Final = 4.0
+"""Times the largest merged number that a sum on the way may be: 2e-6, which is promised, is 33 times 2⁻²⁴."""
+
+LEAST: Final = 2**12
+"""The numbers of a block that are looked at, at least, in rows spread evenly: all of them would take as long as to add
+up the changes of small ranks."""
+
+
+class Cancelled(Exception):  # no failure: the blocks are folded again
+    """The terms of some blocks of a call cancel."""
+
+    def __init__(self, numbers: frozenset[int]) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers  # of these blocks in the call
+
+
+def stop_where(cancelled: Tensor | None) -> None:
+    """Raise Cancelled if the terms of a block of a call cancel, before its result is written."""
+    if cancelled is not None and (numbers := frozenset(n for n, yes in enumerate(cancelled.tolist()) if yes)):
+        raise Cancelled(numbers)
+
+
+class Cancelling:
+    """The largest sums on the way to merged weights, as an observer of their fold.
+
+    `base`: [n, rows, cols], before anything is added. `further`: an observer of the same.
+    """
+
+    def __init__(self, base: Tensor, further: ChangeObserver | None) -> None:
+        rows = base.shape[1]
+        count = min(rows, max(1, -(-LEAST // max(base.shape[2], 1))))
+        self._rows, self._further = range(0, rows // count * count, rows // count), further
+        self._last = self._most = self._largest(base)
+
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record blocks to which all changes up to those of an adapter are added."""
+        self.note(merged)
+        if self._further is not None:
+            self._further.note_sum(adapter, merged)
+
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
+        """Record a change that becomes one change with others."""
+        if self._further is not None:
+            self._further.note_change(adapter, change, strengths)
+
+    def note(self, merged: Tensor) -> None:
+        """Record sums [n, rows, cols]; the last ones are the merged weights."""
+        self._last = self._largest(merged)
+        self._most = torch.maximum(self._most, self._last)
+
+    @property
+    def found(self) -> Tensor:
+        """1 for each weight whose terms cancel, else 0: [n], in the dtype of the sums."""
+        return torch.gt(self._most, MOST * self._last, out=torch.empty_like(self._most))
+
+    def _largest(self, sums: Tensor) -> Tensor:
+        return strided(sums, self._rows).abs().amax((1, 2))

@@ -1,0 +1,178 @@
+"""One common change of names: what gives every module of an adapter a place that has none under its own name. No torch.
+
+Trainers write an unknown word before all names, a level that the base lacks, or another mark between the levels. Such a
+change is used only where, with it, all these modules match weights by name and shape, and no other change leads to
+other weights. A known prefix that names a network stays: what is for a text encoder is not looked for in the denoiser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final, NamedTuple
+
+from ..adapters.file import Module
+from ..adapters.suffixes import split_row_part
+from ..algorithms import DoesNotFit
+from ..models.names import Names
+from ..models.prefixes import innermost
+from ..models.weights import WeightView
+from ..text import NUMBER, Note
+from .context import fit
+
+SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
+"""Marks that stand for the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
+longcat_video/modules/lora_utils.py; the others by analogy."""
+
+MOST_PATTERNS: Final = 256
+"""The most patterns of names that are tried; a mixture of experts has some thirty."""
+
+MOST_LEVELS: Final = 64
+"""The most levels of the base's names that are tried as the one an adapter lacks."""
+
+_BOUNDARY: Final = re.compile(r"[._]+")
+
+
+class CommonChange(NamedTuple):
+    """A change of all names of an adapter, behind the prefix that names their network."""
+
+    take: str = ""  # the beginning that is taken off
+    put: str = ""  # the level of the base that is put in its place
+    separator: str = ""  # the mark between levels that is another one in the base's names
+    mark: str = ""  # that one
+    ending: str = ""  # marks at the end that are taken off
+
+    def __call__(self, name: str) -> str:
+        """Return a module's name with the change; the name itself where the change is not for it."""
+        prefix, body = _parts(self._spelled(name))
+        return prefix + self.put + body[len(self.take) :] if body.startswith(self.take) else name
+
+    def _spelled(self, name: str) -> str:
+        """Return a name with the base's marks between its levels, without marks at its end."""
+        name = name.replace(self.separator, self.mark) if self.separator else name
+        return name.rstrip(self.ending) if self.ending else name
+
+    @property
+    def note(self) -> Note:
+        """What the change is, for the user."""
+        steps = (
+            f"{self.separator!r} read as {self.mark!r}" if self.separator else "",
+            f"{self.ending!r} at their ends left out" if self.ending else "",
+            f"{self.take!r} at their beginnings left out" if self.take else "",
+            f"{self.put!r} put before them" if self.put else "",
+        )
+        return Note(f"names of the adapter match the base with {' and '.join(filter(None, steps))}")
+
+
+def common_change(
+    names: Names, modules: Sequence[Sequence[Module]], called: Callable[[Module], str]
+) -> CommonChange | None:
+    """Return the change with which all of these modules match weights of the base by name and shape.
+
+    None if no change does that, or if two changes lead to different weights. `modules`: those without a place, in
+    groups of names that differ only in numbers. `called`: the name under which a module is looked for.
+    """
+    if len(modules) > MOST_PATTERNS:
+        return None
+    samples, sizes = {called(some[0]): some[0] for some in modules}, _pattern_sizes(names)
+    for changes in _by_simplicity([*samples], names):
+        found: dict[tuple[WeightView, ...], CommonChange] = {}
+        for change in changes:
+            views = _views(change, samples, names)
+            if views and (not _moves_levels(change) or _covers(views, modules, sizes)):
+                found.setdefault(views, change)
+        if found:
+            return next(iter(found.values())) if len(found) == 1 else None
+    return None
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Return (prefix that names a network, rest); ("", name) for a name without such a prefix."""
+    network, body = innermost(name)
+    return ("", name) if network == "any" else (name.removesuffix(body), body)
+
+
+def _by_simplicity(samples: Sequence[str], names: Names) -> Iterator[list[CommonChange]]:
+    """Yield the changes to try, the simplest first: another spelling, less at the beginning, a level more."""
+    ends = {name[len(name.rstrip("._")) :] for name in samples}
+    ending = ends.pop() if len(ends) == 1 else ""
+    marks = [("", ""), *((s, ".") for s in SEPARATORS), (".", "_")]
+    spellings = [CommonChange("", "", *pair, ending) for pair in marks if all(pair[0] in n for n in samples)]
+    yield [change for change in spellings if any(change)]
+    bodies = {change: [_parts(change(name))[1] for name in samples] for change in spellings}
+    cuts = {change: [*_beginnings(some)] for change, some in bodies.items()}
+    yield [change._replace(take=cut) for change in spellings for cut in cuts[change]]
+    levels = _levels(names)
+    yield [
+        change._replace(take=cut, put=level)
+        for change in spellings
+        for cut in ("", *(c for c in cuts[change] if innermost(c + "#") == ("any", "#")))
+        for level in levels
+    ]
+
+
+def _beginnings(bodies: Sequence[str]) -> Iterator[str]:
+    """Yield the beginnings, up to a dot or an underscore, that all names share."""
+    same = takewhile(lambda letters: len({*letters}) == 1, zip(*bodies, strict=False))
+    shared = "".join(letters[0] for letters in same)
+    cuts = (shared[: m.end()] for m in _BOUNDARY.finditer(shared) if m.end() < min(map(len, bodies)))
+    yield from (cut for cut in cuts if not NUMBER.search(cut))
+
+
+def _levels(names: Names) -> list[str]:
+    """Return the first levels of the base's names, and the first two, that hold several tensors."""
+    counts: dict[str, int] = {}
+    for part in names.parts:
+        for body in part.keys:
+            levels = body.split(".")[:3]
+            for n in range(1, len(levels)):
+                level = ".".join(levels[:n]) + "."
+                counts[level] = counts.get(level, 0) + 1
+    found = [level for level, count in counts.items() if count > 1 and not NUMBER.search(level.rstrip("."))]
+    return found if len(found) <= MOST_LEVELS else []
+
+
+def _views(change: CommonChange, samples: Mapping[str, Module], names: Names) -> tuple[WeightView, ...]:
+    """Return the weights that modules match with a change, by name and shape; () unless all of them match."""
+    views = []
+    for name, module in samples.items():
+        view = names.only(change(name), module.parameter)
+        if view is None or not (_fits(module, view) or split_row_part(module.name)[1] is not None):
+            return ()
+        views.append(view)
+    return tuple(views)
+
+
+def _fits(module: Module, view: WeightView) -> bool:
+    """Return whether the shapes of a module's tensors are those of some formula on a weight."""
+    for algorithm in module.complete:
+        with suppress(DoesNotFit):
+            fit(algorithm, tuple(module.shapes.items()), view.shape, view.matrix)
+            return True
+    return False
+
+
+def _moves_levels(change: CommonChange) -> bool:
+    """Return whether a change takes off or puts on a level, which may name another network."""
+    return bool(change.put) or "." in (*change.take, change.separator)
+
+
+def _pattern_sizes(names: Names) -> Mapping[str, int]:
+    counts: dict[str, int] = {}
+    for key in names.shapes:
+        pattern = NUMBER.sub("#", key)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    return counts
+
+
+def _covers(views: Sequence[WeightView], modules: Sequence[Sequence[Module]], sizes: Mapping[str, int]) -> bool:
+    """Return whether the modules of some pattern are as many as the weights of the base that they match.
+
+    Another network's layers seldom have the number of these; a trainer that changes all layers writes all of them.
+    """
+    return any(
+        len({m.name for m in some}) >= sizes.get(NUMBER.sub("#", view.row_slices[0].key), 1)
+        for view, some in zip(views, modules, strict=True)
+    )

@@ -1,0 +1,153 @@
+"""Weights that were trained besides the adapter and stored in files of their own, next to the adapter's.
+
+Trainers store so what they trained whole: projectors and norms of vision-language models (LLaVA), diffusion heads and
+connectors of speech models (VibeVoice), new heads. Such a file has names of the base, below a prefix of training, or
+only the names inside one of its modules. It is applied if all of its tensors have one place in the base by names and
+shapes. It is refused if only a part of them has, if several modules fit, or if a trainer calls the file so: a merge
+without it would be another model. Any other file is left out by name. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ..adapters.file import AdapterFile
+from ..adapters.peft.rules import STORED_VALUES
+from ..adapters.suffixes import split_parameter
+from ..disk.files import Header, StoredTensor
+from ..errors import FitError, InputError, MergeError
+from ..files.checkpoint import TRAINED, read_header
+from ..files.file_uses import UNPLACED, Folder
+from ..models.names import Names
+from ..models.weights import whole
+from ..options import Unmatched
+from ..text import Note, listed, plural, quoted
+
+NO_PLACE: Final = "no tensor of the base has these names"
+LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
+MOST_LEVELS: Final = 6  # of a name that are taken off
+
+
+class _Ambiguous(Exception):
+    """Several modules of the base have the names and shapes of a file."""
+
+
+def with_trained_weights(
+    adapter: AdapterFile, folder: Folder | None, names: Names, base: Mapping[str, StoredTensor], unmatched: Unmatched
+) -> tuple[AdapterFile, Folder | None]:
+    """Return the adapter with the weights of the other files of its folder, and the folder's table with their use.
+
+    FitError if a file is a part of what was trained and has no place in the base.
+    """
+    uses, index = [], adapter.index
+    tensors, headers = dict(index.tensors), dict(index.headers)
+    strange, notes = [*adapter.strange], [*adapter.notes]
+    for use in (f for f in (folder.files if folder else ()) if f.why == UNPLACED):
+        path = index.path / use.name
+        try:
+            header = read_header(path)
+        except InputError as e:
+            if TRAINED.fullmatch(path.name):
+                raise
+            uses.append(use._replace(why=f"it cannot be read: {e.what}"))
+            continue
+        placed, problem = _placed(path, header, names, base)
+        if problem and unmatched == "error":
+            first = listed(map(quoted, header.tensors), 3)
+            raise FitError(f"weights that were trained besides the adapter {problem}", f"{path}: {first}",
+                           "use the base of that training; or leave the file out with --unmatched skip")  # fmt: skip
+        if problem or not placed:
+            uses.append(use._replace(why=LEFT_OUT if problem else NO_PLACE))
+            continue
+        for info in placed:
+            if info.name in tensors:
+                raise InputError(f"the tensor {quoted(info.name)} is in two files",
+                                 f"{tensors[info.name].file} and {path.name}",
+                                 "keep the right one of them in the folder")  # fmt: skip
+            tensors[info.name] = info
+        headers[path] = header
+        strange += placed
+        uses.append(use._replace(use="read", why="", tensors=False))
+        notes.append(Note(f"{use.name}: {plural(len(placed), 'tensor')} replace those of the base"))
+    if folder is None or not uses:
+        return adapter, folder
+    index = replace(index, tensors=tensors, headers=headers, files=tuple(headers))
+    return replace(adapter, index=index, strange=tuple(strange), notes=tuple(notes)), folder.replaced(uses)
+
+
+def _placed(
+    path: Path, header: Header, names: Names, base: Mapping[str, StoredTensor]
+) -> tuple[list[StoredTensor], str]:
+    """Return the tensors of a file under the names of the base's; none, with the problem if there is one."""
+    infos = [*header.tensors.values()]
+    known = [_key(info, names, base) for info in infos]
+    if infos and all(known):
+        return _renamed(infos, [str(key) for key in known]), ""
+    try:
+        keys = _below_one_prefix(infos, base, {path.stem, path.parent.name})
+    except _Ambiguous as e:
+        return [], f"fit several modules of the base: {e}"
+    if keys:
+        return _renamed(infos, keys), ""
+    if any(known):
+        return [], f"have only in part a place in the base: {sum(map(bool, known))} of {plural(len(infos), 'tensor')}"
+    return [], "have no place in the base" if TRAINED.fullmatch(path.name) and infos else ""
+
+
+def _renamed(infos: Sequence[StoredTensor], keys: Sequence[str]) -> list[StoredTensor]:
+    return [replace(i, name=key, stored=i.stored or i.name) for i, key in zip(infos, keys, strict=True)]
+
+
+def _key(info: StoredTensor, names: Names, base: Mapping[str, StoredTensor]) -> str | None:
+    """Return the tensor of the base that this name means, by all names that adapters use; None if it has no place."""
+    name = info.name
+    for pattern, kind, _ in STORED_VALUES:
+        if kind == "value" and (match := pattern.fullmatch(name)):
+            name = f"{match['module']}.{match['leaf'] or 'weight'}"
+            break
+    with suppress(MergeError):
+        view = names.find(*split_parameter(name))
+        key = view.row_slices[0].key if view is not None else ""
+        if view is not None and view == whole(key, base[key].shape) and _fits(info, base[key]):
+            return key
+    return name if name in base and _fits(info, base[name]) else None
+
+
+def _fits(info: StoredTensor, own: StoredTensor) -> bool:
+    """Return whether a tensor can replace one of the base; tables of tokens may have more rows."""
+    return info.shape == own.shape or (len(own.shape) == len(info.shape) == 2 and info.shape[0] >= own.shape[0]
+                                       and info.shape[1:] == own.shape[1:])  # fmt: skip
+
+
+def _below_one_prefix(infos: Sequence[StoredTensor], base: Mapping[str, StoredTensor], hints: set[str]) -> list[str]:
+    """Return the keys of the base that have the names of a file below one prefix; its own first levels may be others.
+
+    The names of the file and of its folder decide between several modules. For a single tensor one of them is required.
+    """
+    split = [info.name.split(".") for info in infos]
+    for level in range(MOST_LEVELS if split else 0):
+        if any(len(words) <= level or words[:level] != split[0][:level] for words in split):
+            return []
+        tails = [".".join(words[level:]) for words in split]
+        fitting = [*dict.fromkeys(_prefixes(tails, infos, base))]
+        named = [prefix for prefix in fitting if hints.intersection(prefix.split("."))]
+        chosen = named if len(named) == 1 else fitting
+        if len(chosen) > 1:
+            raise _Ambiguous(listed(prefix.rstrip(".") for prefix in chosen))
+        if chosen and (named or len(infos) > 1 or not chosen[0]):
+            return [f"{chosen[0]}{tail}" for tail in tails]
+    return []
+
+
+def _prefixes(tails: Sequence[str], infos: Sequence[StoredTensor], base: Mapping[str, StoredTensor]) -> Iterator[str]:
+    longest = max(tails, key=len)
+    for key in base:
+        if key.endswith(longest) and (key == longest or key[: -len(longest)].endswith(".")):
+            prefix = key[: -len(longest)]
+            own = [base.get(f"{prefix}{tail}") for tail in tails]
+            if all(one is not None and info.shape == one.shape for info, one in zip(infos, own, strict=True)):
+                yield prefix

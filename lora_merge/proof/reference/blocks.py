@@ -1,0 +1,236 @@
+"""Blocks and paths that strengths are stated for, for the second reading: IN04, D00-D05, lbw=LIST, `layers.0-9`.
+
+The plan's own tables are not used here. Sources: the lists of blocks and the presets in the README of
+hako-mikan/sd-webui-lora-block-weight (BLOCKID26, BLOCKID17, BLOCKIDXLL, BLOCKIDFLUX), the order of input and output
+blocks in openaimodel.py of Stable Diffusion, and the modules of Flux.1. Blocks of models with several stacks of other
+names are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import isfinite
+from typing import Final
+
+BASE: Final = "BASE"
+LIST: Final = "lbw:"  # begins a part that is a list of block weights or a preset
+
+SHORT: Final = {
+    26: "BASE IN01 IN02 IN04 IN05 IN07 IN08 M00 OUT03 OUT04 OUT05 OUT06 OUT07 OUT08 OUT09 OUT10 OUT11",
+    20: "BASE IN04 IN05 IN07 IN08 M00 OUT00 OUT01 OUT02 OUT03 OUT04 OUT05",
+}
+"""Number of blocks of a U-Net → those of its short list."""
+
+PRESETS: Final = {
+    "NONE": "0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0",
+    "INS": "1,1,1,1,0,0,0,0,0,0,0,0,0,0,0,0,0",
+    "IND": "1,0,0,0,1,1,1,0,0,0,0,0,0,0,0,0,0",
+    "MIDD": "1,0,0,0,1,1,1,1,1,1,1,1,0,0,0,0,0",
+    "OUTD": "1,0,0,0,0,0,0,0,1,1,1,1,0,0,0,0,0",
+    "OUTS": "1,0,0,0,0,0,0,0,0,0,0,0,1,1,1,1,1",
+}
+"""Preset → its short list for Stable Diffusion 1."""
+
+WHOLE: Final = {"INALL": "IN", "OUTALL": "OUT"}
+"""Preset → the stack that it has whole, beside BASE."""
+
+ITEM: Final = re.compile(r"([A-Z]+)([0-9]*)(?:-([A-Z]*)([0-9]+))?")
+PATH: Final = re.compile(r"([A-Za-z_][\w.]*?)(?:[._]([0-9]+)(?:-([0-9]+))?)?")
+DIFFUSERS: Final = re.compile(r"(down|up)_blocks\.([0-9])\.(resnets|attentions|downsamplers|upsamplers)\.([0-9])\.")
+NATIVE: Final = re.compile(r"(input|output)_blocks\.([0-9]+)\.")
+LAYER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]+\.)")  # two more levels follow
+
+OWN: Final = re.compile(r"([A-Z]+|#)([0-9]*)")
+CAPITALS: Final = re.compile(r"[^a-z]+|[A-Za-z]+[0-9].*")  # blocks, and no path
+
+LAYERS: Final = 2
+"""Layers of a level of the down path in the U-Nets of Stable Diffusion; one more in the up path."""
+
+STACKS: Final = {
+    "double_blocks": "D",
+    "single_blocks": "S",
+    "transformer_blocks": "D",
+    "single_transformer_blocks": "S",
+}
+"""Stack of a model with double and single blocks → its letter."""
+
+FLUX: Final = (
+    ("double_blocks.0.img_mod.lin.weight", "vector_in.in_layer.weight", "single_blocks.0.modulation.lin.weight"),
+    ("transformer_blocks.0.norm1_context.linear.weight", "single_transformer_blocks.0.proj_mlp.weight",
+     "time_text_embed.text_embedder.linear_1.weight"),
+)  # fmt: skip
+"""Names of tensors that show Flux.1: both text encoders and both ends are blocks of their own there."""
+
+FLUX_ENDS: Final = ("final_layer.", "norm_out.", "proj_out.")
+ENDS: Final = ("out.", "conv_norm_out.", "conv_out.")  # of a U-Net: they count as the last block
+
+
+class Blocks:
+    """The blocks of a base.
+
+    `denoiser`: the prefix and the names of the network whose blocks are meant. `keys`: all names of the base.
+    """
+
+    def __init__(self, denoiser: tuple[str, Iterable[str]], keys: Iterable[str]) -> None:
+        self._prefix, names = denoiser
+        self._names, self._keys = frozenset(names), frozenset(keys)
+        self._covered: dict[str, bool] = {}  # path → whether a name of the base lies there
+
+    def factor(self, part: str, value: float, key: str, network: str) -> float | None:
+        """Return the factor of a part for a tensor; None where the part or its blocks are not read. `network`:
+        Network.label."""
+        block = self._block(key, network)
+        if part.startswith(LIST):
+            weights = self._weights(part.removeprefix(LIST))
+            return None if weights is None or block is None else value * weights.get(block, 1.0)
+        items = part.upper().split("+")
+        if CAPITALS.fullmatch(part) and all(map(ITEM.fullmatch, items)):
+            held = [None if block is None else self._holds(item, block) for item in items]
+            return None if None in held else value if any(held) else 1.0
+        lies = self.lies_in(part, key)
+        return None if lies is None else value if lies else 1.0
+
+    def lies_in(self, part: str, key: str) -> bool | None:
+        """Return whether a tensor of the base lies in the stack or the layers of a path; None for a path that no name
+        of the base has: the path may be that of another layout."""
+        path = PATH.fullmatch(part)
+        if path is None:
+            return None
+        if part not in self._covered:
+            self._covered[part] = any(_lies_in(path, other) for other in self._keys)
+        return _lies_in(path, key) if self._covered[part] else None
+
+    @cached_property
+    def is_unet(self) -> bool:
+        """Whether the network is a U-Net whose blocks are known."""
+        first = any(name.startswith(("input_blocks.", "down_blocks.")) for name in self._names)
+        levels = [m for m in map(DIFFUSERS.match, self._names) if m and m[1] == "down" and m[3][0] in "ra"]
+        known = max((int(m[4]) for m in levels), default=LAYERS - 1) == LAYERS - 1
+        return first and known and any(name.startswith(("middle_block.", "mid_block.")) for name in self._names)
+
+    @cached_property
+    def _is_flux(self) -> bool:
+        return any(self._names.issuperset(signs) for signs in FLUX)
+
+    @cached_property
+    def _stacks(self) -> Mapping[str, frozenset[int]]:
+        """Path of a stack of two or more layers → their numbers."""
+        found: dict[str, set[int]] = {}
+        for name in self._names:
+            if (layer := LAYER.search(name)) is not None:
+                found.setdefault(name[: layer.start()].rstrip("."), set()).add(int(layer[1]))
+        return {path: frozenset(numbers) for path, numbers in found.items() if len(numbers) > 1}
+
+    @cached_property
+    def _order(self) -> Sequence[str]:
+        """All blocks in the order of a full list; () where it is not known."""
+        if self.is_unet:
+            found = {block for name in self._names if (block := self._of_unet(name)) not in (BASE, "END")}
+            ends = (sorted(b for b in found if b.startswith(letters)) for letters in ("IN", "OUT"))
+            first, last = ends
+            return (BASE, *first, "M00", *last)
+        if self._is_flux:
+            pairs = sorted((STACKS.get(path, ""), n) for path, numbers in self._stacks.items() for n in numbers)
+            return ("CLIP", "T5", "IN", *(f"{letter}{n:02d}" for letter, n in pairs if letter), "OUT")
+        if len(self._stacks) == 1:
+            return (BASE, *(f"#{n:02d}" for numbers in self._stacks.values() for n in sorted(numbers)))
+        return ()
+
+    def _block(self, key: str, network: str) -> str | None:
+        """Return the block of a tensor, `#NN` for a layer of the only stack, "" for none; None where it is unknown."""
+        name = key.removeprefix(self._prefix)
+        if network.startswith("te") or network == "vae":
+            return "" if network == "vae" else None if self._is_flux else BASE
+        if not key.startswith(self._prefix) or name not in self._names:
+            return None
+        if self.is_unet:
+            block = self._of_unet(name)
+            return self._order[-1] if block == "END" else block
+        return self._of_stacks(name)
+
+    def _of_stacks(self, name: str) -> str | None:
+        """Return the block of a tensor of a model of stacked layers."""
+        layer = LAYER.search(name)
+        path = name[: layer.start()].rstrip(".") if layer else ""
+        if any(own.startswith(("input_blocks.", "down_blocks.")) for own in self._names):
+            return None  # a U-Net of another kind
+        if layer is None or path not in self._stacks:
+            ends = "OUT" if name.startswith(FLUX_ENDS) else "IN"
+            return ends if self._is_flux else BASE
+        if "S" in {STACKS.get(own) for own in self._stacks}:
+            return f"{STACKS[path]}{int(layer[1]):02d}" if path in STACKS else None
+        return f"#{int(layer[1]):02d}" if len(self._stacks) == 1 else None
+
+    def _of_unet(self, name: str) -> str:
+        """Return the block of a tensor of a U-Net, END for one of its end."""
+        if (match := NATIVE.match(name)) is not None:
+            return f"{'IN' if match[1] == 'input' else 'OUT'}{int(match[2]):02d}"
+        if name.startswith(("middle_block.", "mid_block.")):
+            return "M00"
+        if name.startswith("conv_in."):
+            return "IN00"
+        match = DIFFUSERS.match(name)
+        if match is None:
+            return "END" if name.startswith(ENDS) else BASE
+        level, layer, sampler = int(match[2]), int(match[4]), match[3].endswith("samplers")
+        if match[1] == "down":
+            return f"IN{(LAYERS + 1) * level + (LAYERS + 1 if sampler else layer + 1):02d}"
+        return f"OUT{(LAYERS + 1) * level + (LAYERS if sampler else layer):02d}"
+
+    def _holds(self, item: str, block: str) -> bool | None:
+        """Return whether a block or a range of blocks has one; None for a range across stacks of no known order."""
+        if item == block or (item, block) == ("MID", "M00"):
+            return True
+        one, own = ITEM.fullmatch(item), OWN.fullmatch(block)
+        assert one is not None, "the caller has looked"
+        letters, first, other, last = one.groups()
+        stack, number = own.groups() if own is not None else (block, "")
+        if other and other != letters:
+            ends = [f"{letters}{int(first or 0):02d}", f"{other}{int(last):02d}"]
+            if not {*ends, block} <= {*self._order}:
+                return None
+            low, at, high = map(self._order.index, (ends[0], block, ends[1]))
+            return low <= at <= high
+        same = stack == letters or (stack == "#" and letters != BASE)
+        if not first:
+            return same and not last
+        return same and number != "" and int(first) <= int(number) <= int(last or first)
+
+    def _weights(self, value: str) -> Mapping[str, float] | None:
+        """Return block → factor of a list or a preset; None for one that is not read here."""
+        order = self._order
+        if not order:
+            return None
+        constant = re.fullmatch(r"ALL([0-9.]*)", value)
+        if constant or value == "FLUXALL":
+            return dict.fromkeys(order, float(constant[1] or 1) if constant else 1.0)
+        if value in WHOLE and self.is_unet:
+            stack = WHOLE[value]
+            return {b: float(b == BASE or b.startswith(stack)) for b in order}
+        preset = value in PRESETS and self.is_unet
+        try:
+            numbers = [float(n) for n in PRESETS.get(value, value).split(",")]
+        except ValueError:
+            return None
+        if not all(map(isfinite, numbers)):
+            return None
+        few = SHORT.get(26 if preset else len(order), "").split() if self.is_unet else []
+        named = few if preset else next((names for names in (order, few) if len(names) == len(numbers)), ())
+        return {**dict.fromkeys(order, 0.0), **dict(zip(named, numbers, strict=True))} if named else None
+
+
+def _lies_in(path: re.Match[str], key: str) -> bool:
+    """Return whether a name has the levels of a path, with a level behind them; of layers, with a number in the range
+    and a level behind it."""
+    levels, own = key.split("."), path[1].split(".")
+    for at in range(len(levels) - len(own)):
+        if levels[at : at + len(own)] != own:
+            continue
+        after = levels[at + len(own) :]
+        if path[2] is None:
+            return True
+        if len(after) > 1 and after[0].isdecimal():
+            return int(path[2]) <= int(after[0]) <= int(path[3] or path[2])
+    return False

@@ -1,0 +1,69 @@
+"""A module that a file holds twice: a copy has the same α, not the same factors alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import InputError
+
+from ..support import Tensors, load, rand, save
+
+SPELLINGS = ("m.a", "diffusion_model.m.a")
+
+
+def twice(*alphas: float | None) -> Tensors:
+    """The same factors under two names, with an α each."""
+    found: Tensors = {}
+    for name, alpha in zip(SPELLINGS, alphas, strict=True):
+        found |= {f"{name}.lora_up.weight": rand(8, 2), f"{name}.lora_down.weight": rand(2, 8, seed=1)}
+        found |= {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
+    return found
+
+
+@pytest.mark.parametrize(("alphas", "scale"), [((1.0, 1.0), 0.5), ((None, None), 1.0)])
+def test_copies_with_the_same_alpha_are_applied_once(
+    tmp_path: Path, alphas: tuple[float | None, ...], scale: float
+) -> None:
+    """The second reading finds the place of either."""
+    base, adapter = rand(8, 8, seed=2), twice(*alphas)
+    out = tmp_path / "o.safetensors"
+    report = lora_merge.merge(
+        save({"m.a.weight": base}, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors"), out
+    )
+    change = adapter["m.a.lora_up.weight"] @ adapter["m.a.lora_down.weight"]
+    torch.testing.assert_close(load(out)["m.a.weight"], base + scale * change)
+    assert report.verified is not None
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 2.0), (1.0, None), (None, 4.0)])
+def test_modules_of_one_weight_with_other_alphas_are_no_copies(
+    tmp_path: Path, alphas: tuple[float | None, ...]
+) -> None:
+    base = save({"m.a.weight": rand(8, 8, seed=2)}, tmp_path / "b.safetensors")
+    with pytest.raises(InputError, match="two modules of the adapter change the same weight"):
+        lora_merge.plan(base, save(twice(*alphas), tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
+
+
+@pytest.mark.parametrize("pattern", [{}, {"diffusion_model.m.a": 6}])
+def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict[str, int]) -> None:
+    """No tensor states it: the bytes of both modules are equal."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    pair = {"lora_A.weight": rand(2, 8), "lora_B.weight": rand(8, 2, seed=1)}
+    save(
+        {f"base_model.model.{n}.{slot}": t.clone() for n in SPELLINGS for slot, t in pair.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "alpha_pattern": pattern, "target_modules": ["a"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    base = save({"m.a.weight": rand(8, 8, seed=2)}, tmp_path / "b.safetensors")
+    if pattern:
+        with pytest.raises(InputError, match="two modules of the adapter change the same weight"):
+            lora_merge.plan(base, folder, tmp_path / "o.safetensors")
+        return
+    assert lora_merge.merge(base, folder, tmp_path / "o.safetensors").verified is not None
