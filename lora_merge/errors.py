@@ -85,6 +85,18 @@ class UsageError(MergeError):
     exit_code = 2
 
 
+class PartWithoutEffect(UsageError):
+    """A part of the model that an option names, and that the base lacks or no adapter changes."""
+
+    option = ""
+    part = ""
+
+    def of(self, option: str, part: str) -> PartWithoutEffect:
+        """Return the error itself with the option and the part, which a batch compares with its defaults."""
+        self.option, self.part = option, part
+        return self
+
+
 class InputError(MergeError):
     """An input is missing, damaged, malicious or of a kind that cannot be merged."""
 

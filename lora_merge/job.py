@@ -34,7 +34,7 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, names_folder, of_index, output_file
+from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
 from .spellings import adapter_path
 from .text import Shown, plural
 
@@ -44,8 +44,9 @@ BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
 """Names of blocks: `IN04`, a range `IN04-IN08` or `IN04-08`, a stack `IN`, several with +. Matching compares them with
 the base."""
 
-PART: Final = re.compile(r"[A-Za-z_][\w.]*(?:-[0-9]{1,6})?", re.ASCII)
-"""A component (`te`), or the path of a stack or of layers (`mid_block`, `double_blocks.0-9`). Matching looks it up."""
+PART: Final = re.compile(r"[A-Za-z_*?][\w.*?]*(?:-[0-9]{1,6})?", re.ASCII)
+"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), or a name with * and ?.
+Matching looks it up."""
 
 MOST_ADAPTERS: Final = 1000
 """Limit of one merge; each adapter is matched with the whole base."""
@@ -237,11 +238,18 @@ def _holds_others(folder: Path) -> bool:
 
 
 def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
+    others = [a.path for a in adapters if a.path != base]
+    name = "+".join(map(_title, (base, *others))) if others else f"{_title(base)}+adapter"
     base = of_index(base)
-    paths = (base, *(of_index(a.path) for a in adapters if a.path != base))
-    name = "+".join(p.name if is_folder(p) else p.stem for p in paths)
-    name = f"{name}+adapter" if len(paths) == 1 else name
     return name if is_folder(base) else f"{name}{_ending(base)}"
+
+
+def _title(path: Path) -> str:
+    """Return the name of an input without its ending, and without the number of a part."""
+    folder = of_index(path)
+    if is_split(path):
+        return path.stem[: -len("-00001-of-00002")]
+    return folder.name if is_folder(folder) else path.stem
 
 
 def _ending(base: Path) -> str:

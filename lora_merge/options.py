@@ -116,7 +116,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("seed", "whole", 0, "Of stochastic rounding, dare and della: another number, other draws.", "given",
                together=True, in_verify=True, metavar="INT"),
         Option("keep_precision", "texts", (),
-               "re:REGEX or glob over base keys: not quantised; none: not even norms, embeddings …", "given",
+               "Parts, re:REGEX or globs of base keys: not quantised; none: not even norms …", "given",
                metavar="PATTERN"),
         Option("method", "word", SUM, "How adapters meet: sum, compose (one after the other), ties, dare …", "given",
                tuple(METHODS), in_verify=True, group="Method"),

@@ -28,6 +28,9 @@ WEIGHTS: Final = frozenset(
 """Suffixes of files with weights; those of the base would be stale beside the merged weights."""
 
 
+_SPLIT: Final = r"(?i).+-\d{5}-of-(?P<parts>\d{5})\.gguf"
+"""Source: llama.cpp, llama_split_path; any program that reads one part reads the others."""
+
 _HUB: Final = r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}"
 _ADDRESS: Final = r"(?i)(?:https?|hf|s3|civitai):.*|civitai"
 
@@ -163,9 +166,15 @@ def is_index(path: Path) -> bool:
     return path.name.endswith(".json") and ".index." in path.name
 
 
+def is_split(path: Path) -> bool:
+    """Return whether this is the name of one of several parts of a GGUF model, which stands for all of them."""
+    match = re.fullmatch(_SPLIT, path.name)
+    return match is not None and int(match["parts"]) > 1
+
+
 def of_index(path: Path) -> Path:
-    """Return the folder that an index stands for; other paths as they are."""
-    return path.parent if is_index(path) else path
+    """Return the folder that an index or a part of a GGUF model stands for; other paths as they are."""
+    return path.parent if is_index(path) or is_split(path) else path
 
 
 def output_file(given: str | Path, ending: str = ".safetensors") -> Path:

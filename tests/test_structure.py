@@ -149,7 +149,7 @@ NAMING = ("adapters/suffixes.py", "adapters/peft/", "proof/examples.py", "proof/
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("viewing/words/merges.py", "full"),
-         ("files/pickle_scan.py", "set"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("adapters_out/again.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias")}  # fmt: skip
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("adapters_out/again.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, Python's set."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
@@ -24,6 +24,7 @@ from ..disk.reader import Reader, read_bytes
 from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
+from ..files.gguf.adapter import with_numbers
 from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
 from ..shapes import Shape
@@ -212,6 +213,7 @@ def group(index: Index) -> AdapterFile:
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
     if how := index.quantised.how if index.quantised.parts else scaled:
         raise InputError("an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16")
+    index = _with_numbers(index)
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}
@@ -258,6 +260,11 @@ def group(index: Index) -> AdapterFile:
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
     strange = [info for info in strange if info.name not in inside]
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
+
+
+def _with_numbers(index: Index) -> Index:
+    """Return an adapter with the numbers of quantised factors in GGUF."""
+    return index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
 
 
 def _without_module(

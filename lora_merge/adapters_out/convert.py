@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from ..engine.torch_preload import load_library
 from ..errors import FitError, UsageError
 from ..files.layouts import PEFT
 from ..matching.choose import ALPHA
+from ..models.module_blocks import network_of
 from ..models.names import Names
 from ..options import pairs, shown
 from ..paths import is_folder, names_folder, output_file
@@ -259,11 +260,24 @@ def opened(given: Conversion, cache: CheckpointCache) -> Opened:
         there, everywhere = in_memory(there, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
+    if task.rules is not None:
+        own = sources.inputs.names if job.base is not None else None
+        task = replace(task, rules=task.rules.on(own, _layers(own, there)))
     if task.to.folder:
         expect_one((one.place.component for one in there), "the adapter changes")
     for one in there:
         expect_held(task, one)
     return Opened(task, sources, there, everywhere)
+
+
+def _layers(names: Names | None, there: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
+    for place, shares, _ in there:
+        if names is not None:
+            yield place.label, place.component, [piece.key for piece in place.view.row_slices]
+        else:
+            modules = [share.patch.module.name for share in shares] or [place.label]
+            yield place.label, network_of(modules[0]), modules
 
 
 def _level(there: Sequence[Filled], names: Names) -> str | None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final
 
 from ..errors import UsageError
 from ..job import parse_size
-from ..limits import Pattern, Refused, Steps
-from ..options import REGEX
+from ..models.names import Names
+from ..models.parts import NOT_CHANGED, Parts
+
+OPTION: Final = "--rank-for"
 
 EXACT, SAME, COUNT, SIZE, NOISE = "exact", "same", "count", "size", "noise"
 
@@ -192,16 +194,19 @@ class RankRules:
 
     linear: Rule
     kernels: Rule
-    parts: tuple[tuple[Pattern, Rule], ...] = ()
+    parts: tuple[tuple[str, Rule], ...] = ()
+    layers: Mapping[str, Rule] = field(default_factory=dict)
+    """Layer → the rule of its part, once the model is known: see `on`."""
 
     @classmethod
     def of(
         cls, rank: str | int, conv_rank: str | int | None, most: int | None, rank_for: Sequence[tuple[str, str | int]]
     ) -> RankRules:
-        """Return the rules that the options state. `rank_for`: pairs of `re:REGEX` or a component, and a rule."""
+        """Return the rules that the options state. `rank_for`: pairs of a part of the model and a rule."""
         linear = parse(rank, most)
         kernels = linear if conv_rank is None else parse(conv_rank, most, "--conv-rank")
-        parts = tuple((part_pattern(part), parse(rule, most, "--rank-for")) for part, rule in rank_for)
+        Parts(OPTION, (part for part, _ in rank_for))  # checks expressions
+        parts = tuple((part, parse(rule, most, OPTION)) for part, rule in rank_for)
         if any(r.name == SIZE for r in (kernels, *(r for _, r in parts)) if r is not linear):
             raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
         return cls(linear, kernels, parts)
@@ -210,12 +215,26 @@ class RankRules:
         """Return whether all rules have this name."""
         return {rule.name for rule in (self.linear, self.kernels, *(rule for _, rule in self.parts))} == {name}
 
+    def on(self, names: Names | None, layers: Iterable[tuple[str, str, Sequence[str]]]) -> RankRules:
+        """Return the rules for the layers of a model; of several parts with a layer, the last one decides.
+
+        UsageError for a part without a layer. `names`: those of the base, None without one; `layers`: the name of a
+        layer, its network, and its names in which parts are looked for.
+        """
+        if not self.parts:
+            return self
+        layers = [*layers]
+        networks = {name: network for _, network, some in layers for name in some}
+        found: dict[str, Rule] = {}
+        for text, rule in self.parts:
+            part = Parts(OPTION, [text], names, networks.values())
+            part.check(networks, NOT_CHANGED)
+            found |= {layer: rule for layer, network, some in layers if part.cover(some, network)}
+        return replace(self, layers=found)
+
     def of_layer(self, name: str, *, kernel: bool) -> Rule:
-        """Return the rule of a layer; the last part that fits its name wins."""
-        for part, rule in reversed(self.parts):
-            if part.matches(name, Steps(), anywhere=True):
-                return rule
-        return self.kernels if kernel else self.linear
+        """Return the rule of a layer."""
+        return self.layers.get(name, self.kernels if kernel else self.linear)
 
     def has(self, name: str) -> bool:
         """Return whether a rule of this name is among them."""
@@ -232,14 +251,4 @@ class RankRules:
         def plain(rule: Rule) -> Rule:
             return replace(rule, name=EXACT) if rule.name == SIZE else rule
 
-        return RankRules(plain(self.linear), plain(self.kernels), self.parts)
-
-
-def part_pattern(part: str) -> Pattern:
-    """Return the pattern of names that a part of the model means: `re:REGEX`, or a word such as `te1` in the name."""
-    try:
-        if part.startswith(REGEX):
-            return Steps().pattern(part.removeprefix(REGEX))
-        return Steps().pattern(rf"(?:^|[._]){re.escape(part)}(?:[._]|$)")
-    except Refused as e:
-        raise UsageError(f"the regular expression is {e}", f"--rank-for {part[:80]}", "correct it") from e
+        return replace(self, linear=plain(self.linear), kernels=plain(self.kernels))

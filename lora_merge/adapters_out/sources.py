@@ -25,6 +25,8 @@ from ..matching.orientation import ALL_UPRIGHT
 from ..matching.patch import PatchPart
 from ..models.chosen import Chosen
 from ..models.module_blocks import network_of
+from ..models.names import Names
+from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
 from ..text import Note, listed, plural
@@ -74,26 +76,37 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     """Return the sources with the weights that `--include` and `--exclude` choose, and a note of how many they leave;
     without a base, names and networks are those of the modules."""
     sources = replace(sources, notes=(*sources.notes, *_other_files(job, sources)))
-    chosen = Chosen.of(job.include, job.exclude)
-    if not chosen:
+    if not job.include and not job.exclude:
         return sources
-    named = []
-    for target in sources.targets:
-        modules = (target.name, *(u.patch.module.name for u in target.uses))
-        real = sources.inputs if job.base is not None else None
-        named.append((real.names.component(target.key), (target.key,)) if real else (network_of(target.name), modules))
-    labels = {label for label, _ in named}
-    if job.base is not None and sources.inputs:
-        chosen = chosen.on_base(sources.inputs.names)
-    else:
-        chosen = chosen.by_prefix(labels)
-    chosen.check(labels, "the adapter")
-    kept = tuple(t for t, (label, names) in zip(sources.targets, named, strict=True) if chosen.takes(label, names))
+    names, named = _named(job, sources)
+    networks = {name: label for label, some in named for name in some}
+    chosen = Chosen.of(job.include, job.exclude, names, networks.values())
+    chosen.check(networks, NOT_CHANGED)
+    kept = tuple(t for t, (label, some) in zip(sources.targets, named, strict=True) if chosen.takes(label, some))
     if not kept:
         raise UsageError("no module is chosen", "--include and --exclude", "choose other parts of the model")
     left = len(sources.targets) - len(kept)
     note = [Note(f"left out by --include and --exclude: {plural(left, 'weight')}")] if left else []
     return replace(sources, targets=kept, notes=(*sources.notes, *note))
+
+
+def ruled(job: AdapterJob, sources: Sources) -> AdapterJob:
+    """Return the job with the rule of each layer, by its name; UsageError for a part of `--rank-for` without one."""
+    names, named = _named(job, sources)
+    layers = [(t.name, label, some) for t, (label, some) in zip(sources.targets, named, strict=True)]
+    return replace(job, rules=job.rules.on(names, layers))
+
+
+def _named(job: AdapterJob, sources: Sources) -> tuple[Names | None, list[tuple[str, tuple[str, ...]]]]:
+    """Return the names of the base, None without one, and network and names of each target: its key in the base,
+    without a base the names of its modules."""
+    if job.base is not None and sources.inputs:
+        names = sources.inputs.names
+        return names, [(names.component(target.key), (target.key,)) for target in sources.targets]
+    return None, [
+        (network_of(target.name), (target.name, *(use.patch.module.name for use in target.uses)))
+        for target in sources.targets
+    ]
 
 
 def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:

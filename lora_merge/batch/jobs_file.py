@@ -42,6 +42,8 @@ LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of
 MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
 SHOWN: Final = 50  # mistakes that are listed one by one
 LONGEST: Final = 300  # characters of a mistake's sentence
+OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_precision")
+"""Options that take parts of a model."""
 TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
 ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
 Entered = TypeVar("Entered", Defaults, JobEntry)
@@ -58,11 +60,23 @@ class BatchJob:
     back: bool = False  # whether it takes adapters out of a merged checkpoint, at the strengths that `job` has then
     template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
     request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
+    usual: frozenset[tuple[str, str]] = frozenset()  # (option, part) of the defaults, which may fit other jobs only
 
     @property
     def inputs(self) -> tuple[Path, ...]:
         """The base and the adapters."""
         return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
+
+    def without(self, option: str, part: str) -> BatchJob:
+        """Return the job without a part of its defaults that has no effect on it."""
+        name = option.lstrip("-").replace("-", "_")
+        adapters = tuple(replace(a, parts=tuple(p for p in a.parts if p[0] != part)) for a in self.job.adapters)
+        job = replace(self.job, adapters=adapters, keep_precision=_without(self.job.keep_precision, part))
+        request = self.request
+        if request is not None:
+            options = ((n, _without(value, part) if n == name else value) for n, value in request.options)
+            request = replace(request, options=tuple(options))
+        return replace(self, job=job, request=request, usual=self.usual - {(option, part)})
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -91,6 +105,13 @@ def load(
     return _Loader(_plain(data), "jobs", expand("."), asked).entries()
 
 
+def _without(parts: Any, part: str) -> Any:
+    """Return the parts of an option, or pairs of a part and a value, without one of them."""
+    if isinstance(parts, Mapping):
+        return {one: value for one, value in parts.items() if one != part}
+    return tuple(one for one in parts if part not in (one, one[0] if isinstance(one, tuple) else one))
+
+
 def _plain(value: Any) -> Any:
     """Return data as a file holds it, where a program has given paths as such."""
     if isinstance(value, PathLike):
@@ -98,6 +119,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _usual(entry: JobEntry, defaults: Defaults) -> frozenset[tuple[str, str]]:
+    """Return (option, part) for the parts of a model that a job has from the defaults."""
+    shared = {name: value for name, value in given(defaults).items() if name in OF_PARTS and name not in given(entry)}
+    return frozenset((f"--{name.replace('_', '-')}", part) for name, parts in shared.items() for part in parts)
 
 
 class Asked(NamedTuple):
@@ -142,7 +169,7 @@ class _Loader:
                     made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
                     back = (entry.command or defaults.command) == UNMERGE
                     found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request,
-                                          template=distinct(values)))  # fmt: skip
+                                          template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):

@@ -16,7 +16,7 @@ from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import require_space
 from ..engine.windows import layout_key, unshared_bytes, window_bytes
-from ..errors import MergeError, ResourceError, UsageError
+from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import CONFIGS, configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
@@ -67,6 +67,7 @@ def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
+    surveyor.check_defaults()
     planned = tuple(surveyor.planned[e.number] for e in entries)
     _Sources(planned, outputs).check()
     return planned
@@ -242,9 +243,28 @@ class _Surveyor:
         self.planned: dict[int, PlannedJob] = {}
         self.grounded: dict[int, Job] = {}
         self.shares: dict[tuple[Path, Path], bool] = {}
+        self.idle: dict[tuple[str, str], list[PartWithoutEffect | None]] = {}
+        """Part of the defaults → for each of its jobs the error, or None if it has an effect."""
 
     def plan(self, entry: BatchJob, level: int) -> None:
-        """Plan one job, after those whose outputs it reads."""
+        """Plan one job, after those whose outputs it reads; without parts of the defaults that only other jobs have."""
+        for part in entry.usual:
+            self.idle.setdefault(part, []).append(None)
+        self._plan(entry, level)
+        error = self.planned[entry.number].error
+        while isinstance(error, PartWithoutEffect) and (part := (error.option, error.part)) in entry.usual:
+            self.idle[part][self.idle[part].index(None)] = error
+            entry = entry.without(*part)
+            self._plan(entry, level)
+            error = self.planned[entry.number].error
+
+    def check_defaults(self) -> None:
+        """Raise UsageError for a part of the defaults that has no effect on any job."""
+        for errors in self.idle.values():
+            if errors[0] is not None and None not in errors:
+                raise errors[0]
+
+    def _plan(self, entry: BatchJob, level: int) -> None:
         if entry.request is not None:
             self.planned[entry.number] = self._adapter(entry, entry.request, level)
             return

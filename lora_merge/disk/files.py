@@ -6,7 +6,7 @@ import os
 import shlex
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -101,8 +101,8 @@ class Header:
     data_offset: int
     state: FileState
     notes: tuple[Note, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """All entries of a GGUF file but long arrays: numbers, texts, short arrays."""
+    fields: Mapping[str, Any] | None = None
+    """All entries of a GGUF file but long arrays: numbers, texts, short arrays. None for other containers."""
     alignment: int = 1
     """Every tensor begins at a multiple of this, counted from the start of the data."""
 

@@ -15,12 +15,12 @@ from typing import Any, Final
 from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadable
 from ..errors import InputError
 from ..options import shown
-from ..paths import exists, is_folder, is_index, of_index
+from ..paths import exists, is_folder, is_index, is_split, of_index
 from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
 from .codecs.told import SIDES, of_cache, smoothed, with_side_file
-from .gguf.adapter import adapter_tensors, is_adapter
+from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
 from .json_files import bad_index, read_index, read_json
@@ -86,11 +86,22 @@ class Index:
         """Return the tensors of the model, without those beside quantised weights, such as their scales."""
         return {name: info for name, info in self.tensors.items() if name not in self.beside}
 
+    @property
+    def entries(self) -> Mapping[str, Any] | None:
+        """Return the entries of GGUF files, none of which is required; None for other containers."""
+        tables = [header.fields for header in self.headers.values() if header.fields is not None]
+        return _of_first(tables) if tables else None
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Return the tensors with the names of the files."""
+        return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
+
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
-        if entries := _of_first(header.fields for header in self.headers.values()):
+        if (entries := self.entries) is not None:
             if is_adapter(entries):
-                return replace(self, tensors=adapter_tensors(self.path, self.tensors, entries))
+                return replace(self, tensors=adapter_tensors(self.path, self.tensors, entries, family_of(entries)))
             view = viewed(self.tensors, entries)
             config = self.config or view.config
             return replace(self, tensors=view.tensors, packed=view.packed, config=config, gguf=view.model)
@@ -122,6 +133,10 @@ def _opened(path: Path, *, adapter: bool) -> Index:
         if found is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
         return _nonempty(_indexed(path.parent, _sharded(path.parent, found)))
+    if is_split(path):
+        parts = next(w for w in weights_in(path.parent) if path in w.files)
+        require_all(parts)
+        return _nonempty(_of_files(path.parent, parts.files).recognised())
     notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:

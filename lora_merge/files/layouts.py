@@ -107,13 +107,13 @@ def require_all(weights: Weights) -> None:
         return
     total = numbers[0][1]
     found = {i for i, _ in numbers}
-    first = next((i for i in range(1, total + 1) if i not in found), None)
-    if first is None and 0 not in found and len(found) == total:
+    lacks = [f"-{i:05d}-of-{total:05d}" for i in range(1, total + 1) if i not in found]
+    if not lacks and 0 not in found and len(found) == total:
         return
-    more = f"-{first:05d}-of-{total:05d} is one of them" if first else "their numbers make no sense"
+    more = f"without {listed(lacks, 6)}" if lacks else "their numbers make no sense"
     raise InputError(
         f"shards are missing: {len(found)} of {total} are here",
-        f"{weights.files[0].parent}: {more}",
+        f"{weights.files[0].parent}: {weights.stem} {more}",
         "download the folder again, all files of it",
     )
 

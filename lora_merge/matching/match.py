@@ -6,7 +6,7 @@ One error lists all problems of one kind. Nothing here reads weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -69,7 +69,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
     rules, modules = unstored(unplaced.rules, modules, {**stored.base, **pair.own}, unplaced.config)
     lone = names.lone_expert([m.name for m in modules])
-    places = Places(names, replace(unplaced, rules=rules), stored, pair, lone)
+    places = Places(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
     widest = places.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
@@ -156,9 +156,17 @@ class MatchBuilder:
                 return None
             view = self._new_bias(module)
         if view is None or is_zero(module, self.base.get(view.row_slices[0].key), self.values):
-            self.unmatched[module.where] = "no such module in the base" if view is None else IDLE
+            self._lose(module.where, module.tensors, "no such module in the base" if view is None else IDLE)
             return None
         return view
+
+    def _lose(self, name: str, tensors: Iterable[StoredTensor], why: str) -> None:
+        """Record a module without a place, or a tensor; it is left out if its network has factor 0."""
+        if self.strengths.leaves_out(name):
+            self.unused |= dict.fromkeys((info.name for info in tensors), OFF)
+            self.remarks.setdefault(LEFT_OUT, {})[name] = None
+        else:
+            self.unmatched[name] = why
 
     def place(self, module: Module) -> None:
         """Place one module: find its weight and formula and record the patch."""
@@ -304,7 +312,7 @@ class MatchBuilder:
         elif value is not None and value.rows is not None and (twin := self.places.twin(name, value.rows)):
             self._leave_out_twin(info, name, twin)
         elif (view := view or self._place_in_head(info, name, parameter, rows=bool(value and value.rows))) is None:
-            self.unmatched[info.name] = STRANGE
+            self._lose(info.name, [info], STRANGE)
         elif value is not None and value.rows is not None:
             self._replace_rows(info, view, value.rows)
         elif (first := self.new_values.setdefault(view.row_slices, info)) is info:

@@ -15,7 +15,8 @@ from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
 from ..errors import AmbiguousName, MergeError, ShapeMismatch
 from ..job import ORDERS, ROW_ORDER
-from ..models.names import EXPERTS, Names
+from ..models.names import EXPERTS
+from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..ranges import Rows
@@ -35,8 +36,10 @@ NAMED_ORDER: Final = ".default"
 class Places:
     """The places of one adapter's modules in the base. `lone`: prefix of the one expert of two in the base."""
 
-    def __init__(self, names: Names, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str) -> None:
-        self.names, self.stored, self.pair = names, stored, pair
+    def __init__(
+        self, strengths: Strengths, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str
+    ) -> None:
+        self.names, self._strengths, self.stored, self.pair = strengths.names, strengths, stored, pair
         self.base = {**stored.base, **pair.own}  # with the head's own tensors
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
@@ -53,9 +56,9 @@ class Places:
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
-        view = next((v for n in names if (v := self.names.find(n, parameter)) is not None), None)
+        view = next((v for n in names if (v := self._strengths.find(n, parameter)) is not None), None)
         if view is None and (change := self.change) is not None:
-            view = next((v for n in names if (v := self.names.find(change(n), parameter)) is not None), None)
+            view = next((v for n in names if (v := self._strengths.find(change(n), parameter)) is not None), None)
         return self.stored.view(view)
 
     @cached_property

@@ -9,7 +9,7 @@ places is refused. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -146,6 +146,12 @@ class Names:
                     raise self._ambiguous(module, parameter, [*views, *twins])
                 return self.as_stored(views[0])
         return None
+
+    def without(self, labels: Collection[str]) -> Names:
+        """Return the names of the same base without some of its networks."""
+        left = [part for part in self.parts if part.label not in labels]
+        return Names(left, self.shapes, self._stored, self._config, second=self.second, presets=self.presets,
+                     renames=self._renames)  # fmt: skip
 
     def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
         """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its

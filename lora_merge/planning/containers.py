@@ -14,16 +14,18 @@ from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.codecs.making import Made
-from ..files.gguf.adapter import with_heads
+from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
 from ..files.gguf.container import ALIGNED
 from ..files.gguf.diffusion import KINDS, DiffusionFile, diffusion_file, empty_header, plain_type
 from ..files.gguf.layout import gguf_layout, new_layout
+from ..files.gguf.names import FAMILIES
 from ..files.gguf.types import TYPES
-from ..files.gguf.view import as_plain
+from ..files.gguf.view import ARCHITECTURE, as_plain
 from ..files.headers import layout
 from ..job import Job
 from ..models.weights import Weight
 from ..shapes import Shape
+from ..text import Note, quoted
 from .plan import OutputTensor
 
 GGUF: Final = ".gguf"
@@ -37,11 +39,16 @@ def in_gguf(job: Job, base: Index) -> bool:
     return job.dtype in ("keep", *GGUF_TYPES) or base.gguf.language
 
 
-def check_names(job: Job, base: Index) -> None:
-    """Raise InputError for a model in GGUF files whose names are not understood."""
-    if base.gguf is not None and base.gguf.refusal and job.map is None:
-        raise InputError(f"the model cannot be merged: {base.gguf.refusal}", str(base.path),
-                         "merge into its original .safetensors checkpoint, or give the names by --map")  # fmt: skip
+def check_names(job: Job, base: Index, adapters: Sequence[AdapterFile]) -> None:
+    """Raise InputError for an adapter whose names are others than those of a language model in GGUF files."""
+    model = base.gguf
+    if model is None or not model.language or model.family is not None or job.map is not None:
+        return
+    if other := next((a for a in adapters if not is_adapter(a.index.entries or {})), None):
+        what = f"only an adapter in GGUF has the names of the GGUF architecture {quoted(model.architecture)}"
+        where = f"{base.path}: {other.path.name} has others, which are known for {', '.join(FAMILIES)}"
+        raise InputError(what, where, "merge into its original .safetensors checkpoint, convert the adapter "
+                         "by llama.cpp's convert_lora_to_gguf.py, or give the names by --map")  # fmt: skip
 
 
 def check_container(job: Job, base: Index) -> Job:
@@ -60,6 +67,9 @@ def check_container(job: Job, base: Index) -> Job:
         if not gguf:
             raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
                              "merge with --dtype keep")  # fmt: skip
+        if job.output.suffix.lower() == GGUF:
+            raise UsageError("the output is a folder with the parts of the base", f"-o {job.output}",
+                             f"write -o {job.output.with_suffix('')}")  # fmt: skip
         return job
     if gguf == (job.output.suffix.lower() == GGUF):
         return job
@@ -88,11 +98,24 @@ def _check_new(job: Job, base: Index) -> None:
                          f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
 
 
-def with_rows_in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
-    """Return an adapter with its rows in the order of transformers; a GGUF adapter needs the base's heads for it."""
-    if not any(header.fields for header in adapter.index.headers.values()):
+def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:
+    """Return an adapter with the names and the order of rows of a base; only a GGUF adapter may have others.
+
+    Raises InputError for a GGUF adapter whose names are not known in a base of another container.
+    """
+    index, values = adapter.index, adapter.index.entries or {}
+    if not is_adapter(values):
         return adapter
-    return group(replace(adapter.index, tensors=with_heads(adapter.index.tensors, base.config)))
+    family = base.gguf.family if base.gguf is not None else family_of(values)
+    if base.gguf is None and family is None:
+        raise InputError("the names of a GGUF adapter are those of the GGUF model, and the base is another container",
+                         f"{adapter.path}, for the architecture {quoted(str(values.get(ARCHITECTURE, '')))}",
+                         "merge into the model in GGUF, or merge the adapter that it was converted from")  # fmt: skip
+    stated, own = values.get(ARCHITECTURE), base.gguf.architecture if base.gguf is not None else ""
+    if stated and own and stated != own:
+        note = Note(f"it states the architecture {quoted(str(stated))}, the base {quoted(own)}: merged by equal names")
+        index = replace(index, notes=(*index.notes, note))
+    return group(replace(index, tensors=adapter_tensors(adapter.path, index.stored, values, family, base.config)))
 
 
 def stored_as(

@@ -45,18 +45,19 @@ from ..matching.tied_heads import check_separations
 from ..matching.trained_weights import with_trained_weights
 from ..methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
-from ..models.strengths import Strengths, idle_parts, on_base
+from ..models.strengths import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
+from ..paths import is_split
 from ..shapes import Shape
 from ..text import Note
 from .cache import CheckpointCache
 from .checksums import entry, summed
 from .combining import Combining
-from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_rows_in_order
+from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
 from .metadata import kept_entries
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
-from .quantising import idle, quantising
+from .quantising import quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
@@ -113,10 +114,11 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
     base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
-    check_names(job, base)
     job = check_container(job, base) if merged else job
     files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
-    return Inputs.joined(job, base, lookup, (with_rows_in_order(file, base) for file in files))
+    adapters = [with_names_of(base, file) for file in files]
+    check_names(job, base, adapters)
+    return Inputs.joined(job, base, lookup, adapters)
 
 
 def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
@@ -124,13 +126,12 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
 
     `every_setting`: whether a setting of the user that no formula uses is an error.
     """
-    job = inputs.job
-    adapters = tuple(on_base(ref, inputs.names) for ref in job.adapters)
-    inputs = replace(inputs, job=replace(job, adapters=adapters))
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
+        found = matches(inputs, FileValues(reader), every_setting=every_setting)
+    adapters = tuple(on_base(ref, inputs.names) for ref in inputs.job.adapters)
+    return Matched(replace(inputs, job=replace(inputs.job, adapters=adapters)), found)
 
 
 def make_plan(matched: Matched) -> Plan:
@@ -145,7 +146,6 @@ def make_plan(matched: Matched) -> Plan:
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
-    notes += idle(job, base)
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
     architecture = matched.inputs.names.architecture
@@ -156,7 +156,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     """Return the files of every input folder and what becomes of them, the side files of the output, and notes."""
     job, base = matched.inputs.job, matched.inputs.base
     others = tuple(folder for folder in matched.inputs.folders if folder is not None)
-    if not base.path.is_dir():
+    if not base.path.is_dir() or is_split(job.base):
         if job.tokenizer is not None:
             raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
                              "leave it out")  # fmt: skip
@@ -232,12 +232,12 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     files = [os.path.realpath(ref.path) for ref in job.adapters]
-    made, without_effect = [], [*idle_parts(strengths)]
+    check_effect(strengths)
+    made = []
     for n, met in enumerate(with_overlap_notes(job, matched)):
         usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
         weights = strengths[n].notes({**met.uses, **met.replaced})
-        parts = (*strengths[n].repeated(), *(note for owner, note in without_effect if owner == n))
-        made.append(replace(met, notes=(*met.notes, *usual, *weights, *parts)))
+        made.append(replace(met, notes=(*met.notes, *usual, *weights, *strengths[n].repeated())))
     return tuple(made)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -22,11 +22,10 @@ from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
-from ..limits import Refused, Steps
 from ..models.fused import together
 from ..models.names import Names
-from ..options import NO_DEFAULTS, REGEX
-from ..text import Note
+from ..models.parts import Parts
+from ..options import NO_DEFAULTS
 
 DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
@@ -73,6 +72,9 @@ class Quantising:
 
 NOTHING: Final = Quantising({})
 
+KEEP: Final = "--keep-precision"
+NOT_QUANTISED: Final = "a part without effect: no weight that could be quantised is in it"
+
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
@@ -82,14 +84,18 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
                              f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
         return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
-    chosen = [*_chosen(job, base, names)]
+    given = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
+    able = dict(_quantisable(base, names))
+    given.check(able, NOT_QUANTISED)
+    kept = _precise(job, base)
+    chosen = [base.tensors[key] for key, part in able.items() if not kept(key) and not given.cover([key], part)]
     made: dict[str, Made] = {}
     for info in chosen:
         one = _blocks(job, base, info) if form is None else form.make(info)
         if one is not None and not any(t.name in base.tensors and t.name not in base.beside for t in one.beside):
             made[info.name] = one
     if form is not None and form.section is not None:
-        made = _as_loaders_read(job, base, _as_servers_read(base, made), form)
+        made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
     if not made:
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
                          "write --dtype keep, or change --keep-precision")  # fmt: skip
@@ -115,7 +121,9 @@ def _as_servers_read(base: Index, made: Mapping[str, Made]) -> dict[str, Made]:
     return {name: one for name, one in made.items() if made.keys() >= {*joined.get(name, ())}}
 
 
-def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form) -> dict[str, Made]:
+def _as_loaders_read(
+    base: Index, made: Mapping[str, Made], form: Form, names: Names, given: Parts
+) -> dict[str, Made]:  # fmt: skip
     """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
     config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
@@ -123,7 +131,7 @@ def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form
     cannot be, they keep their numbers.
     https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
     """
-    found, given = dict(made), _kept_by_user(job)
+    found = dict(made)
     for modules in _matrices(base).values():
         coded = {name for name, info in modules.items() if info.name in made}
         kept = sorted(modules.keys() - coded) if coded else []
@@ -132,7 +140,10 @@ def _as_loaders_read(job: Job, base: Index, made: Mapping[str, Made], form: Form
             info = modules[name]
             own = (
                 form.make(info)
-                if meant and _fits(info) and _is_decodable(info, base) and not given(info.name)
+                if meant
+                and _fits(info)
+                and _is_decodable(info, base)
+                and not given.cover([info.name], names.component(info.name))
                 else None
             )
             if own is not None:
@@ -176,16 +187,19 @@ def _form(job: Job, base: Index) -> Form:
     return table[job.dtype]
 
 
-def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
-    """Yield the weights that are quantised, where the format can hold them."""
+def _quantisable(base: Index, names: Names) -> Iterator[tuple[str, str]]:
+    """Yield key and network of the weights that formats can hold as codes, whether or not they are kept."""
     parts = {key: names.component(key) for key in base.tensors}
     main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
-    kept = _kept(job)
     for key, info in base.tensors.items():
         if _fits(info) and key.endswith(".weight") and _is_decodable(info, base) and parts[key] in main:
-            inside = key.partition(".")[2] if base.components else key
-            if not kept(key, inside):
-                yield info
+            yield key, parts[key]
+
+
+def _precise(job: Job, base: Index) -> Callable[[str], bool]:
+    """Return a test of a key: whether the weight keeps its numbers by default because of its name."""
+    usual = NO_DEFAULTS not in job.keep_precision
+    return lambda key: usual and precise(key.partition(".")[2] if base.components else key)
 
 
 def _fits(info: StoredTensor) -> bool:
@@ -199,49 +213,9 @@ def _is_decodable(info: StoredTensor, base: Index) -> bool:
     return info.name in base.packed or info.dtype in FLOATS
 
 
-def _kept(job: Job) -> Callable[[str, str], bool]:
-    """Return a test of (key, name in its component): whether a weight keeps its numbers because of its name."""
-    usual, given = NO_DEFAULTS not in job.keep_precision, _kept_by_user(job)
-
-    def found(key: str, own: str) -> bool:
-        return (usual and precise(own)) or given(key)
-
-    return found
-
-
 def precise(name: str) -> bool:
     """Return whether a weight keeps its numbers by default because of its name in its component."""
     return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
-
-
-def _kept_by_user(job: Job) -> Callable[[str], bool]:
-    """Return a test of a key: whether `--keep-precision` names the weight."""
-    steps, patterns = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
-
-    def found(key: str) -> bool:
-        steps.allow()
-        return any(_matches(text, key, steps) for text in patterns)
-
-    return found
-
-
-def idle(job: Job, base: Index) -> Iterator[Note]:
-    """Yield a note on every pattern of the user that keeps no weight."""
-    for text in job.keep_precision:
-        found = _kept_by_user(replace(job, keep_precision=(text,)))
-        if text != NO_DEFAULTS and not any(found(key) for key in base.tensors):
-            yield Note(f"--keep-precision {text[:80]} matches no name of the base; a glob must match all of a name")
-
-
-def _matches(text: str, key: str, steps: Steps) -> bool:
-    """Return whether a regular expression is found in a name, or a glob is all of it."""
-    anywhere = text.startswith(REGEX)
-    expression = text.removeprefix(REGEX) if anywhere else re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
-    try:
-        return steps.pattern(expression).matches(key, steps, anywhere=anywhere)
-    except Refused as e:
-        where = f"--keep-precision {text[:80]}, at {key[:80]!r}"
-        raise UsageError(f"a regular expression that is {e}", where, "use a simpler one") from e
 
 
 def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from ..errors import InputError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration
+from ..paths import of_index
 from ..planning.recipe import config_hash, sha256
 from ..text import quoted
 from .read_recipe import Input, Recipe
@@ -59,7 +60,8 @@ class _Present:
 def _find(one: Input, present: Iterable[Path]) -> Path:
     name, size, digest = one.files[0]
     depth = len(PurePosixPath(name).parts) if one.folder else 0
-    ending = f"/{one.name}/{name}" if one.folder else f"/{name}"
+    within = one.folder and one.name not in {file for file, _, _ in one.files}  # else a part stands for all
+    ending = f"/{one.name}/{name}" if within else f"/{name}"
 
     def named(path: Path) -> bool:
         return f"/{path.as_posix()}".endswith(ending)
@@ -73,7 +75,7 @@ def _find(one: Input, present: Iterable[Path]) -> Path:
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None:
-                return root
+                return root if within else path
             if named(path):
                 others.append(other)
     namesake = next(filter(named, present), None)
@@ -88,8 +90,9 @@ def _find(one: Input, present: Iterable[Path]) -> Path:
 
 def different(one: Input, path: Path) -> str | None:
     """Return the file of the input at `path` that is not as the recipe says; None if all are the same."""
+    whole = of_index(path)
     for name, size, digest in one.files:
-        file = path / name if path.is_dir() else path
+        file = whole / name if whole.is_dir() else path
         if _size(file) != size or sha256(file) != digest:
             return str(file)
     if one.config and config_hash(path) != one.config:

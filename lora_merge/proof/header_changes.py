@@ -171,7 +171,7 @@ def _same(key: str, found: str, wanted: str) -> bool:
 
 def _odd_fields(path: Path, made: Index) -> Iterator[str]:
     """Yield the tensors with fields that a merge does not write."""
-    if made.headers[path].fields:
+    if made.headers[path].fields is not None:
         return  # the entries of GGUF have no fields of their own
     with open_regular(path) as f:
         raw = f.read(made.headers[path].data_offset)[8:]

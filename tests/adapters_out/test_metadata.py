@@ -131,7 +131,7 @@ def test_damaged_arguments_are_replaced(folder: Path, tmp_path: Path) -> None:
 
 def test_diffusers_gets_the_ranks_from_the_entry_that_it_trusts(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
-    lora_merge.convert(folder / "a.safetensors", out, to="diffusers", rank=3, rank_for={"re:norm_out": 2})
+    lora_merge.convert(folder / "a.safetensors", out, to="diffusers", rank=3, rank_for={"re:final_layer_adaLN": 2})
     told = json.loads(metadata(out)["lora_adapter_metadata"])
     assert (told["transformer.r"], told["transformer.lora_alpha"]) == (3, 3)
     assert told["transformer.rank_pattern"] == {r"^norm_out\.linear$": 2}

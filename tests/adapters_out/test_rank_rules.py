@@ -69,6 +69,8 @@ def test_a_size_goes_where_a_byte_saves_most() -> None:
 
 def test_parts_and_kernels_have_rules_of_their_own() -> None:
     rules = RankRules.of(8, 2, None, [("te1", "4"), ("re:attn", "fro:0.5")])
+    names = {"unet.x": "denoiser", "lora_te1_x": "te1", "lora_te1_attn": "te1"}
+    rules = rules.on(None, [(name, network, [name]) for name, network in names.items()])
     assert rules.of_layer("unet.x", kernel=False).text == "8"
     assert rules.of_layer("unet.x", kernel=True).text == "2"
     assert rules.of_layer("lora_te1_x", kernel=False).text == "4"

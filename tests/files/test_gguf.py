@@ -344,6 +344,41 @@ def test_an_unknown_architecture_of_llama_cpp_is_refused(tmp_path: Path, adapter
     assert inspect(base)["tensors"] == 2
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+def test_file_without_entries_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
+    """stable-diffusion.cpp writes no entry at all, and the names of the checkpoint (src/model_io/gguf_io.cpp)."""
+    with_entry = by_library.write(tmp_path / "named.gguf", "flux", flux(kind))
+    infos, data = b"", b""
+    for name, (values, own) in flux(kind).items():
+        number = by_library.GGMLQuantizationType[own]
+        infos += info(f"model.diffusion_model.{name}".encode(), values.shape[::-1], int(number), len(data))
+        data += (raw := by_library.encoded(values, own).tobytes()) + bytes(-len(raw) % 32)
+    base = tmp_path / "flux.gguf"
+    base.write_bytes(gguf(b"", infos, data, counts=(len(flux(kind)), 0)))
+    for path in (base, with_entry):
+        lora_merge.merge(path, adapter, path.with_suffix(".out.gguf"))
+    found, wanted = (by_library.read(path.with_suffix(".out.gguf")) for path in (base, with_entry))
+    assert {k.removeprefix("model.diffusion_model."): (v.tobytes(), t) for k, (v, t) in found.items()} == \
+        {k: (v.tobytes(), t) for k, (v, t) in wanted.items()}  # fmt: skip
+    assert inspect(base).get("quantised") == (None if kind == "F16" else f"4 weights as {kind}")
+    prove(base.with_suffix(".out.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_adapter_keeps_the_names_of_its_trainer_in_gguf(tmp_path: Path, kind: str) -> None:
+    """As stable-diffusion.cpp converts one; its numbers are those that the library decodes."""
+    base = by_library.write(tmp_path / "flux.gguf", "flux", flux("F32"))
+    factors = {k: (v.numpy(), kind if v.shape[-1] % 32 == 0 else "F16") for k, v in style().items()}
+    lora = by_library.write(tmp_path / "lora.gguf", "flux", factors)
+    lora_merge.merge(base, lora, tmp_path / "out.gguf")
+    stored, found = by_library.read(lora), by_library.read(tmp_path / "out.gguf")
+    for name in TOUCHED:
+        stem = f"lora_unet_{name.replace('.', '_')}.lora_"
+        delta = stored[f"{stem}up.weight"][0].astype(np.float64) @ stored[f"{stem}down.weight"][0]
+        wanted = by_library.read(base)[f"{name}.weight"][0] + delta
+        np.testing.assert_allclose(found[f"{name}.weight"][0], wanted, atol=2e-5)
+
+
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (normal(8, 256), "F16"), "blk.0.attn_q.weight": (normal(8, 256), "F16")}
     for entries in ({}, {"llama.attention.head_count": 3}, {"llama.attention.head_count": 8}):
@@ -353,7 +388,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("entries", "names", "shape"), [
     ({}, [], (2, 2)), ({"adapter.lora.alpha": "many"}, ["ffn_up"], (2, 2)), ({"adapter.lora.alpha": [1]}, ["ffn_up"], (2, 2)),
-    ({"general.alignment": []}, ["ffn_up"], (2, 2)), ({"general.alignment": "8"}, ["ffn_up"], (2, 2)), ({"general.architecture": []}, ["ffn_up"], (2, 2)),
+    ({"general.alignment": []}, ["ffn_up"], (2, 2)), ({"general.alignment": "8"}, ["ffn_up"], (2, 2)),
     ({}, ["attn_q"], ()), ({}, ["attn_q"], (0, 2)), ({}, ["attn_q"], (3, 2)),
 ])  # fmt: skip
 def test_entries_and_shapes_of_a_stranger_are_refused(
@@ -367,7 +402,7 @@ def test_entries_and_shapes_of_a_stranger_are_refused(
     )
     with pytest.raises((InputError, FitError)):
         lora_merge.merge(base, adapter, tmp_path / "out.gguf")
-    if entries.keys() - {"adapter.lora.alpha", "general.architecture"} or names == ["attn_q"]:
+    if entries.keys() - {"adapter.lora.alpha"} or names == ["attn_q"]:
         base.write_bytes(container_of({**LLAMA, **entries}, weights, shape))
         adapter.write_bytes(container_of(ADAPTER, [f"{name}.lora_{x}" for name in weights for x in "ab"]))
         with pytest.raises((InputError, FitError)):

@@ -253,8 +253,11 @@ def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
     assert quantised("re:layers.0", "*.2.*") == {f"{NAMES[1]}.weight"}
     assert quantised("none") == weights | {*KEPT[1:]}
     assert quantised("none", "lm_*") == weights | {KEPT[1]}
-    plan = lora_merge.plan(source, lora, dtype="int8", keep_precision=["layers.0", "re:layers.0", "none"])
-    assert [note.split(" matches")[0] for note in plan.base.notes] == ["--keep-precision layers.0"]
+    assert quantised("layers.0") == quantised("L00") == quantised("re:layers.0")
+    for text in ("layers.9", "re:nothing", "re:norm", "nothing.*", "te"):
+        with pytest.raises(UsageError, match="without effect") as caught:
+            lora_merge.plan(source, lora, dtype="int8", keep_precision=["layers.0", text])
+        assert caught.value.where == f"--keep-precision {text}"
 
 
 def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
@@ -272,7 +275,7 @@ def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Pa
     assert "fp8_block" in refused(folder, dtype="fp8_scaled")
     assert "llama.cpp" in refused(file, dtype="q4_0")
     assert "keep-precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
-    assert "regular expression that is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
+    assert "regular expression is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
     assert "nothing is quantised" in refused(file, keep_precision=["re:x"])
     (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     for name in ("fp8_block", "mxfp8", "nvfp4"):

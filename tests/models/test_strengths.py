@@ -10,7 +10,8 @@ from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
 from lora_merge.limits import Steps
 from lora_merge.models.names import Names
-from lora_merge.models.strengths import Strengths, networks, on_base
+from lora_merge.models.parts import networks
+from lora_merge.models.strengths import Strengths, on_base
 
 from .test_blocks import names_of
 

@@ -393,6 +393,7 @@ def test_a_wrong_planner_is_found(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, out = scenes(mutant.scene), tmp_path / "out.safetensors"
+    monkeypatch.setattr(planning, "check_effect", lambda _: None)  # finds some of them before the proof
     mutant.break_it(monkeypatch)
     with pytest.raises(VerificationFailed) as failed:
         lora_merge.merge(scene.base, scene.adapters, out, **scene.options)
@@ -409,6 +410,7 @@ def test_without_the_second_reading_most_mutants_pass(
     passed = 0
     for n, mutant in enumerate(MUTANTS[::6]):
         with monkeypatch.context() as patch:
+            patch.setattr(planning, "check_effect", lambda _: None)
             mutant.break_it(patch)
             scene, out = scenes(mutant.scene), tmp_path / f"{n}.safetensors"
             try:

@@ -13,8 +13,10 @@ import torch
 from gguf import MODEL_ARCH, TensorNameMap, get_tensor_name_map
 
 import lora_merge
-from lora_merge.errors import FitError, InputError
+from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.job import make_job
+from lora_merge.proof.replay import prove
 from lora_merge.viewing.inspect import inspect
 
 from .. import gguf_files as by_library
@@ -250,15 +252,103 @@ def test_adapters_in_gguf_of_other_kinds_are_refused(tmp_path: Path) -> None:
         "blk.0.attn_v.weight.lora_a": (np.ones((4, 64)), "F32"),
         "blk.0.attn_v.weight.lora_b": (np.ones((64, 4)), "F32"),
     }
-    for arch, more in (("llama", {"adapter.type": "control_vector"}), ("bloom", {"adapter.lora.alpha": 4.0})):
-        path = by_library.write(tmp_path / f"{arch}.gguf", arch, factors, {"general.type": "adapter", **more})
-        with pytest.raises(InputError, match="GGUF adapter of the kind"):
+    for name, more in {
+        "of a kind": {"adapter.type": "control_vector"}, "no number": {"adapter.lora.alpha": "many"},
+        "aLoRA": {"adapter.alora.invocation_tokens": [1, 2]},
+    }.items():  # fmt: skip
+        path = by_library.write(tmp_path / "a.gguf", "bloom", factors, {"general.type": "adapter", **more})
+        with pytest.raises(InputError, match=name):
             open_checkpoint(path)
     lora = {"general.type": "adapter", "adapter.lora.alpha": 4.0}
-    for name in ("token_embd.weight.lora_a", "blk.0.attn_norm.weight"):
-        odd = by_library.write(tmp_path / "odd.gguf", "llama", {**factors, name: (np.ones((4, 64)), "F32")}, lora)
-        with pytest.raises(InputError, match="more than LoRA"):
-            open_checkpoint(odd)
+    odd = {**factors, "blk.0.attn_norm.weight": (np.ones((4, 64)), "F32")}
+    with pytest.raises(InputError, match="more than LoRA"):
+        open_checkpoint(by_library.write(tmp_path / "odd.gguf", "llama", odd, lora))
+
+
+SHAPES = {
+    "token_embd.weight": (96, 64), "blk.0.attn_q.weight": (64, 64), "blk.0.ffn_up_exps.weight": (3, 96, 64),
+    "blk.0.ffn_down_exps.weight": (3, 64, 96), "blk.1.ffn_up_exps.weight": (3, 64, 64), "enc.blk.1.ffn_up.weight": (96, 64),
+}  # fmt: skip
+
+
+def pair_in_gguf(folder: Path, arch: str, kind: str, alpha: float | None) -> tuple[Path, Path, dict[str, Array]]:
+    """A model of any architecture, a LoRA on all of its matrices, and the sum by the rule of llama-adapter.cpp."""
+    rng = np.random.default_rng(0)
+    base = {name: (rng.normal(0, 0.1, shape).astype(np.float32), kind) for name, shape in SHAPES.items()}
+    model = by_library.write(folder / "m.gguf", arch, base)
+    merged, factors = {}, {}
+    for name, (values, _) in by_library.read(model).items():
+        *experts, rows, cols = SHAPES[name]
+        table = name == "token_embd.weight"
+        a = rng.normal(0, 0.2, (rows, 4) if table else (*experts, 4, cols)).astype(np.float32)
+        b = rng.normal(0, 0.2, (cols, 4) if table else (*experts, rows, 4)).astype(np.float32)
+        factors |= {f"{name}.lora_a": (a, "F32"), f"{name}.lora_b": (b, "F32")}
+        merged[name] = values + (alpha / 4 if alpha else 1) * (a @ b.T if table else b @ a)
+    entries = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        **({} if alpha is None else {"adapter.lora.alpha": alpha}),
+    }
+    return model, by_library.write(folder / "lora.gguf", arch, factors, entries), merged
+
+
+@pytest.mark.parametrize(("arch", "kind", "alpha"), [
+    ("qwen3moe", "F32", 8.0), ("t5", "Q8_0", None), ("gemma4", "F16", 0.0), ("no-such-model", "BF16", 2.0),
+])  # fmt: skip
+def test_adapter_in_gguf_fits_the_names_of_its_base(arch: str, kind: str, alpha: float | None, tmp_path: Path) -> None:
+    """Equal names are one weight in every architecture, also the factors of stacked experts and of the tokens."""
+    base, lora, wanted = pair_in_gguf(tmp_path, arch, kind, alpha)
+    report = lora_merge.merge(base, lora, tmp_path / "out.gguf")
+    assert report.changed == len(SHAPES)
+    for name, (values, own) in by_library.read(tmp_path / "out.gguf").items():
+        near = {"F32": 2e-6, "F16": 1e-3, "BF16": 8e-3, "Q8_0": 2e-2}[kind]
+        np.testing.assert_allclose(values, wanted[name], atol=near, err_msg=name)
+        assert own == kind
+    table = tmp_path / "map.yaml"
+    table.write_text(f"title: A\ncomponent: model\ncanonical: gguf\nlayouts:\n  gguf: [{', '.join(SHAPES)}]\n")
+    lora_merge.merge(base, lora, tmp_path / "map.gguf", map=table)
+    assert (tmp_path / "map.gguf").stat().st_size >= (tmp_path / "out.gguf").stat().st_size
+
+
+def test_adapter_in_gguf_needs_a_base_with_its_names(tmp_path: Path) -> None:
+    """A base of transformers has them for the architectures of the table alone; and an adapter of PEFT has others."""
+    from safetensors.torch import save_file
+
+    base, lora, _ = pair_in_gguf(tmp_path, "bloom", "F32", 4.0)
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}, tmp_path / "hf.safetensors")
+    with pytest.raises(InputError, match="'bloom'"):
+        lora_merge.merge(tmp_path / "hf.safetensors", lora, tmp_path / "no.safetensors")
+    peft = {f"model.layers.0.self_attn.q_proj.lora_{x}.weight": torch.ones(64, 64) for x in "AB"}
+    save_file(peft, tmp_path / "peft.safetensors")
+    with pytest.raises(InputError, match=r"architecture 'bloom'\n.*peft\.safetensors"):
+        lora_merge.merge(base, [lora, tmp_path / "peft.safetensors"], tmp_path / "no.gguf")
+
+
+def test_one_part_of_a_split_stands_for_all(tmp_path: Path) -> None:
+    """llama.cpp opens a split by its first part; other files of the folder are no part of it."""
+    base, lora, wanted = pair_in_gguf(tmp_path, "granite", "F32", 8.0)
+    folder, tensors = tmp_path / "models", [*by_library.read(base).items()]
+    folder.mkdir()
+    for n in range(3):
+        entry = {"split.no": n, "split.count": 3}
+        by_library.write(folder / f"m-0000{n + 1}-of-00003.gguf", "granite", dict(tensors[2 * n : 2 * n + 2]), entry)
+    (folder / "other.gguf").write_bytes(base.read_bytes())
+    for n in (1, 3):
+        report = lora_merge.merge(folder / f"m-0000{n}-of-00003.gguf", lora, tmp_path / f"out{n}")
+        parts = [*(tmp_path / f"out{n}").glob("*.gguf")]
+        assert {p.name for p in parts} == {f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)}
+        found = {key: values for part in parts for key, (values, _) in by_library.read(part).items()}
+        assert report.changed == len(SHAPES)
+        for key, values in wanted.items():
+            np.testing.assert_allclose(found[key], values, atol=2e-6, err_msg=key)
+    assert prove(tmp_path / "out3")["proven"]
+    assert prove(tmp_path / "out1", folder / "m-00002-of-00003.gguf", [lora])["proven"]
+    assert make_job(folder / "m-00001-of-00003.gguf", [lora]).output.name == "m+lora"
+    with pytest.raises(UsageError, match=r"write -o .*/x$"):
+        lora_merge.merge(folder / "m-00001-of-00003.gguf", lora, tmp_path / "x.gguf")
+    (folder / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(InputError, match=r"2 of 3 are here\n.*m without -00002-of-00003"):
+        open_checkpoint(folder / "m-00001-of-00003.gguf")
 
 
 def test_transformers_computes_with_the_merged_file_what_it_does_with_the_merged_folder(

@@ -31,7 +31,7 @@ from ..outcome.planned import planned_layers, ranks
 from ..rank_rules import COUNT, EXACT, SAME, Rule
 from ..report import AdapterReport
 from ..run import run as run_in_own
-from ..sources import Sources, open_sources
+from ..sources import Sources, open_sources, ruled
 from ..written import unread
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ TRAINED_APART: Final = (
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers."""
     sources = open_sources(job)
+    job = ruled(job, sources)
     to = _written_in(job, sources)
     if to is None:
         return plan_in_own(job, sources)
@@ -96,7 +97,7 @@ def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, d
         dtype = spoken(output_dtype(job, sources.adapters))
         widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
         later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
-        exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=())
+        exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=(), layers={})
         own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
     return own, {**given, **later}
 
@@ -105,6 +106,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     with Run(job, progress) as this:
         sources = open_sources(job, this.hash_adapters())
+        job = ruled(job, sources)
         to = _written_in(job, sources)
         if to is not None:
             return _converted(job, sources, this, to)

@@ -11,6 +11,7 @@ from ...errors import FitError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import AVERAGES, Names
+from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
 from ...shapes import flat
@@ -45,9 +46,9 @@ def paired(
     latter, and those that only the tuned checkpoint has, in a note instead.
     """
     here = [*places(base[1], to)]
-    chosen = chosen.on_base(base[1])
-    chosen.check({place.component for place in here})
     there = {_key(p): p for p in places(tuned[1], to)}
+    every = {piece.key: p.component for p in (*there.values(), *here) for piece in p.view.row_slices}
+    chosen.check(every, ABSENT)
     apart = separated(base, tuned, here, [*there.values()])
     twins = _twins(base) | _twins(tuned)
     found, absent, left, notes, resized = list[Pair](), list[Place](), [], [], list[str]()

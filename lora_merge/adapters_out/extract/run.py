@@ -79,9 +79,9 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     check_output(output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
     lenient = task.job.inputs.unmatched != "error"
-    chosen = Chosen.of(task.job.include, task.job.exclude)
+    chosen = Chosen.of(task.job.include, task.job.exclude, names)
     pairs = paired((base, names), (tuned, theirs), to, chosen, lenient=lenient)
-    if not pairs.pairs and chosen:
+    if not pairs.pairs and (task.job.include or task.job.exclude):
         raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")
     if not pairs.pairs:
         where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model, or name its parts: --include"
@@ -90,7 +90,9 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
         expect_one((p.place.component for p in pairs.pairs), "the base has")
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
-    return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
+    layers = ((p.name, p.place.component, [piece.key for piece in p.place.view.row_slices]) for p in pairs.pairs)
+    job = replace(task.job, rules=task.job.rules.on(names, layers))
+    return Opened(replace(task, to=to, job=job), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
                   names.known.file.stem if names.known else "")  # fmt: skip
 
 

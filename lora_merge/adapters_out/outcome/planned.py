@@ -19,7 +19,7 @@ from ..joining.targets import Target, is_plain
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..rank_rules import COUNT, EXACT, SAME
 from ..report import AdapterReport
-from ..sources import Sources, open_sources
+from ..sources import Sources, open_sources, ruled
 from ..truncation.need import note
 from ..written import CONTENTS, Spelling
 from .layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED
@@ -30,6 +30,7 @@ def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks where the rule alone tells them. `sources`: those of
     the job, where they are open."""
     sources = sources or open_sources(job)
+    job = ruled(job, sources)
     to = dialect(job.format)
     check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True,
                  folder=to is not None and to.folder, contents=CONTENTS)  # fmt: skip

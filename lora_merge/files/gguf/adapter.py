@@ -1,18 +1,19 @@
 """LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
 
-Beside each name of a weight stand `.lora_a` and `.lora_b`; one entry holds alpha for all. In a model whose q and k have
-their rows in another order, the rows of `.lora_b` have that order too, and the file does not state how many heads
-there are: the base does.
+Each name of a weight has `.lora_a` and `.lora_b` behind it; one entry holds alpha for all. The names, and the order of
+the rows of `.lora_b`, are those of the GGUF model of the same architecture, so on such a base every architecture is
+read. Names of transformers are known for the architectures of names.py alone. In a model whose q and k have their rows
+in another order, the number of heads is needed, which the file does not state: the base does.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
@@ -24,9 +25,27 @@ from .names import FAMILIES, ROTATED, Family, renamed
 from .types import READ, READ_ONLY
 
 TYPE: Final = "general.type"
+KIND: Final = "adapter.type"
 ALPHA: Final = "adapter.lora.alpha"
-SLOTS: Final = {"lora_a": "lora_down.weight", "lora_b": "lora_up.weight"}
-EMBEDDINGS: Final = "token_embd.weight."
+INVOKED: Final = "adapter.alora.invocation_tokens"
+UNCONVERTED: Final = "merge the adapter that it was converted from"
+
+EMBEDDINGS: Final = "token_embd.weight"
+EXPERTS: Final = 3  # axes of factors of stacked experts
+
+
+class Slot(NamedTuple):
+    """How one factor is read: its ending, and the order of its axes."""
+
+    ending: str
+    axes: tuple[int, ...] = ()
+
+
+MATRICES: Final = {"lora_a": Slot(".lora_down.weight"), "lora_b": Slot(".lora_up.weight")}
+STACKED: Final = {"lora_a": Slot(".lora_A.weight"), "lora_b": Slot(".lora_B.weight", (1, 2, 0))}
+"""The factors of all experts of a layer, [E, r, in] and [E, out, r]; PEFT has [E·r, in] and [out, r·E] for these."""
+OF_TABLE: Final = {"lora_a": Slot(".lora_embedding_A", (1, 0)), "lora_b": Slot(".lora_embedding_B")}
+"""The factors of the table of tokens, [vocabulary, r] and [dim, r]; src/models of llama.cpp, build_inp_embd."""
 
 
 def is_adapter(values: Mapping[str, Any]) -> bool:
@@ -34,80 +53,101 @@ def is_adapter(values: Mapping[str, Any]) -> bool:
     return values.get(TYPE) == "adapter"
 
 
+def family_of(values: Mapping[str, Any]) -> Family | None:
+    """Return what is known of the architecture that the entries of a file state; None for any other."""
+    return FAMILIES.get(str(values.get("general.architecture", "")))
+
+
 def adapter_tensors(
-    path: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
-) -> dict[str, StoredTensor]:
-    """Return the tensors of an adapter with names that are read as LoRA; InputError for those of another kind."""
-    arch, kind, alpha = (values.get(key, "") for key in ("general.architecture", "adapter.type", ALPHA))
-    family = FAMILIES.get(str(arch))
-    if family is None or not isinstance(alpha, int | float):
-        what = f"a GGUF adapter of the kind {quoted(str(kind))} for {quoted(str(arch))}"
-        raise InputError(f"{what} is not read", str(path), f"known is LoRA for {', '.join(FAMILIES)}")
-    found = {info.name: info for t in tensors.values() for info in _named(t, family)}
-    if alpha:  # llama.cpp leaves the factor out where it is 0
-        data = memoryview(bytearray(struct.pack("<f", float(alpha))))
-        for stem in {name.removesuffix(f".{SLOTS['lora_a']}") for name in found if name.endswith(SLOTS["lora_a"])}:
-            name = f"{stem}.alpha"
-            found[name] = StoredTensor(name, "F32", (), Memory.of(path, data), 0, 4)
+    path: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any], family: Family | None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, StoredTensor]:  # fmt: skip
+    """Return the tensors of an adapter, with names that are read as LoRA; InputError for those of another kind.
+
+    Parameters:
+        path: The adapter, for messages.
+        tensors: Its tensors as stored.
+        values: The entries of its header.
+        family: Decides the names and the order of the rows; None for those of llama.cpp.
+        config: The configuration of the base, with its heads; without it, rows in another order cannot be read.
+    """
+    kind, alpha = values.get(KIND, "lora"), values.get(ALPHA, 0)
+    if kind != "lora" or not isinstance(alpha, int | float):
+        what = f"{KIND} is {quoted(str(kind))}" if kind != "lora" else f"{ALPHA} is {quoted(str(alpha))}, no number"
+        raise InputError("a GGUF adapter of a kind that is not read", f"{path}: {what}", UNCONVERTED)
+    if INVOKED in values:
+        raise InputError("an aLoRA adapter cannot be merged: it acts only after certain tokens", f"{path}: {INVOKED}",
+                         "serve the adapter beside the model")  # fmt: skip
+    factors = [_named(info, family, config) for info in tensors.values()]
+    found = {info.name: info for info in factors}
+    if alpha:  # llama.cpp leaves the factor out where it is 0, or where no entry states it
+        data = memoryview(bytearray(struct.pack("<d", float(alpha))))
+        endings = tuple(slots["lora_a"].ending for slots in (MATRICES, STACKED, OF_TABLE))
+        for name in [info.name for info in factors]:
+            stem = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), "")
+            if stem:
+                found[f"{stem}.alpha"] = StoredTensor(f"{stem}.alpha", "F64", (), Memory.of(path, data), 0, 8)
     return found
 
 
-def _named(info: StoredTensor, family: Family) -> Iterator[StoredTensor]:
-    stem, _, last = info.name.rpartition(".")
-    if last not in SLOTS or info.name.startswith(EMBEDDINGS):
-        raise InputError("a GGUF adapter holds more than LoRA of linear layers", f"{info.file}: {quoted(info.name)}",
-                         "merge the adapter that it was converted from")  # fmt: skip
-    name = f"{renamed(stem, family).removesuffix('.weight')}.{SLOTS[last]}"
-    if last == "lora_b" and family.permuted and (found := ROTATED.fullmatch(stem)):
-        yield _decoded(replace(info, name=name, stored=info.name), rotated=found[1])
-    elif info.dtype in READ | READ_ONLY:
-        yield _decoded(replace(info, name=name, stored=info.name))
-    else:
-        yield replace(info, name=name, stored=info.name)
+def with_numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of an adapter under other names than llama.cpp's, quantised ones in fp32."""
+    quantised = READ | READ_ONLY
+    return {name: _decoded(info) if info.dtype in quantised else info for name, info in tensors.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Decoded(Memory):
-    """Numbers of a tensor in fp32, decoded when they are read."""
+def _named(info: StoredTensor, family: Family | None, config: Mapping[str, Any] | None) -> StoredTensor:
+    """Return a factor by the name and in the form that are read as LoRA."""
+    weight, _, last = info.name.rpartition(".")
+    if last not in MATRICES or (weight == EMBEDDINGS and len(info.shape) != len(OF_TABLE["lora_a"].axes)):
+        raise InputError("a GGUF adapter holds more than LoRA", f"{info.file}: {quoted(info.name)}", UNCONVERTED)
+    slots = OF_TABLE if weight == EMBEDDINGS else STACKED if len(info.shape) == EXPERTS else MATRICES
+    name = renamed(weight, family) if family else weight
+    named = replace(info, name=f"{name.removesuffix('.weight')}{slots[last].ending}", stored=info.name)
+    if last == "lora_b" and family and family.permuted and (rotated := ROTATED.fullmatch(weight)):
+        return _in_order(named, rotated[1], config)
+    if slots is not MATRICES or info.dtype in READ | READ_ONLY:
+        return _decoded(named, axes=slots[last].axes)
+    return named
 
-    origin: StoredTensor
-    rotated: str = ""
-    """q or k, if its rows have llama.cpp's order."""
 
-
-def with_heads(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return the tensors with the rows of q and k in the order of transformers, by the heads in a configuration."""
-    return {name: _in_order(info, config) for name, info in tensors.items()}
-
-
-def _in_order(info: StoredTensor, config: Mapping[str, Any]) -> StoredTensor:
-    if not isinstance(info.source, Decoded) or not info.source.rotated:
-        return info
+def _in_order(info: StoredTensor, rotated: str, config: Mapping[str, Any] | None) -> StoredTensor:
+    """Return `lora_b` of q or k with the rows in the order of transformers, by the heads in a configuration."""
+    if config is None:
+        return _unreadable(info)
     own = config.get("num_attention_heads")
-    heads = own if info.source.rotated == "q" else config.get("num_key_value_heads", own)
+    heads = own if rotated == "q" else config.get("num_key_value_heads", own)
     rows = info.shape[0] if info.shape else 0
     if not isinstance(heads, int) or heads < 1 or not rows or rows % (2 * heads):
         what = "the base does not state how many heads it has, and the rows of the adapter depend on it"
         where = f"{info.file}: {info.stored}"
         raise InputError(what, where, "give the base as a folder with config.json, or as GGUF")
-    return _decoded(info.source.origin, rotated=info.source.rotated, heads=heads)
+    return _decoded(info, heads=heads)
 
 
-def _decoded(origin: StoredTensor, *, rotated: str = "", heads: int = 0) -> StoredTensor:
-    """Return a tensor in fp32. Rotated rows are put in order if the heads are known, and else cannot be read."""
-    count = prod(origin.shape)
+def _unreadable(info: StoredTensor) -> StoredTensor:
+    def content() -> memoryview:
+        raise InputError("the rows of a GGUF adapter have llama.cpp's order, and the heads of the base are unknown",
+                         f"{info.file}: {info.stored}", "merge into a base file or folder")  # fmt: skip
+
+    return replace(info, dtype="F32", source=Memory(info.file, content), offset=0, nbytes=4 * prod(info.shape))
+
+
+def _decoded(info: StoredTensor, *, heads: int = 0, axes: tuple[int, ...] = ()) -> StoredTensor:
+    """Return a factor as a matrix in fp32: its rows in order for these heads, its axes in this order."""
+    count, shape = prod(info.shape), tuple(info.shape[axis] for axis in axes) or info.shape
+    if len(shape) == EXPERTS:
+        shape = (shape[0], prod(shape[1:])) if axes else (prod(shape[:-1]), shape[-1])
 
     def content() -> memoryview:
-        if rotated and not heads:
-            raise InputError("the rows of a GGUF adapter have llama.cpp's order, and the heads of the base are unknown",
-                             f"{origin.file}: {origin.stored}", "merge into a base file or folder")  # fmt: skip
         import torch
 
-        size = origin.shape[0] // heads if heads else 0
-        encoding = permuted(origin.dtype, size, prod(origin.shape[1:])) if heads else ggml(origin.dtype)
-        raw = torch.frombuffer(bytearray(read_bytes(origin)), dtype=torch.uint8)
-        values: Any = encoding.decode({CODES: raw}, 0, count).contiguous().numpy()
-        return memoryview(bytearray(values.tobytes()))
+        size = info.shape[0] // heads if heads else 0
+        encoding = permuted(info.dtype, size, prod(info.shape[1:])) if heads else ggml(info.dtype)
+        raw = torch.frombuffer(bytearray(read_bytes(info)), dtype=torch.uint8)
+        values: Any = encoding.decode({CODES: raw}, 0, count)
+        if axes:
+            values = values.reshape(info.shape).permute(axes)
+        return memoryview(bytearray(values.contiguous().numpy().tobytes()))
 
-    source = Decoded(origin.file, content, origin, "" if heads else rotated)
-    return replace(origin, dtype="F32", source=source, offset=0, nbytes=4 * count)
+    return replace(info, dtype="F32", shape=shape, source=Memory(info.file, content), offset=0, nbytes=4 * count)

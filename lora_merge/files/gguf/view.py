@@ -10,7 +10,6 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...errors import InputError
 from ...shapes import Shape
-from ...text import quoted
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh, ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
@@ -29,8 +28,8 @@ class GgufModel:
 
     architecture: str
     language: bool = False
-    refusal: str = ""
-    """The reason why its names and values are not understood; "" if they are."""
+    family: Family | None = None
+    """What is known of a language model's names and values; None if only adapters in GGUF fit it."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,13 @@ def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> Vi
     arch = str(values.get(ARCHITECTURE, ""))
     foreign = any(FOREIGN.match(name) for name in tensors)
     family = FAMILIES.get(arch) if foreign else None
-    why = ""
-    if foreign and family is None:
-        known = ", ".join(FAMILIES)
-        why = f"the names and values of the architecture {quoted(arch)} are not known, only those of {known}"
     config = configured(arch, values, tied="output.weight" not in tensors) if family else {}
     made = [_claimed(info, family, config, values) for info in tensors.values()]
     view = {info.name: info for info, _ in made}
     if len(view) < len(made):
         raise InputError("two tensors stand for one weight", str(made[0][0].file), "convert the model again")
     packed = {info.name: packing for info, packing in made if packing is not None}
-    return View(view, packed, config, GgufModel(arch, family is not None, why))
+    return View(view, packed, config, GgufModel(arch, foreign, family))
 
 
 def _claimed(

@@ -1,0 +1,263 @@
+"""The parts of a model that options name, one notion for all of them: `--strength-for`, `--rank-for`, `--include`,
+`--exclude` and `--keep-precision`.
+
+A part is a network (`te`, `unet`), a block or several (`IN04`, `IN04-IN08`), a list of block weights, the path of a
+stack or of layers in it (`double_blocks.0-9`), `re:REGEX` that is searched in names, or a name, also with * and ?. The
+names are keys of the base; without a base they are the adapter's, and blocks are not known. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final
+
+from ..errors import PartWithoutEffect, UsageError
+from ..job import BLOCKS
+from ..limits import Refused, Steps
+from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
+from ..text import listed
+from .blocks import Blocks, blocks, words
+from .components import ENCODER_IDS, UNSURE
+from .names import Names
+from .prefixes import DENOISERS, PREFIXES
+
+NEAR: Final = 300  # most tensor names compared with an unknown part, and most characters; a comparison takes 0.3 ms
+
+DENOISER: Final = ("unet", "transformer")
+"""Both name the denoiser, whichever it is."""
+
+OTHER_WORDS: Final[Mapping[str, str]] = MappingProxyType({
+    **{prefix.strip("._"): hint for prefix, hint in PREFIXES if hint[:2] in ("te", "de", "va")},
+    **dict.fromkeys(("denoiser", "dit", "model"), "denoiser"), **dict.fromkeys(("clip", "text_model"), "te"),
+    "text_encoder_1": "te1", "autoencoder": "vae",
+})  # fmt: skip
+"""Name of a network in adapters' names and in other programs → what it means (see PREFIXES)."""
+
+ABSENT: Final = "the base has no such part or block"
+NOT_CHANGED: Final = "a part without effect: no adapter changes weights there"
+"""What is wrong with a part, by what it was looked for in."""
+
+_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*?)(?:[._](?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?)?")
+"""Path of a stack, of a layer in it, or of a range of layers: `mid_block`, `down_blocks_1`, `double_blocks.0-9`."""
+
+_ENCODER: Final = re.compile("te[1-9]")
+
+
+class Parts:
+    """The parts that one option names, looked up in one model."""
+
+    def __init__(
+        self, option: str, texts: Iterable[str], names: Names | None = None, networks: Collection[str] = (),
+        steps: Steps | None = None,
+    ) -> None:  # fmt: skip
+        """Look up the parts; UsageError for an expression that is not run, and for a block that the base lacks.
+
+        Parameters:
+            option: The option, for messages.
+            texts: The parts as the user writes them.
+            names: The names of the base; None without a base.
+            networks: Without a base, the networks that the prefixes of the adapter's names mean.
+            steps: How long all regular expressions of the job may search.
+        """
+        self.option, self.texts = option, tuple(dict.fromkeys(texts))
+        self._names, self._steps = names, steps or Steps()
+        self._known = {part.label for part in names.parts} if names else {*networks}
+        for text in self.texts:
+            self._expression(text)
+        self._networks = {text: found for text in self.texts if (found := self._named(text))}
+        named = [text for text in self.texts if names and text not in self._networks and _is_block(text)]
+        self.blocks: Blocks | None = blocks(names) if names and named else None
+        weights = {text: self._weighted(text, self.blocks) for text in named if self.blocks}
+        self._weights = {text: found for text, found in weights.items() if found}
+        self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
+
+    def factor(self, text: str, key: str, network: str) -> float | None:
+        """Return the weight of a tensor in a part, 1 but in lists of block weights; None if it is not in the part."""
+        if text in self._weights:
+            return self._weights[text].get(self.blocks.of(key) if self.blocks else "")
+        return 1.0 if self._covers(text, key, network) else None
+
+    def cover(self, keys: Iterable[str], network: str) -> bool:
+        """Return whether a tensor, which may have several names, is in one of the parts."""
+        keys = [*keys]
+        self._steps.allow(len(keys))
+        return any(self.factor(text, key, network) is not None for text in self.texts for key in keys)
+
+    def names_network(self, text: str) -> bool:
+        """Return whether a part is a network of the model."""
+        return text in self._networks
+
+    def absent(self, networks: Mapping[str, str]) -> list[str]:
+        """Return the parts that cover none of these tensors. `networks`: key → its network."""
+        found = []
+        for text in (t for t in self.texts if not self._covers_any(t, networks)):
+            if self._words is None and self._names and _PATH.fullmatch(text):
+                self._words = words(self._names)
+            if self._words is None or not self._covers_any(text, networks):
+                found.append(text)
+        return found
+
+    def check(self, networks: Mapping[str, str], what: str) -> None:
+        """Raise UsageError if a part covers none of these tensors; `what` says what these are."""
+        for text in self.absent(networks):
+            raise self.refusal(text, what, networks)
+
+    def refusal(
+        self, text: str, what: str, networks: Mapping[str, str] = MappingProxyType({})
+    ) -> PartWithoutEffect:  # fmt: skip
+        """Return the error for a part without effect. `networks`: the tensors that it might cover → their networks."""
+        order = blocks(self._names).order if self._names else ()
+        known = {*networks.values()} or self._known
+        every = {name.lower(): name for name in (*sorted(known), *order)}
+        near = [every[name] for name in get_close_matches(text[:NEAR].lower(), every, 2, 0.75) if name != text.lower()]
+        fix = f"did you mean {' or '.join(near)}? " if near else ""
+        if text.startswith(REGEX) and networks:
+            similar = get_close_matches(text.removeprefix(REGEX)[:NEAR], [*networks][:NEAR], 2, 0.0)
+            fix = f"names of tensors are such as {', '.join(similar)}; "
+        if order:
+            fix += f"this base has {listed(sorted(known), 6)}, and the blocks {listed(order, 12)}"
+            fix += "; lora-merge parts BASE lists all"
+        else:
+            fix += f"its parts are {listed(sorted(known), 6)}, or re:REGEX of its names; blocks are known with --base"
+        return PartWithoutEffect(what, f"{self.option} {as_typed(text)}", fix).of(self.option, text)
+
+    def _covers_any(self, text: str, networks: Mapping[str, str]) -> bool:
+        self._steps.allow(len(networks))
+        return any(self.factor(text, key, network) is not None for key, network in networks.items())
+
+    def _covers(self, text: str, key: str, network: str) -> bool:
+        """Return whether a part that names no blocks covers a tensor.
+
+        `te` covers every text encoder; `transformer` and `unet` both name the denoiser. The name of a network that the
+        base has is no path: text encoders have keys such as `cond_stage_model.transformer.text_model`.
+        """
+        if text in self._networks:
+            return any(_covers_component(one, network) for one in self._networks[text])
+        if text == key:
+            return True
+        if text.startswith(REGEX) or _is_glob(text):
+            return self._matches(text, key)
+        if path := _PATH.fullmatch(text):
+            if self._names is None:
+                return _lies_in(path, key, "[._]")
+            return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))
+        return False
+
+    def _named(self, text: str) -> list[str]:
+        """Return the networks of the model that a part names; [] if it names none."""
+        if text.startswith((REGEX, BLOCK_LIST)) or _is_glob(text):
+            return []
+        if self._names is None:
+            return by_prefix(text, self._known)
+        found = labels(text, self._names)
+        return found if any(_covers_component(one, label) for one in found for label in self._known) else []
+
+    def _weighted(self, text: str, base: Blocks) -> Mapping[str, float]:
+        """Return block → factor for a part that names blocks, {} for the name of a network that the base lacks;
+        UsageError if the base lacks such a block."""
+        where = f"{self.option} {as_typed(text)}"
+        if text.startswith(BLOCK_LIST):
+            return base.weights(text.removeprefix(BLOCK_LIST), where)
+        if chosen := base.chosen(text):
+            return dict.fromkeys(chosen, 1.0)
+        if hint_of(text):
+            return {}
+        raise self.refusal(text, ABSENT)
+
+    def _expression(self, text: str) -> None:
+        """Raise UsageError for an expression that is not run."""
+        try:
+            if text.startswith(REGEX):
+                self._steps.pattern(text.removeprefix(REGEX))
+        except Refused as e:
+            where = f"{self.option} {as_typed(text)}"
+            raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
+
+    def _matches(self, text: str, key: str) -> bool:
+        """Return whether a regular expression is found in a name, or a glob is all of it."""
+        anywhere = text.startswith(REGEX)
+        plain = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") + r"\Z"
+        try:
+            pattern = self._steps.pattern(text.removeprefix(REGEX) if anywhere else plain)
+            return pattern.matches(key, self._steps, anywhere=anywhere)
+        except Refused as e:
+            where = f"{self.option} {as_typed(text)}, at {key[:80]!r}"
+            raise UsageError(f"a regular expression that is {e}", where, "use a plain part, or a simpler one") from e
+
+
+def labels(part: str, names: Names) -> list[str]:
+    """Return the labels of the networks of a base that a part of a model names; the part itself for any other."""
+    if part.startswith((REGEX, BLOCK_LIST)):
+        return [part]
+    found = _called(part.lower(), names)
+    if not found or (part != part.lower() and blocks(names).chosen(part)):  # Flux.1 has blocks CLIP and T5
+        return [part]
+    return found
+
+
+def _called(word: str, names: Names) -> list[str]:
+    """Return the labels of the networks that are called so; [] for none."""
+    if word in ("te", *DENOISER) or any(p.label == word for p in names.parts):
+        return [word]
+    hint = OTHER_WORDS.get(word, word if _ENCODER.fullmatch(word) else "")
+    if hint == "te":
+        return ["te"]
+    if hint:
+        return [p.label for p in names.hinted(hint)]
+    kind, kinds = ENCODER_IDS.get(word, word), names.known.text_encoders if names.known else {}
+    return [p.label for p in names.parts if p.kind == kind or (p.kind in UNSURE and kinds.get(p.label) == kind)]
+
+
+def networks(part: str, names: Names) -> list[str]:
+    """Return the labels of all networks that a part names; the part itself if it names none."""
+    found = [p.label for p in names.parts for own in labels(part, names) if _covers_component(own, p.label)]
+    return list(dict.fromkeys(found)) or [part]
+
+
+def _covers_component(part: str, component: str) -> bool:
+    """Return whether the label of a part covers a component: `te` all text encoders, `unet` every denoiser."""
+    same = part in DENOISER and component in DENOISER
+    return part == component or same or (part == "te" and component.startswith("te"))
+
+
+def by_prefix(word: str, hints: Collection[str]) -> list[str]:
+    """Return which networks, of those that prefixes of names mean, a word names. `hints`: see PREFIXES."""
+    known = hint_of(word)
+    of_denoiser = {*DENOISER, "denoiser", "prior"}
+    same = of_denoiser if known in of_denoiser else {known}
+    if known == "te":
+        same = {one for one in hints if one.startswith(("te", "="))}
+    elif known == "te1":
+        same = {*same, "te"}
+    return sorted(same.intersection(hints))
+
+
+def hint_of(word: str) -> str:
+    """Return the network that a word means in any model, as PREFIXES has it; "" for what is no such word."""
+    word = OTHER_WORDS.get(word.lower(), word.lower())
+    return word if word in ("te", "vae", *DENOISER, *DENOISERS) or _ENCODER.fullmatch(word) else ""
+
+
+def as_typed(text: str) -> str:
+    """Return a part as the user writes it."""
+    return text.replace(BLOCK_LIST, f"{BLOCK_WEIGHTS}=", 1)[:80]
+
+
+def _is_block(text: str) -> bool:
+    return text.startswith(BLOCK_LIST) or BLOCKS.fullmatch(text) is not None
+
+
+def _is_glob(text: str) -> bool:
+    return not text.startswith((REGEX, BLOCK_LIST)) and ("*" in text or "?" in text)
+
+
+def _lies_in(path: re.Match[str], name: str, dot: str = r"\.") -> bool:
+    """Return whether a tensor of this name is in a stack, or in one of its layers. `dot`: what separates the levels."""
+    levels, end = re.escape(path["path"]).replace(r"\.", dot), r"\." if dot == r"\." else rf"(?:{dot}|$)"
+    if path["first"] is None:
+        return re.search(rf"(?:^|{dot}){levels}{end}", name) is not None
+    found = re.search(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}", name)
+    return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])
