@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from math import isfinite
 from struct import iter_unpack
 from typing import Any, Final, NewType
@@ -16,6 +17,13 @@ test finds them by the calls `Note(…)`, and mypy finds a remark without one.""
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
+
+
+MOST_KINDS: Final = 6
+"""The most kinds of names in a regular expression of a message."""
+
+MOST_NUMBERS: Final = 32
+"""The most numbers in one place of it; of more all are meant."""
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -86,6 +94,23 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         found.setdefault(NUMBER.sub("{i}", name), []).append(name)
     return found
+
+
+def expression(names: Iterable[str], *, alike: bool = False) -> str:
+    """Return a regular expression for these names, to be typed in an option; "" for more than six kinds of names.
+
+    `alike`: for all names that differ from these in numbers alone, as the layers of a model do.
+    """
+    kinds = []
+    for pattern, some in by_pattern(names).items():
+        words = re.split(r"\{i\}", pattern)
+        columns = [sorted({*one}, key=int) for one in zip(*map(NUMBER.findall, some), strict=True)]
+        many = "[0-9]+"
+        numbers = [
+            many if alike or len(one) > MOST_NUMBERS else f"({'|'.join(one)})" if one[1:] else one[0] for one in columns
+        ]
+        kinds.append("".join(map("".join, zip_longest(map(re.escape, words), numbers, fillvalue=""))))
+    return "" if len(kinds) > MOST_KINDS else kinds[0] if len(kinds) == 1 else f"(?:{'|'.join(kinds)})"
 
 
 def counted(patterns: Mapping[str, Sequence[str]], limit: int = 5) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import jinja2
@@ -29,6 +31,8 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from lora_merge.process import NUMBERS, collect_rarely
+
+from .fixes import TYPED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -166,6 +170,30 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     process.stdin.close()
     process.wait(300)
     process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def hooks() -> ModuleType:
+    """The texts of the code, as the documentation site collects them."""
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "configs" / "site" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _fixes_typed(request: pytest.FixtureRequest, _caches: Iterator[Path]) -> Iterator[None]:
+    """After a test that has a row in the table of fixes, the fixes of its errors are typed."""
+    texts = [text for text, test in TYPED.items() if test == request.node.nodeid]
+    if not texts:
+        yield
+        return
+    from .typed_fixes import expect_typed, taken_down
+
+    with taken_down() as failures:
+        yield
+    expect_typed(failures, texts)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -23,15 +22,6 @@ PAGES = sorted((SITE / "pages").glob("*.md"))
 COMMANDS = [
     c for page in PAGES for c in re.findall(r"^(lora-merge .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
-
-
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hooks", SITE / "hooks.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def made(path: Path, names: frozenset[str]) -> Sequence[tuple[str, ast.Call, Tex
         if name in names:
             fixed = _constants(path)
             known = fixed | (_locals(function, [call for call, _, _ in calls], fixed) if function else {})
+            known |= _returned(path, known)
             found.append((name, call, known))
     return found
 
@@ -200,6 +201,16 @@ def _calls(
     kind = node.name if isinstance(node, ast.ClassDef) else kind
     for inner in ast.iter_child_nodes(node):
         yield from _calls(inner, function, kind)
+
+
+def _returned(path: Path, known: Texts) -> Texts:
+    """Return the texts that functions of a module return, under their names with `()`."""
+    found: Texts = {}
+    for function in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(function, ast.FunctionDef) and getattr(function.returns, "id", "") == "str":
+            values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+            found[f"{function.name}()"] = [text for value in values for text in texts(value, known)]
+    return found
 
 
 Texts: TypeAlias = dict[str, list[str]]
@@ -269,6 +280,8 @@ def _formatted(node: ast.expr, known: Texts) -> list[str]:
         return [f"… {many[0] if many else one + 's'}"]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return known.get(f"{node.func.id}()", ["…"])
     return ["…"]
 
 

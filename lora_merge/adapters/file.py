@@ -27,6 +27,7 @@ from ..files.checkpoint import Index
 from ..files.gguf.adapter import with_numbers
 from ..files.lookalikes import foreign
 from ..models.names import UNKNOWN, names
+from ..paths import typed
 from ..shapes import Shape
 from ..text import Note, plural
 from .suffixes import SHARED, split, split_row_part
@@ -53,8 +54,8 @@ SCALES: Final = ("alpha", "scale_override")
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place, or download it again"
 
 OF_MODELS: Final = (
-    "name a LoRA or another adapter; combine, average and the like take the model as --base {0}; lora-merge extract "
-    "BASE {0} makes an adapter of the difference of two models"
+    "name a LoRA or another adapter; adapters with their model are written so: lora-merge combine ADAPTER ADAPTER2 "
+    "--base {0}; the difference of two models becomes an adapter by lora-merge extract BASE {0}"
 )
 """The advice on a model in the place of an adapter."""
 
@@ -246,7 +247,7 @@ def group(index: Index) -> AdapterFile:
     strange += [info for key in plain for info in groups[key].tensors]
     if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         known = names(index).architecture
-        model = (f"a model: {known}", OF_MODELS.format(index.path.name)) if known != UNKNOWN else None
+        model = (f"a model: {known}", OF_MODELS.format(typed([str(index.path)]))) if known != UNKNOWN else None
         what = foreign(index.tensors) or model
         raise InputError(
             "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),

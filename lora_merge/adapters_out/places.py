@@ -10,8 +10,10 @@ from typing import Final, NamedTuple
 from ..disk.files import StoredTensor
 from ..errors import FitError
 from ..matching.patch import Patch
+from ..models.chosen import leave_out
 from ..models.names import Names
 from ..models.weights import RowSlice, WeightView
+from ..text import listed
 from .dialects import Dialect
 from .joining.targets import Target
 
@@ -46,6 +48,11 @@ class Place(NamedTuple):
     def label(self) -> str:
         """The parameter, unique in the output."""
         return self.prefix + self.name
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the weights that hold it."""
+        return [piece.key for piece in self.view.row_slices]
 
     @property
     def vector(self) -> bool:
@@ -123,6 +130,7 @@ def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}
     found: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
+    lost: list[str] = []
     for target in targets:
         near = by_key.get(target.key, [])
         for use in target.uses:
@@ -135,13 +143,16 @@ def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
                 found[_key(place)] = place
                 own = runs.setdefault(_key(place), {})
                 own.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
-            if covered < use.piece.rows:
-                raise _nowhere(target.key)
+            lost += [target.key] if covered < use.piece.rows else []
         for _, info, strength in target.values:
             whole = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
             if whole is None:
-                raise _nowhere(target.key)
+                lost.append(target.key)
+                continue
             found[_key(whole)], values[_key(whole)] = whole, (info, strength)
+    if lost:
+        fix = "; or leave them out: ".join(filter(None, ("convert to another dialect", leave_out(lost))))
+        raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3), fix)
     return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
             for key, place in found.items()]  # fmt: skip
 
@@ -171,8 +182,3 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
         else:
             found.append(run)
     return tuple(found)
-
-
-def _nowhere(key: str) -> FitError:
-    return FitError("the dialect has no name for rows that the adapter changes", key,
-                    "convert to another dialect, or leave the module out with --unmatched skip")  # fmt: skip

@@ -71,19 +71,22 @@ RAY: Final = (2, 60)
 """A version of Ray whose local clusters ask for a token unless they are told not to. Not all versions before do."""
 
 
+INSTALL: Final = f'pip install -U "ray>={RAY[0]}.{RAY[1]}"'
+
+
 def _check_ray() -> None:
     try:
         import ray
     except ImportError as e:
-        raise UsageError("Ray is not installed", "--executor ray", "pip install 'lora-merge[ray]'") from e
+        raise UsageError("Ray is not installed", "--executor ray", INSTALL) from e
     version = getattr(ray, "__version__", "0")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < RAY:
         raise UsageError(f"Ray {version} is too old: its clusters let everybody in", "--executor ray",
-                         "pip install -U 'lora-merge[ray]'")  # fmt: skip
+                         INSTALL)  # fmt: skip
 
 
 def on_ray(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> Iterator[JobReport]:
-    """Run groups on a Ray cluster; needs the extra `lora-merge[ray]`."""
+    """Run groups on a Ray cluster; needs Ray."""
     from .ray import reports
 
     yield from reports(groups, workers.count, workers.ray_address, progress)

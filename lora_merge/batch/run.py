@@ -182,7 +182,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         path: The jobs file (YAML or JSON); or its content as plain data, or a list of its `jobs`, or of `Job` objects.
         workers: Processes on this machine, or tasks at a time on a Ray cluster. None: one process, or as many tasks
             as the cluster has room for.
-        executor: "local", or "ray" (needs the extra `lora-merge[ray]`).
+        executor: "local", or "ray" (needs Ray: `pip install "ray>=2.60"`).
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.

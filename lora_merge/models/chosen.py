@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..options import a_list, unlike
+from ..options import REGEX, a_list, unlike
+from ..paths import typed
+from ..text import expression
 from .names import Names
 from .parts import Parts
 
@@ -38,6 +40,15 @@ class Chosen:
         """Raise UsageError for a part that covers nothing; `networks`: names of parameters → their networks."""
         self.include.check(networks, what)
         self.exclude.check(networks, what)
+
+
+def leave_out(keys: Iterable[str], *, alike: bool = False) -> str:
+    """Return the option that leaves parameters of these keys out, for a message; "" for too many kinds of keys.
+
+    `alike`: and all whose keys differ from these in numbers alone.
+    """
+    names = expression(keys, alike=alike)
+    return f"{FLAGS[1]} {typed([f'{REGEX}^{names}$'])}" if names else ""
 
 
 def parts(value: Any, flag: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,9 @@ from typing import Final
 from ..errors import AmbiguousName
 from ..job import Adapter
 from ..limits import Steps
-from ..options import BLOCK_LIST
-from ..text import Note, by_pattern, listed, plural
+from ..options import BLOCK_LIST, REGEX
+from ..paths import typed
+from ..text import Note, expression, listed, plural
 from .names import Names
 from .parts import ABSENT, NOT_CHANGED, Parts, as_typed, by_prefix, hint_of, labels
 from .prefixes import innermost
@@ -28,15 +28,10 @@ def on_base(adapter: Adapter, names: Names) -> Adapter:
     return replace(adapter, parts=tuple(parts))
 
 
-MOST_LEFT_OUT: Final = 6
-"""The most patterns of names in one option of a message."""
-
-
 def leave_out(keys: Iterable[str]) -> str:
     """Return the option with which these weights of the base stay as they are; "" for too many kinds of them."""
-    patterns = list(by_pattern(keys))
-    expression = "|".join(re.escape(p).replace(r"\{i\}", "[0-9]+") for p in patterns)
-    return f"--strength-for 're:^(?:{expression})$=0'" if len(patterns) <= MOST_LEFT_OUT else ""
+    names = expression(keys)
+    return f"{OPTION} {typed([f'{REGEX}^{names}$=0'])}" if names else ""
 
 
 class Strengths:

@@ -110,6 +110,6 @@ def _unchanged(index: Index) -> bool:
 
 def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
-        raise AdapterAsBase("the base is itself an adapter", str(base.path),
-                            "name the base first, adapters after it; adapters alone: lora-merge combine")  # fmt: skip
+        fix = "name the base first, adapters after it; adapters alone: lora-merge combine A B"
+        raise AdapterAsBase("the base is itself an adapter", str(base.path), fix)
     base.quantised.check(base.path, "keep", [""])  # "": all tensors

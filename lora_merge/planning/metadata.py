@@ -35,7 +35,7 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     given = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
     if wrong := next((key for key in given if key in (*OURS, *STALE)), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
-                         "leave it out; --no-metadata leaves out the entries of the merge")  # fmt: skip
+                         "leave it out")  # fmt: skip
     on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
     gguf = in_gguf(job, base)

@@ -96,7 +96,7 @@ def refuse_stated(options: Iterable[str]) -> None:
     """Raise UsageError if any options are named, as the recipe of the output states them."""
     if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
         raise UsageError("options that the recipe states", flags,
-                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+                         "leave them out")  # fmt: skip
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:

@@ -19,6 +19,7 @@ from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
 from ...methods import COMBINATIONS
+from ...models.chosen import leave_out
 from ...planning.cache import CheckpointCache
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
@@ -82,7 +83,7 @@ def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
     head = next((t.key for t in sources.targets if known and t.key not in known), "")
     if to.folder and head:
         raise FitError(TRAINED_APART, head, "give a base that stores both (tie_word_embeddings: false), or leave the "
-                       f"head out: --exclude re:{head.partition('.')[0]}")  # fmt: skip
+                       f"head out: {leave_out([head])}")  # fmt: skip
     return to
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
+from ...models.chosen import leave_out
 from ..conversion.expected import vector_ending
 from ..conversion.made import Made, value_made, whole_made
 from ..dialects import COPIED
@@ -31,6 +32,15 @@ from .kronecker import kronecker
 from .task import ERROR, SKIP, Extraction
 
 STACKED: Final = "the weights of stacked experts have no factors in these formats"
+
+
+def _without(found: Difference) -> str:
+    """Return the option that leaves out this weight, and that of every other layer."""
+    return f"leave them out: {leave_out(found.pair.place.keys, alike=True)}"
+
+
+def _full(found: Difference) -> str:
+    return f"use --algorithm full, or {_without(found)}"
 
 
 def measured(made: Made | None, found: Difference) -> Made | None:
@@ -62,7 +72,7 @@ class Extractor:
         """Return the factors of tiny matrices of one shape."""
         shape, matrix = found[0].pair.place.view.shape, found[0].pair.place.view.matrix
         if matrix[0] != shape[0]:
-            raise FitError(STACKED, found[0].pair.name, "use --algorithm full, or leave them out: --exclude re:REGEX")
+            raise FitError(STACKED, found[0].pair.name, _full(found[0]))
         alpha = self.alpha
 
         def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
@@ -122,7 +132,7 @@ class Extractor:
         if not self.task.to.copies:
             raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
         if found.change.shape[0] != where.view.shape[0]:
-            raise FitError(STACKED, where.name, "leave them out: --exclude re:REGEX")
+            raise FitError(STACKED, where.name, _without(found))
         layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
@@ -144,8 +154,7 @@ class Extractor:
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
-            raise FitError(STACKED, target.name,
-                           "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
+            raise FitError(STACKED, target.name, _full(found))
         if (rows := self._few_rows(found)) is not None:
             moved = found.change.of_rows(rows).dense()
             ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)

@@ -9,7 +9,7 @@ from typing import Final
 
 from ...errors import FitError
 from ...files.checkpoint import Index
-from ...models.chosen import Chosen
+from ...models.chosen import Chosen, leave_out
 from ...models.names import AVERAGES, Names
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
@@ -23,6 +23,8 @@ from .unequal import added, enlarged, said_of_new, said_of_rows, separated
 
 FLOATING: Final = ("F", "BF", "C64")
 """First letters of the dtypes of weights; integers are indices, such as position ids."""
+
+ITS_BASE: Final = "give the base that it was tuned from"
 
 VAE: Final = "vae"
 
@@ -67,7 +69,7 @@ def paired(
             found.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
-            resized.append(_expect_alike(place, view, to, lenient=lenient))
+            resized.append(_expect_alike(place, view, lenient=lenient))
     if absent:
         raise _absent(absent, found)
     extra = [p for p in there.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
@@ -78,7 +80,11 @@ def paired(
     alone = [p.view.row_slices[0].key for p in extra if all(p is not one.place for one in new)]
     if alone and not lenient:
         are = plural(len(alone), "parameter is", "parameters are")
-        raise FitError(f"{are} in the tuned checkpoint alone", listed(alone, 3), _fix(to))
+        raise FitError(
+            f"{are} in the tuned checkpoint alone",
+            listed(alone, 3),
+            _fix(in_folder=len(added(extra, here)) == len(extra)),
+        )
     kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
     notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
@@ -91,18 +97,21 @@ def paired(
     return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _expect_alike(place: Place, view: WeightView, to: Dialect, *, lenient: bool) -> str:
+def _expect_alike(place: Place, view: WeightView, *, lenient: bool) -> str:
     """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out."""
     key = place.view.row_slices[0].key
     if not lenient:
-        raise FitError("a weight has another shape in the tuned checkpoint",
-                       f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}", _fix(to))  # fmt: skip
+        where = f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}"
+        fix = _fix(in_folder=enlarged(place.view, view))
+        raise FitError("a weight has another shape in the tuned checkpoint", where, fix)
     return key
 
 
-def _fix(to: Dialect) -> str:
-    folder = "" if to.whole else "for new tokens and new heads write a folder of PEFT with --format peft, "
-    return f"give the base that it was tuned from, {folder}or leave them out: --unmatched skip"
+def _fix(*, in_folder: bool) -> str:
+    """Return the advice on parameters that differ. `in_folder`: whether a folder of PEFT holds them: new rows of
+    embeddings, and new heads."""
+    folder = "write a folder of PEFT with --format peft -o FOLDER, " if in_folder else ""
+    return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
 
 
 def _nameless(side: tuple[Index, Names], there: Sequence[Place]) -> Iterator[Place]:
@@ -164,8 +173,8 @@ def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
     """Return the error for parameters that only the base has."""
     lost = {p.component for p in absent} - {p.place.component for p in found}
     kept = sorted({p.place.component for p in found})
+    keys = [p.view.row_slices[0].key for p in absent]
     fix = f"choose what both have: --include {' --include '.join(kept)}" if lost and kept else (
-        "give the base that it was tuned from, or leave them out: --exclude re:REGEX")  # fmt: skip
-    keys = listed((p.view.row_slices[0].key for p in absent), 3)
+        ", or leave them out: ".join(filter(None, (ITS_BASE, leave_out(keys)))))  # fmt: skip
     are = plural(len(absent), "parameter of the base is", "parameters of the base are")
-    return FitError(f"{are} not in the tuned checkpoint", keys, fix)
+    return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

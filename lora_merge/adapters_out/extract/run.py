@@ -23,7 +23,7 @@ from ...errors import AdapterAsBase, FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.chosen import Chosen
 from ...models.names import Names
-from ...paths import with_ending
+from ...paths import typed, with_ending
 from ...planning.cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
@@ -84,7 +84,7 @@ def opened(task: Extraction, cache: CheckpointCache) -> Opened:
     if not pairs.pairs and (task.job.include or task.job.exclude):
         raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")
     if not pairs.pairs:
-        where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model, or name its parts: --include"
+        where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model"
         raise FitError("no weight is left to compare", where, fix)
     if to.folder:
         expect_one((p.place.component for p in pairs.pairs), "the base has")
@@ -112,8 +112,8 @@ def _model(task: Extraction, path: Path, cache: CheckpointCache) -> tuple[Index,
     try:
         return cache.base(path, task.job.inputs.map)
     except AdapterAsBase as e:
-        raise InputError("extract takes two checkpoints, and this is an adapter", e.where,
-                         "merge it first; lora-merge resize and convert write an adapter anew") from e  # fmt: skip
+        fix = f"merge it first: lora-merge BASE {typed([str(path)])}"
+        raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
 
 
 def _usual(names: Names, job: AdapterJob) -> Dialect:
@@ -290,8 +290,7 @@ def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[Note]:
         return []
     what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {found.to.name}"
     if found.task.job.inputs.unmatched == "error":
-        raise FitError(what, listed(lost, 3), "choose another --format, leave them out with --exclude re:REGEX, or "
-                       "drop them with --unmatched skip")  # fmt: skip
+        raise FitError(what, listed(lost, 3), "choose another --format, or drop them with --unmatched skip")
     return [Note(f"{what}, not written: {listed(lost, 3)}")]
 
 
@@ -310,8 +309,8 @@ def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, l
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
     if found.task.job.inputs.unmatched == "error":
-        raise FitError(what, head.name, "write a folder of PEFT with --format peft, leave it out with "
-                       "--exclude re:REGEX, or drop it with --unmatched skip")  # fmt: skip
+        raise FitError(what, head.name, "write a folder of PEFT with --format peft -o FOLDER, or drop it with "
+                       "--unmatched skip")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 
 

@@ -28,7 +28,7 @@ from .folder import BIAS, EXPERT, whole_modules
 if TYPE_CHECKING:
     from ..outcome.layer import Kept
 
-KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"
+KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
 NO_DORA: Final = "without the base, a layer without DoRA has no form beside others that have it"
 
@@ -123,7 +123,7 @@ def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
     """Raise FitError where a dialect has no place for these modules."""
     if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
         raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
-                       "give --rank, or write another format, such as kohya")  # fmt: skip
+                       "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from ...algorithms import ALGORITHMS
 from ...errors import FitError
+from ...models.chosen import leave_out
 from ..dialects import Dialect
 from ..places import Place, Share
 
@@ -33,4 +34,4 @@ def expect_table(place: Place, to: Dialect) -> None:
     alone."""
     if "up_bias" in to.endings and "table_up" not in to.endings:
         raise FitError(f"{to.name} has no place for factors of an embedding", place.label,
-                       "use kohya or comfy, or leave it out; extract does with --exclude re:embedding")  # fmt: skip
+                       f"use kohya or comfy, or leave it out: {leave_out(place.keys)}")  # fmt: skip

@@ -23,7 +23,7 @@ _IDLE: Final = "leave it out: sums are exact, shards are those of the base, --de
 _RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
 _MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
-_OWN_RANK: Final = "the rank is that of the adapter; lora-merge resize writes an adapter at another one"
+_OWN_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FACTORS: Final = {
@@ -208,7 +208,7 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
         return "plain" if known[word] else "value", [word]
     if meant in _ROLES or word in FACTORS:
         return _ROLES.get(meant, word), []
-    if word in NEEDLESS or (meant.startswith("use -") and "," not in meant):
+    if word in NEEDLESS or (meant.startswith("use -") and "," not in meant and advice_fits(meant, known)):
         return "plain", [] if word in NEEDLESS else meant.split()[1:]
     if word.startswith("-"):
         return "", []

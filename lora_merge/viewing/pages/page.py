@@ -30,7 +30,7 @@ def content(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
-    """Return the HTML page about JSON that a command prints; UsageError without the extra `plots`.
+    """Return the HTML page about JSON that a command prints; UsageError without Plotly.
 
     Names in the JSON are a stranger's text: the content holds no `<`, and the script sets it as text.
     """
@@ -64,6 +64,6 @@ def plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as e:
-        raise UsageError("pages and plots need Plotly", "--html", 'pip install "lora-merge[plots]"') from e
+        raise UsageError("pages and plots need Plotly", "--html", "pip install -U plotly") from e
     made: str = get_plotlyjs()
     return made

@@ -27,7 +27,7 @@ MOST: Final = 60  # bars of one picture; the largest are shown
 def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> bytes:
     """Return the picture about JSON that a command prints, in the format of the path's ending.
 
-    UsageError for another ending, without the extra `plots`, or where there is nothing to draw.
+    UsageError for another ending, without matplotlib, or where there is nothing to draw.
     """
     drawable(path)
     from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ def drawable(path: Path) -> None:
             f"use one of {', '.join(FORMATS)}",
         )
     if find_spec("matplotlib") is None:
-        raise UsageError("plots need matplotlib", "--plot", 'pip install "lora-merge[plots]"')
+        raise UsageError("plots need matplotlib", "--plot", "pip install -U matplotlib")
 
 
 def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:

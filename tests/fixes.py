@@ -1,0 +1,171 @@
+"""The fixes of messages that name an option or a command, as the code has them (… for what is filled in): the test after
+which each is typed, or the reason why it is not.
+
+`cli/test_fixes.py` compares the tables with the code, `typed_fixes.py` types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+# fmt: off
+TYPED: Final[Mapping[str, str]] = {
+    "average changes, for which they need not be alike: --space delta":
+        "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[shape]",
+    "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)":
+        "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
+    "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank":
+        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+    "choose another -o, or give --overwrite":
+        "tests/proof/test_unmerge.py::test_it_has_the_manners_of_a_merge",
+    "choose another name: -o …-new…":
+        "tests/planning/test_folders.py::test_the_folder_of_the_tokenizer_is_not_replaced",
+    "give --rank, or convert to kohya or comfy":
+        "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
+    "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
+        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+    "give the base model that they were trained on: --base MODEL":
+        "tests/adapters_out/test_combine.py::test_merging_the_combination_is_merging_all_also_with_dora_and_biases",
+    "give the base that it was tuned from, …or leave them out: --unmatched skip":
+        "tests/adapters_out/test_extract_tokens.py::test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused",
+    "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both":
+        "tests/models/test_tied_weights.py::test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them[decoder.layers]",
+    "leave it out with --strength-for te=0, or name the output .safetensors":
+        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[a text encoder-FitError-a network that the GGUF file does not hold]",
+    "leave it out, or average changes: --space delta":
+        "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
+    "leave it out, or write --dtype …":
+        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+    "leave it out; adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5":
+        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base + lora-leave it out]",
+    "lora-merge BASE ADAPTER:0.8; …":
+        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[merge-2-no base and no adapter is named-lora-merge BASE ADAPTER:0.8]",
+    "lora-merge batch --init OTHER.yaml writes a first one":
+        "tests/cli/test_habits.py::test_a_jobs_file_in_the_place_of_a_base_is_for_batch",
+    "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one":
+        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[batch-2-no jobs file was given---init writes a first one]",
+    "name a folder that holds one, or leave --tokenizer out":
+        "tests/planning/test_folders.py::test_a_tokenizer_that_is_not_there_is_refused[adapter]",
+    "name a folder: -o …":
+        "tests/cli/test_main.py::test_outputs_of_odd_names",
+    "name another folder: lora-merge demo DIR":
+        "tests/cli/test_main.py::test_the_demo_takes_the_place_of_nothing[base]",
+    "name it: -o merged.safetensors":
+        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
+    "name one: lora-merge BASE ADAPTER:0.8":
+        "tests/cli/test_arguments.py::test_adapters[None]",
+    "name the base first: lora-merge BASE ADAPTER:0.8":
+        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
+    "name the base; lora-merge inspect … tells what the adapter changes":
+        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
+    "one merge needs no file: lora-merge BASE ADAPTER:0.8":
+        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
+    "state whether weights are [in, out] with --setting fan_in_fan_out=true or false; the wrong one transposes the change":
+        "tests/matching/test_conv1d.py::test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
+    "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both ends, which computes something else":
+        "tests/models/test_tied_weights.py::test_one_end_of_a_model_that_cannot_be_parted_is_refused[shared]",
+    "use the base it was trained on, or merge all the same with --unmatched skip":
+        "tests/matching/test_wrong_pairs.py::test_both_sides_are_named[native/wan-t2v-14B-native/wan-i2v-14B-T2V or 2.2-I2V]",
+    "use the base of that training; or leave the file out with --unmatched skip":
+        "tests/planning/test_folders.py::test_weights_without_one_place_are_refused_and_the_fix_works[several modules]",
+    "write --dtype bf16":
+        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+    "write --dtype bf16, …":
+        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+    "write --dtype …":
+        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+    "write a file here with -o NAME, then upload it":
+        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
+    "write a folder for each: … -o OTHER":
+        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+    "write a folder of PEFT with --format peft -o FOLDER, or drop it with --unmatched skip":
+        "tests/adapters_out/test_extract_tokens.py::test_a_head_apart_is_never_lost_in_a_file",
+    "…; or leave them out with --unmatched skip":
+        "tests/matching/test_tied_heads.py::test_a_value_of_no_parameter_of_the_head_lands_nowhere[(10,)-bias-apart]",
+}
+"""Text of a fix → the test whose error has it."""
+
+UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
+    "a GPU or a system that fails so is needed": (
+        "end other programs that use the device, or use --device cpu",
+        "give --max-memory …MiB",
+        "give a smaller --max-memory, or raise the limit (ulimit -v)",
+        "if it ran out of memory, use fewer --workers or a smaller --max-memory",
+        "use --device cpu, or another device",
+        "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)",
+        "use fp32, or --device cpu",
+    ),
+    "a cluster, or a worker that dies, is needed": (
+        "see that every node has lora-merge and the memory it needs; `ray logs` tells more",
+        "start one with `ray start --head`, or leave the address out",
+        "unset it, or name a cluster of yours: --ray-address",
+    ),
+    "it is a look at what else there is, or a report": (
+        "ask for numbers, such as with --weights",
+        "correct them; lora-merge schema jobs prints what is allowed",
+        "if it is a name on the Hub, download it first: hf download … --local-dir …; else check the path",
+        "only outputs of lora-merge carry a recipe; …",
+        "report this with lora-merge doctor's text",
+        "use lora-merge compare A B, or name a base first",
+    ),
+    "it goes in the place of the option that is refused": (
+        "give it as --rank",
+        "give its name; --json prints the report",
+    ),
+    "its error is raised in tests of rooms below the command line, or after the plan; none of them is a row yet": (
+        "average changes: --space delta",
+        "bring it to LoRA: --algorithm lora --rank RULE",
+        "choose another --format, or drop them with --unmatched skip",
+        "choose another -o, or move them away; --overwrite replaces only what it writes anew",
+        "choose another output, or give --overwrite",
+        "correct the layouts in the map, or leave --map out",
+        "give --base, so that names are known",
+        "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full",
+        "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full",
+        "give the file in it, and write --dtype …",
+        "leave --rounding out, or write --dtype bf16",
+        "lora-merge batch --init writes a first jobs file",
+        "merge again with --compute-dtype fp32",
+        "merge again with --compute-dtype fp64",
+        "merge again, or name the folder of the former version with --search",
+        "merge again, or take these files from lora-merge replay",
+        "merge into its original .safetensors checkpoint, convert the adapter by llama.cpp's convert_lora_to_gguf.py, or give the names by --map",
+        "write -o …",
+        "merge with --dtype keep",
+        "name a file in it: -o FOLDER/NAME.safetensors",
+        "name a folder with --search",
+        "name another dialect with --to",
+        "name its folder with --search",
+        "name the folder that it is in with --search",
+        "name the folder: --tokenizer …",
+        "name the output's dialect, such as --format kohya",
+        "state it: --setting row_order=stacked for an adapter of a base with all of q, then k, then v, as single files have them; row_order=heads for q, k and v head by head, as in the original shards",
+        "store whole matrices with --algorithm full",
+        "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE",
+        "the model shares one tensor for two weights; leave the adapter's part out with --unmatched skip, or merge into the original checkpoint",
+        "use --algorithm full, or …",
+        "use --rank 32 or --rank energy:0.99",
+        "use true, with --sigma-rel",
+        "write --dtype keep, or change --keep-precision",
+    ),
+}
+"""Reason why no test types a fix → its texts."""
+# fmt: on
+
+BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
+    "another file, download, training or export is needed": (
+        "download", "export", "save", "get", "take", "train", "convert", "merge", "resize", "update", "load", "unpack",
+        "DeepSpeed's", "the", "it", "keep", "these", "combine", "run",
+    ),
+    "the user names another file, or a value, that a test of the error has as its right case": (
+        "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
+    ),
+    "the user corrects a file or a line": (
+        "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "make",
+    ),
+    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower"),
+    "a call in Python": ("bring", "cast", "undo", "see"),
+    "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
+    "the mistake is ours": ("report",),
+}  # fmt: skip
+"""Why a fix without an option and a command cannot be run by a test → the first words of such fixes."""
