@@ -93,6 +93,7 @@ CONVERTERS = (
     ("native/wan-t2v-14B",      "diffusers/wan",         "wan_transformer_to_diffusers",  {}),
     ("",                        "diffusers/sky-reels-v2", "wan_transformer_to_diffusers", {}),
     ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/wan-animate2", "wan_animate_2_transformer_to_diffusers", {}),
     ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
     ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
     ("",                        "diffusers/ltx2-video",  "ltx2_transformer_to_diffusers", {}),
