@@ -37,7 +37,8 @@ PRECISE: Final = re.compile(
     r"(^|\.)((?!patch_blocks)\w*patch\w*|(?!(proj|linear|ff)_in\.)\w+_in|proj_in_(?!gate)\w+|input_proj|input_layer)\.|"
     r"(^|\.)(time_\w+|pos_\w+|wte|wpe|shared|vae2llm)\.|"
     r"(^|\.)(cap\w*_\w+|\w*caption_projection|(text|llm_cond|lyric|timestep|global|cross_attention|t5_y|encoder_hid|audio)_?proj)\.|"
-    r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual)_projection|cond_seq_linear|mlp_t5|pooler)\.|"  # texts, images
+    r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual|modality)_projection|cond_seq_linear)\.|"  # texts, images
+    r"(^|\.)(mlp_t5|pooler|state_proj|action_(in|out)_proj|action_time_mlp_out)\.|"
     r"(^|\.)(\w+_scale_shift|av_\w+_gate|distilled_guidance_layer)\.|"  # modulation
     r"(^|\.)(\w*final_layer2?|final_linear|last_layer|conv_out|out|output|norm_out)\.|"  # last layers
     r"(^|\.)(audio_proj_out|vid_out|llm2vae)\.|"
