@@ -498,7 +498,9 @@ def test_shipped_files_are_sound(file: str) -> None:
     assert all(table.settled([]) for table in architecture.spellings.values())
     assert set(architecture.layouts) <= {*architecture.tables, architecture.canonical}
     for condition in (*architecture.adapter, *chain(*architecture.variants.values())):
-        parsed(condition)
+        _, _, shape = parsed(condition)
+        assert condition.removeprefix("no ").count(" ") == (shape is not None), condition
+        assert all(re.fullmatch("_|[0-9]*[A-Z]|[0-9]+", axis) for axis in shape or ()), condition
 
 
 @pytest.mark.parametrize(
