@@ -179,6 +179,21 @@ def test_names_in_memory_cover_a_base_that_fuses_q_k_and_v() -> None:
     assert_one_to_one("transformers/sarvam-30b", "transformers/sarvam-30b.in-memory", ())
 
 
+@pytest.mark.parametrize("model", ["native/wan-i2v-14B", "diffusers/wan-i2v-14B"])
+def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -> None:
+    """Its authors and diffusers have names of their own; ComfyUI has Wan's, by which its files are recognised."""
+    for wan, authors, diffusers in (
+        ("self_attn.q", "block.self_attn.q", "self_attn.to_q"),
+        ("self_attn.o", "block.self_attn.o", "self_attn.to_out.0"),
+        ("cross_attn.v_img", "block.cross_attn.v_img", "cross_attn.add_v_proj"),
+        ("ffn.2", "block.ffn.2", "ffn.2"),
+    ):
+        want = base(model).find(f"blocks.7.{wan}")
+        assert want is not None
+        for name in (f"diffusion_model.blocks.7.{authors}", f"transformer.blocks.7.{diffusers}"):
+            assert base(model).find(name) == want
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_own_names_mean_the_own_tensors(name: str) -> None:
     """Every parameter of every full-size model, in a dialect that changes from one to the next."""
