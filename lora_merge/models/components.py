@@ -43,7 +43,7 @@ FOLDERS: Final = tuple(
 )  # fmt: skip
 
 LOOSE: Final = (
-    *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
+    *("", "model.model.", "net.", "core.", "model.", "transformer.", "unet.", "prior.", "bert."),
     *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
     *("audio_spectrogram_transformer.", "nomic_bert.", "gte.", "new.", "roberta."),  # `new.` is GTE's too
     "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers

@@ -60,6 +60,24 @@ def test_exactly_one_row_recognises_a_model(name: str) -> None:
         assert (layout == "diffusers") == (folder == "diffusers"), (architecture.title, layout)
 
 
+ALIKE = {
+    "native/chroma-radiance": "Chroma Radiance", "native/hunyuan3d-2": "Hunyuan3D 2", "native/boogu": "Boogu-Image",
+    "native/mage-flow": "Mage-Flow", "native/zimage-pixel": "Z-Image, pixel space", "native/yue2": "YuE2",
+    "native/hidream-o1": "HiDream-O1", "native/sensenova-u1.5": "SenseNova-U1.5", "native/pid": "PiD",
+    "diffusers/cosmos3": "Cosmos 3", "diffusers/nucleus-image": "Nucleus-Image", "diffusers/kolors": "Kolors",
+    "diffusers/allegro": "Allegro", "diffusers/bria-fibo": "FIBO", "diffusers/omnigen": "OmniGen 1",
+    "diffusers/sana-video": "Sana-Video", "diffusers/sana-wm": "Sana-WM", "diffusers/stable-audio-3": "Stable Audio 3",
+    "diffusers/kandinsky6-sr": "Kandinsky 6 super-resolution", "native/wan-s2v-14B": "Wan", "native/wan-scail-14B": "Wan",
+}  # fmt: skip
+"""Models with the names of another model, and more or wider ones."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
+    architecture = names(index(header(name))).parts[0].architecture
+    assert architecture is not None and architecture.title == ALIKE[name]
+
+
 # --- rows against diffusers' converters ---------------------------------------------------------------
 
 UNET = {"layers_per_block": 2, "addition_embed_type": None}
@@ -93,6 +111,7 @@ CONVERTERS = (
     ("native/wan-t2v-14B",      "diffusers/wan",         "wan_transformer_to_diffusers",  {}),
     ("",                        "diffusers/sky-reels-v2", "wan_transformer_to_diffusers", {}),
     ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/wan-animate2", "wan_animate_2_transformer_to_diffusers", {}),
     ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
     ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
     ("",                        "diffusers/ltx2-video",  "ltx2_transformer_to_diffusers", {}),
@@ -497,7 +516,9 @@ def test_shipped_files_are_sound(file: str) -> None:
     assert all(table.settled([]) for table in architecture.spellings.values())
     assert set(architecture.layouts) <= {*architecture.tables, architecture.canonical}
     for condition in (*architecture.adapter, *chain(*architecture.variants.values())):
-        parsed(condition)
+        _, _, shape = parsed(condition)
+        assert condition.removeprefix("no ").count(" ") == (shape is not None), condition
+        assert all(re.fullmatch("_|[0-9]*[A-Z]|[0-9]+", axis) for axis in shape or ()), condition
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,15 @@ PAIRS = (
     ("native/cosmos2-2B",        "diffusers/cosmos2-2B",        ()),
     ("native/stable-audio",      "diffusers/stable-audio",      ("transformer.rotary", r".*\.norm\d\.bias")),
     ("native/cascade-c",         "diffusers/cascade-c",         ()),
+    ("native/hidream-o1",        "native/hidream-o1-comfy",     ("lm_head", ".*deepstack")),
+    ("native/minimax-music3",    "diffusers/minimax-music3",    ("cond", "latent_cond", ".*rotary")),
     ("transformers/clip-l.text_model", "transformers/clip-l",   ()),
     ("transformers/mixtral-8x7b", "transformers/mixtral-8x7b.in-memory", ()),
     ("transformers/qwen3-30b-a3b", "transformers/qwen3-30b-a3b.in-memory", ()),
     ("transformers/gpt-neox-20b", "transformers/gpt-neox-20b.in-memory", ()),
     ("transformers/vit-base",    "transformers/vit-base.in-memory", ()),
     ("transformers/gpt2",        "transformers/gpt2.in-memory", ("lm_head",)),
+    ("transformers/exaone-3.5-2.4b", "transformers/exaone-3.5-2.4b.in-memory", ()),
 )  # fmt: skip
 
 ANY = ("", "base_model.model.", "lycoris_")
@@ -169,6 +172,26 @@ def test_names_of_the_other_layout_cover_the_base_once(one: str, other: str, oth
     assert_one_to_one(one, other, other_sizes)
     if len(header(one)) < 5000:  # 18867 names of experts are told in the other direction alone
         assert_one_to_one(other, one, other_sizes)
+
+
+def test_names_in_memory_cover_a_base_that_fuses_q_k_and_v() -> None:
+    """Sarvam. The other direction has no files: its names in memory are those of many models."""
+    assert_one_to_one("transformers/sarvam-30b", "transformers/sarvam-30b.in-memory", ())
+
+
+@pytest.mark.parametrize("model", ["native/wan-i2v-14B", "diffusers/wan-i2v-14B"])
+def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -> None:
+    """Its authors and diffusers have names of their own; ComfyUI has Wan's, by which its files are recognised."""
+    for wan, authors, diffusers in (
+        ("self_attn.q", "block.self_attn.q", "self_attn.to_q"),
+        ("self_attn.o", "block.self_attn.o", "self_attn.to_out.0"),
+        ("cross_attn.v_img", "block.cross_attn.v_img", "cross_attn.add_v_proj"),
+        ("ffn.2", "block.ffn.2", "ffn.2"),
+    ):
+        want = base(model).find(f"blocks.7.{wan}")
+        assert want is not None
+        for name in (f"diffusion_model.blocks.7.{authors}", f"transformer.blocks.7.{diffusers}"):
+            assert base(model).find(name) == want
 
 
 @pytest.mark.parametrize("name", STORED)
