@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
 from ..adapters.file import AdapterFile, FileValues, Module
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -179,7 +179,7 @@ class CheckpointWeights:
 
 
 def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterContext:
-    found = rules(file.index.config, str(file.path), file.index.metadata)
+    found = rules_of(file)
     return AdapterContext(number, file, found, values, base=ALL_UPRIGHT)
 
 
@@ -213,7 +213,7 @@ def _joined_target(
 def check_complete(file: AdapterFile) -> None:
     """Raise InputError if a module lacks a tensor that the others have; UsageError if it changes stacked experts, as
     its factors alone do not tell how many there are."""
-    known = rules(file.index.config, str(file.path), file.index.metadata)
+    known = rules_of(file)
     for module in file.modules:
         if not any(name.endswith("weight") for name in known.of(module.name).targets(module.name)):
             raise UsageError("the adapter changes stacked experts", f"{file.path}: {module.where}", GIVE_BASE)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Values
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, spoken
@@ -149,9 +149,7 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, adapter in enumerate(adapters):
-        path = str(job.adapters[number].path)
-        peft_rules = rules(adapter.index.config, path, adapter.index.metadata)
-        context = AdapterContext(number, adapter, peft_rules, values, base.config, model, dict(job.setting))
+        context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
     method = METHODS[job.method]
     if method.in_turn:

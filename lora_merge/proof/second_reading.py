@@ -19,6 +19,7 @@ from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
+from ..files.side_texts import side_texts
 from ..job import Job
 from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
@@ -26,7 +27,7 @@ from ..text import listed, quoted
 from .findings import NAMED, REPORT
 from .reference.claims import Base, Claim, Span, claims
 from .reference.floats import decode
-from .reference.numbers import Number, Numbers, strength
+from .reference.numbers import AdapterTexts, Number, Numbers, strength
 from .reference.places import PEFT, Places
 
 CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
@@ -78,7 +79,8 @@ def compare(
     known: set[int] = set()
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
-        numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
+        texts = AdapterTexts(index.config, index.metadata, index.tensors.keys(), partial(_texts, index))
+        numbers = Numbers(texts, dict(job.setting), number)
         own = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         for claim in claims(index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts)):
@@ -92,6 +94,10 @@ def compare(
     others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
     alone = [name for at, name in modules.items() if at not in known] + others
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
+
+
+def _texts(index: Index) -> Iterator[str]:
+    return (side.text for side in side_texts(index))
 
 
 def _as_floats(base: Index) -> Mapping[str, StoredTensor]:
