@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ..adapters.conv1d import STATE
 from ..adapters.file import SCALES, Module, Values
+from ..adapters.kohya_args import is_norm_limit
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..adapters.stated import aside_remark
@@ -44,6 +45,7 @@ from .remarks import (
     MAY_HAVE_GROUPS,
     NO_ALPHA,
     NO_DORA,
+    NORM_LIMIT,
     OTHER_ALPHA,
     SHARED_TWICE,
     UNSCALED,
@@ -214,6 +216,9 @@ class _Chooser:
             found = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
+        if is_norm_limit(name, self.module.name, alpha, self.context.adapter.index.metadata):
+            found["limit"] = float(alpha or 0)
+            self.remarks.append(NORM_LIMIT)
         if "scale" in found:
             found["scale"] = self._as_trained(name, found["scale"])
         if row.scale_from_config and not configured:

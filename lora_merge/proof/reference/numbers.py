@@ -91,6 +91,11 @@ class Numbers:
         except ValueError:
             return False, None
 
+    @property
+    def of_lycoris(self) -> bool:
+        """Whether the header is of sd-scripts or LyCORIS."""
+        return any(name in self._metadata for name in (*ARGUMENTS, "ss_network_module"))
+
     @cached_property
     def _header(self) -> dict[str, Any] | None:
         """PEFT's configuration as diffusers keeps it; None where it is not readable JSON."""
