@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from math import isfinite, isinf, isnan, prod
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from ..algorithms.peft_oft import PEFT_OFT
 from ..algorithms.tlora import TLORA
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE, spoken
-from ..errors import InputError, ShapeMismatch
+from ..errors import InputError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
 from ..shapes import Shape
@@ -94,6 +94,13 @@ def choose(
     InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the weight.
     """
     return _Chooser(module, context).choose(view, near)
+
+
+def check_settings(given: Mapping[str, Any], used: Collection[str]) -> None:
+    """Raise UsageError for a setting of the user that no module uses."""
+    if unused := sorted(given.keys() - used):
+        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
+                         "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
 
 
 class _Chooser:
@@ -240,10 +247,17 @@ class _Chooser:
         return 1.0 if trained.no_scale else scale * trained.factor
 
     def _configured(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
-        """Return the configuration's numbers; none if α of the file or of the user counts more."""
+        """Return the configuration's numbers; none if α of the file or of the user counts more. The user's α takes the
+        place of a configured α of 0."""
         rules, has_alpha = self.rules, "alpha" in self.module.shared
         better = has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA in self.context.given)
-        return {} if better else rules.numbers(name, self.module.name, shapes)
+        if better:
+            return {}
+        found = rules.numbers(name, self.module.name, shapes)
+        if found.get("scale") == 0 and ALPHA in self.context.given:
+            self.settings.add(ALPHA)
+            return rules.with_alpha(self.context.given[ALPHA]).numbers(name, self.module.name, shapes)
+        return found
 
     def _number(self, slot: str) -> float | None:
         info = self.module.shared.get(slot)

@@ -34,6 +34,7 @@ from ..files.side_files import (
 )
 from ..job import Adapter, Job
 from ..limits import Steps
+from ..matching.choose import check_settings
 from ..matching.conflicts import with_overlap_notes
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
@@ -160,9 +161,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
     used = {name for one in matched for name in one.settings}
-    if every_setting and (unused := sorted(dict(job.setting).keys() - used)):
-        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
-                         "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
+    if every_setting:
+        check_settings(dict(job.setting), used)
     files = [os.path.realpath(ref.path) for ref in job.adapters]
     made, without_effect = [], [*idle_parts(strengths)]
     for n, met in enumerate(with_overlap_notes(job, matched)):

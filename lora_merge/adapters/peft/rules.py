@@ -56,6 +56,9 @@ NONE: Final = Method("")
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """Field of a configuration without peft_type → its method."""
 
+ALPHAS: Final = ("lora_alpha", "alpha")
+"""Fields for α of a configuration, by method."""
+
 Kind = Literal["value", "copy", "ignored"]
 
 
@@ -173,6 +176,17 @@ class PeftRules:
         if method.scale is None or algorithm not in method.algorithms:
             return {}
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
+
+    @property
+    def zero_alpha(self) -> str:
+        """The field that gives an α of 0 to the whole adapter or a component; "" without one."""
+        found = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
+        return found[0] if found else ""
+
+    def with_alpha(self, alpha: float) -> PeftRules:
+        """Return the rules with another α in place of one of 0."""
+        zeros = {name: alpha for name in ALPHAS if self.fields.get(name) == 0}
+        return replace(self, fields=replace(self.fields, values={**self.fields.values, **zeros}))
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> Note | None:
         """Return the remarks on a configured rank that the tensors do not have, or on one that diffusers does
