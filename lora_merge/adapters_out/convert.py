@@ -134,7 +134,8 @@ def run(
         layers = {prefix_name(task.to, m.place): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
-                 *_stated_again(job, writing.made), *differing_ranks(own), *(unread(e.name for e in entries) if own is None else ()),
+                 *_stated_again(job, writing.made), *differing_ranks(own),
+                 *(unread(e.name for e in entries) if own is None else ()),
                  *dict.fromkeys(note for one in writing.made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         told = coverage(job, sources, [one.name for one in writing.beside])

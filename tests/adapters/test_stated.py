@@ -205,7 +205,7 @@ def test_second_reading_confirms_a_plain_alpha(tmp_path: Path) -> None:
     path = adapter(tmp_path, {"alpha": "8"})
     save_file({f"{name}.weight": torch.zeros(6, 5) for name in "ab"}, tmp_path / "base.safetensors")
     report = lora_merge.merge(tmp_path / "base.safetensors", path, tmp_path / "out.safetensors")
-    assert report.proof is not None and report.proof["second_reading"]["confirmed"] == 2
+    assert report.verified is not None and report.verified["matching"]["proven"] == 2
 
 
 def test_every_meaning_is_in_the_table_or_a_rule() -> None:

@@ -1,4 +1,4 @@
-"""Factors of one rank in a folder of PEFT: of single experts, which PEFT stacks when it loads them, or of all layers."""
+"""Factors of one rank in a folder of PEFT: of single experts, which PEFT stacks when it loads it, or of all layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .demands import Demands, is_pair, parameter_of
 
 
 def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
-    """Return the modules, those of a lower rank with zeros up to the largest rank of all, and with zeros where an expert of
+    """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
     the same stack has factors. `keep`: lets the bytes of an added one wait."""
     if not asked.rank:
         return list(made)
