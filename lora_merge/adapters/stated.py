@@ -62,8 +62,7 @@ OTHERS: Final = (
     "lycoris_config",  # SimpleTuner: kohya_args.py reads it
     "sd_merge_", "lora_merge", "mecha_recipe",  # programs that merge: of a change that they made already
     "prompt", "workflow",  # the graph of ComfyUI
-    "format", "general.", "adapter.",  # of safetensors and GGUF
-    METADATA,
+    "format", METADATA,
 )  # fmt: skip
 """Beginnings of entries of a header that other modules read, or that describe the training and not the tensors."""
 
@@ -125,11 +124,12 @@ class Table:
         return not (self.describes or _words(self.level) <= GENERAL)
 
     def read(self) -> Iterator[tuple[Meaning, str, Any]]:
-        """Yield meaning, name and value of all entries that have a meaning and a value."""
+        """Yield meaning, name and value of all entries that may decide and are not off."""
         for key, value in self.entries.items():
             meaning = ENTRIES.get(key.rpartition(".")[2].lower()) or (Meaning.UNKNOWN if _looks_decisive(key) else None)
             value = _value(value) if isinstance(value, str) else value
-            if meaning and str(value).lower() not in NOTHING:
+            off = value == 0 and _words(key).isdisjoint(FACTORS)
+            if meaning and meaning is not Meaning.INFORMATIVE and not off and str(value).lower() not in NOTHING:
                 yield meaning, key, value
 
 
@@ -232,7 +232,8 @@ def _tables(file: AdapterFile) -> list[Table]:
 
 def _of_header(index: Index) -> Iterator[Table]:
     """Yield the plain entries of a header, and the tables in its entries of JSON."""
-    entries = {key: _value(text) for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
+    texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
+    entries = {key: _value(text) if isinstance(text, str) else text for key, text in texts.items()}
     yield Table(f"{index.path}: ", "", entries, header=True)
     for key in [key for key, value in entries.items() if isinstance(value, (dict, list)) and not _is_pattern(key)]:
         yield from _levels(entries[key], Table(f"{index.path}: {key}.", key, {}, header=True))

@@ -72,7 +72,8 @@ def scales(path: Path, **options: Any) -> list[float]:
         ({"r": "4", "lora_alpha": "8", "use_rslora": "True", "target_modules": "{'a', 'b'}"}, 4.0),
         ({"config": "{'peft_type': 'LORA', 'r': 4, 'lora_alpha': 8, 'runtime_config': None}"}, 2.0),
         ({"alpha": "None"}, 1.0),
-        ({"linear_alpha": "16", "conv_alpha": "1", "rank": "4"}, 1.0),
+        ({"linear_alpha": "16", "conv_alpha": "auto", "rank": "4"}, 1.0),
+        ({"alpha": "8", "use_dora": "0", "rslora": "0", "dora_type": "None"}, 2.0),
     ],
 )
 def test_stated_alpha_is_divided_by_the_rank_of_each_module(tmp_path: Path, entries: Header, scale: float) -> None:
