@@ -24,7 +24,9 @@ def turned(weight: Tensor, blocks: Tensor, limit: float) -> Tensor:
     return torch.einsum("knm,kn...->km...", r, weight.double().unflatten(0, (K, B))).flatten(0, 1).float()
 
 
-def files(folder: Path, name: str, alpha: float, header: dict[str, str] | None = None) -> tuple[Path, Path, Tensor, Tensor]:
+def files(
+    folder: Path, name: str, alpha: float, header: dict[str, str] | None = None
+) -> tuple[Path, Path, Tensor, Tensor]:
     torch.manual_seed(1)
     weight, blocks = torch.randn(K * B, 6, 3, 3), torch.randn(K, B, B)
     base = {f"model.diffusion_model.{LAYER}.weight": weight, f"model.diffusion_model.{LAYER}.bias": torch.zeros(K * B)}
