@@ -126,6 +126,10 @@ class UnmatchedModules(FitError):
     """Some adapter modules match no weight of the base."""
 
 
+class NoChange(FitError):
+    """An adapter changes nothing, though its strength is not 0."""
+
+
 class ShapeMismatch(FitError):
     """The shape of an adapter tensor fits neither its module's other tensors nor the base tensor that it names."""
 

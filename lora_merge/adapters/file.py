@@ -50,6 +50,9 @@ READABLE: Final = FLOATS | WHOLE
 SCALES: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
+RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
+"""Slots whose stored axis 0 is the rank, the first that a module has."""
+
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place, or download it again"
 
 OF_MODELS: Final = (
@@ -354,3 +357,13 @@ def weight_shape(slots: Mapping[str, Shape]) -> Shape:
     """Return [out, in] of the weight that tensors of these shapes change; () where they do not show it."""
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
+
+
+def rank_of(module: Module) -> int:
+    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
+    complete = module.complete
+    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
+    if slot is None or not (shape := module.slots[slot].shape):
+        return 0
+    stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]

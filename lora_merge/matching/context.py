@@ -12,6 +12,7 @@ from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
 from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
+from ..adapters.stated import Statement, statement
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
 from ..dtypes import WHOLE
@@ -57,6 +58,11 @@ class AdapterContext:
     def has_whole_numbers(self) -> bool:
         """Whether a tensor of the file holds whole numbers; a switch is not a number."""
         return any(info.dtype in WHOLE and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
+
+    @cached_property
+    def stated(self) -> Statement:
+        """What the adapter's header and the files next to it state about the scale."""
+        return statement(self.adapter)
 
     @cached_property
     def dylora(self) -> bool:

@@ -32,7 +32,7 @@ from ..text import Note, listed
 from .choose import ALPHA, choose, is_fixed
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
-from .diagnosis import IDLE, STRANGE, check_variant, raise_problems
+from .diagnosis import IDLE, STRANGE, check_scales, check_variant, raise_problems
 from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
@@ -128,6 +128,9 @@ class MatchBuilder:
             frozenset(self.settings | self.places.settings), self.applied,
         )  # fmt: skip
         raise_problems(made, self.names, self.failures, self.unfit, unmatched)
+        if not (self.replaced or self.stored.bases):
+            patches = (use.patch for uses in self.uses.values() for use in uses)
+            check_scales(patches, self.path, self.context.rules)
         made = separate(self.pair, self.ends, made, self.strengths, unmatched)
         why = check_variant(made, self.names, unmatched)
         remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in self.remarks.items()]

@@ -25,6 +25,8 @@ class Known:
     shape: Shape  # of the weight
     config: Mapping[str, Any]
     alpha: float | None
+    stem: str = ""  # name of the module
+    of_lycoris: bool = False  # whether the header names sd-scripts or LyCORIS
 
     def number(self, name: str, default: float) -> float:
         """Return a number of the configuration; a whole one stays whole, as seeds may be too large for a float."""
@@ -154,8 +156,9 @@ def _adamss(s: Stored, shape: Shape) -> bool:
 
 
 def _constraint(k: Known) -> Mapping[str, Any]:
-    """Return the limit of LyCORIS' rotations, which is α times the number of outputs; their α is not a scale."""
-    return {"limit": k.alpha * k.shape[0] if k.alpha and k.alpha > 0 else inf}
+    """Return the limit of LyCORIS' rotations, which is α times the number of outputs, and of ComfyUI's, which is α."""
+    own = k.alpha == 1 and k.stem.startswith("diffusion_model.") and len(k.shapes["blocks"]) == 3 and not k.of_lycoris
+    return {"limit": k.alpha * (1 if own else k.shape[0]) if k.alpha and k.alpha > 0 else inf}
 
 
 def _cayley(k: Known) -> Mapping[str, Any]:
