@@ -78,6 +78,45 @@ def test_a_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
     assert architecture is not None and architecture.title == ALIKE[name]
 
 
+WITHOUT = ("diffusers/flux-dev", "native/flux-dev", "native/sdxl", "native/wan-t2v-14B", "diffusers/qwen-image",
+           "native/lumina2", "native/chroma", "diffusers/zimage", "transformers/llama-3.2-1b")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    n if n in WITHOUT else pytest.param(n, marks=pytest.mark.slow) for n in ALL if not n.startswith("single-file/")
+])  # fmt: skip
+def test_a_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name: str) -> None:
+    """But where the tensor is the only difference to another architecture: SD 2 without one is SD 1."""
+    shapes = header(name)
+    part = names(index(shapes)).parts[0]
+    assert part.architecture is not None
+    signs = [c.key for c in part.architecture.layouts[part.layout] if not c.absent]
+    for sign in signs:
+        cut = {key: shape for key, shape in shapes.items() if key != part.keys[sign]}
+        again = names(index(cut)).parts[0]
+        other = recognise(lambda key, p=again.prefix, of=cut: of.get(p + key), shipped())
+        its_own = (again.architecture, again.layout) == (part.architecture, part.layout)
+        assert other or again.architecture is None or its_own, sign
+
+
+@pytest.mark.parametrize(("name", "sign"), [
+    ("diffusers/flux-dev", "x_embedder.weight"), ("native/flux-dev", "single_blocks.0.linear1.weight"),
+    ("diffusers/qwen-image", "txt_norm.weight"),
+])  # fmt: skip
+def test_a_model_without_one_sign_tensor_is_recognised_by_its_names(name: str, sign: str) -> None:
+    """Without two, or with names of its own, it is not."""
+    shapes = header(name)
+    known = names(index(shapes)).parts[0]
+    del shapes[sign]
+    cut = names(index(shapes)).parts[0]
+    assert (cut.architecture, cut.layout) == (known.architecture, known.layout) != (None, "")
+    of_its_own = {f"other.{chr(97 + n)}.weight": (4, 4) for n in range(26)}
+    assert names(index(shapes | of_its_own)).parts[0].architecture is None
+    assert known.architecture is not None
+    second = next(c.key for c in known.architecture.layouts[known.layout] if c.key in shapes)
+    assert names(index({k: s for k, s in shapes.items() if k != second})).parts[0].architecture is None
+
+
 # --- rows against diffusers' converters ---------------------------------------------------------------
 
 UNET = {"layers_per_block": 2, "addition_embed_type": None}

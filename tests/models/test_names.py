@@ -22,6 +22,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.diagnosis import explain, missing_networks, variant_doubt
+from lora_merge.models.components import components
 from lora_merge.models.names import Names, denoiser_of, guess, names
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
@@ -1002,3 +1003,12 @@ def test_what_stands_in_place_of_a_models_type_costs_no_name_more(tmp_path: Path
     found = names(open_checkpoint(tmp_path))
     assert found.find("a") is not None
     assert max(len(part.inner) for part in found.parts) < 200
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_networks_of_a_pipeline_begin_with_a_whole_level(order: int) -> None:
+    """`transformer` is the beginning of `transformer_2`, which is another folder."""
+    folders = ["transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_20"][::order]
+    shapes = {f"{folder}.a.weight": (4, 4) for folder in folders}
+    parts = components(shapes, {}, folders, None)
+    assert {p.prefix: dict(p.keys) for p in parts} == {f"{f}.": {"a.weight": f"{f}.a.weight"} for f in folders}
