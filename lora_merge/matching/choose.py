@@ -325,6 +325,8 @@ class _Chooser:
         if row.of_table or (row.in_out and self.module.name.rpartition(".")[2] in TABLES):
             # PEFT takes the norm over the vocabulary, mlx-lm over the entries of each token
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
+        if self.context.trained(name).of_inputs:
+            return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 
 

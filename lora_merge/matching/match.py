@@ -35,6 +35,7 @@ from .context import AdapterContext
 from .diagnosis import IDLE, STRANGE, check_scales, check_variant, raise_problems
 from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
+from .pairs import pairs
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
 from .relatives import related
@@ -71,6 +72,8 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     lone = names.lone_expert([m.name for m in modules])
     places = Places(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
+    unnamed, strange = pairs(names, strange, adapter.path)
+    modules += unnamed
     widest = places.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
     rules = related(rules, modules, places.dtype, unplaced)

@@ -105,7 +105,7 @@ def components(
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct the layouts in the map, or leave --map out")  # fmt: skip
-    return labelled(made)
+    return labelled([replace(component, config=config) for component in made])
 
 
 def _prefix(key: str, folders: Collection[str]) -> str | None:

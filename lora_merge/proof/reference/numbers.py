@@ -250,8 +250,10 @@ class Numbers:
             return min(sizes["a1"][:2], default=0)  # in which order depends on the layout
         if group.kind == "lokr":
             shape = sizes.get("w2_b", sizes.get("w1_b", ()))
-        elif group.kind == "lora_fused":
-            shape = sizes["up"][1:]
+        elif group.kind in ("lora_fused", "lora_blocks"):
+            shape = sizes["up" if "up" in sizes else "up_0"][1:]
+        elif group.kind.startswith("lora_stacked"):
+            shape = sizes["down"][1:]
         else:
             shape = sizes["w1_b" if group.kind == "loha" else "down"]
         return shape[0] if shape else 0
