@@ -14,6 +14,7 @@ from .adamss import ADAMSS
 from .base import Algorithm, DoesNotFit, Loaded, Shape, Shapes, flat
 from .bdlora import BDLORA
 from .boft import BOFT
+from .bora import BORA
 from .bounds import COUNT, SEED, Bounds, below
 from .c3a import C3A
 from .deft import DEFT
@@ -29,12 +30,15 @@ from .loha import LOHA
 from .lokr import LOKR
 from .lora import LORA
 from .lora_bias import LORA_BIAS
+from .lora_blocks import LORA_BLOCKS
 from .lora_embedding import LORA_EMBEDDING
 from .lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from .lora_fused import LORA_FUSED
 from .lora_sparse import LORA_SPARSE, LORA_SPARSE_TUCKER
+from .lora_stacked import STACKED
 from .lora_switch import LORA_SWITCH
 from .lora_transposed import LORA_TRANSPOSED
+from .lora_xs import LORA_XS
 from .miss import MISS, MISS_BAT, MISS_MINI
 from .oft import DIAG_OFT, OFT_DIAG
 from .onetrainer_oft import ONETRAINER_OFT, ONETRAINER_OFT_CONV
@@ -59,9 +63,10 @@ from .waveft import WAVEFT
 from .whole import FULL, FULL_RANK, SET
 
 ROWS: Final = (
-    LORA, LORA_SPARSE, LORA_SPARSE_TUCKER, LORA_FUSED, LORA_TRANSPOSED, LORA_BIAS, LORA_EMBEDDING,
-    LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED, LORA_SWITCH, BDLORA, PISSA, OLORA, KASA, LOHA, LOKR, GLORA, GLORA_OLD, TLORA,
-    FULL, FULL_RANK, SET, IA3, DIAG_OFT, OFT_DIAG, BOFT, ONETRAINER_OFT, ONETRAINER_OFT_CONV,
+    LORA, LORA_SPARSE, LORA_SPARSE_TUCKER, LORA_FUSED, LORA_BLOCKS, LORA_XS, BORA, LORA_TRANSPOSED, LORA_BIAS,
+    LORA_EMBEDDING, LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED, *STACKED, LORA_SWITCH, BDLORA, PISSA, OLORA, KASA, LOHA,
+    LOKR,
+    GLORA, GLORA_OLD, TLORA, FULL, FULL_RANK, SET, IA3, DIAG_OFT, OFT_DIAG, BOFT, ONETRAINER_OFT, ONETRAINER_OFT_CONV,
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,

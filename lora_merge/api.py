@@ -134,7 +134,8 @@ def plan(
         A `Plan`: what every adapter matches, and every output tensor with its place and its size.
 
     Raises:
-        MergeError: Every error that `merge` would raise before it reads weights.
+        MergeError: Every error that `merge` would raise before it reads weights, except for a disk that has no room for
+            `size` bytes.
 
     Examples:
         >>> lora_merge.plan("base.safetensors", "style.safetensors").changed
@@ -142,7 +143,7 @@ def plan(
     """
     from .engine.admission import plan_merge, require_device
 
-    made = plan_merge(make_job(base, adapters, output, **options))
+    made = plan_merge(make_job(base, adapters, output, **options), dry=True)
     require_device(made.job)
     return made
 

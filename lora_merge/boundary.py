@@ -16,8 +16,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class CallersFailure(Exception):
+    """A function that the caller gave has failed: its cause leaves a public function as it is."""
+
+
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Make every failure of a function a MergeError: a UsageError if an argument is of another type than annotated."""
+    """Make every failure of a function a MergeError: a UsageError if an argument is of another type than annotated.
+
+    What a function of the caller raises, such as `on_report`, is the caller's own and stays as it is.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,6 +32,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except MergeError:
             raise
+        except CallersFailure as e:
+            assert e.__cause__ is not None, "the caller's exception is its cause"
+            raise e.__cause__ from None
         except Exception as e:
             raise _wrong_call(function, args, kwargs) or as_merge_error(e, f"lora_merge.{function.__qualname__}") from e
 

@@ -126,6 +126,10 @@ class UnmatchedModules(FitError):
     """Some adapter modules match no weight of the base."""
 
 
+class NoChange(FitError):
+    """An adapter changes nothing, though its strength is not 0."""
+
+
 class ShapeMismatch(FitError):
     """The shape of an adapter tensor fits neither its module's other tensors nor the base tensor that it names."""
 
@@ -270,7 +274,8 @@ def as_merge_error(e: BaseException, where: str) -> MergeError:
     """
     error = e if isinstance(e, MergeError) else as_resource_error(e) if isinstance(e, Exception) else None
     if error is None and isinstance(e, OSError):
-        error = MergeError(e.strerror or str(e), str(e.filename or where), "see what the system reports, and run again")
+        what = f"the system reports: {e.strerror or e}"
+        error = MergeError(what, str(e.filename or where), "see what the system reports, and run again")
         error.__cause__ = e
     if error is None:
         from traceback import format_exception

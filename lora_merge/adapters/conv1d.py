@@ -53,7 +53,7 @@ class Layer:
 
 @cache
 def known_types() -> frozenset[str]:
-    """Return every model type of transformers 5.23 (CONFIG_MAPPING_NAMES), and the types listed above."""
+    """Return every model type of transformers 5.24 (CONFIG_MAPPING_NAMES), and the types listed above."""
     text = Path(__file__).with_name("model_types.json").read_text(encoding="ascii")
     return frozenset(json.loads(text)) | CONV1D_TYPES | LINEAR_TYPES
 

@@ -51,7 +51,11 @@ READABLE: Final = FLOATS | WHOLE
 SCALES: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
-NO_ADAPTER: Final = "name a LoRA or another adapter in its place, or download it again"
+RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
+"""Slots whose stored axis 0 is the rank, the first that a module has."""
+
+
+NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
 OF_MODELS: Final = (
     "name a LoRA or another adapter; adapters with their model are written so: lora-merge combine ADAPTER ADAPTER2 "
@@ -246,14 +250,7 @@ def group(index: Index) -> AdapterFile:
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in groups[key].tensors]
     if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
-        known = names(index).architecture
-        model = (f"a model: {known}", OF_MODELS.format(typed([str(index.path)]))) if known != UNKNOWN else None
-        what = foreign(index.tensors) or model
-        raise InputError(
-            "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
-            f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
-            what[1] if what else NO_ADAPTER,
-        )
+        _check_pairs(index, strange)
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     strange += _without_module(groups, modules, {info.name for info in strange})
     wrapped = {m.name for m in modules if m.wrapped}
@@ -266,6 +263,32 @@ def group(index: Index) -> AdapterFile:
 def _with_numbers(index: Index) -> Index:
     """Return an adapter with the numbers of quantised factors in GGUF."""
     return index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
+
+
+def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:
+    """Raise InputError for a file without known endings, unless it may hold pairs of factors of unknown spellings."""
+    known = names(index).architecture
+    model = (f"a model: {known}", OF_MODELS.format(typed([str(index.path)]))) if known != UNKNOWN else None
+    what = foreign(index.tensors) or model
+    if what or not any(True for _ in two_of_a_kind(strange)):
+        raise InputError(
+            "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
+            f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
+            what[1] if what else NO_ADAPTER,
+        )
+
+
+def two_of_a_kind(strange: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+    """Yield pairs of matrices without a known ending that may be the factors of one layer, the left one of their
+    product first: alone below a path, with a length in common that is at most a quarter of the others."""
+    below: dict[str, list[StoredTensor]] = {}
+    for info in strange:
+        if len(info.shape) == 2:
+            below.setdefault(info.name.removesuffix(".weight").rpartition(".")[0], []).append(info)
+    for some in (some for some in below.values() if len(some) == 2):
+        for left, right in (some, some[::-1]):
+            if left.shape[1] == right.shape[0] and 4 * left.shape[1] <= min(left.shape[0], right.shape[1]):
+                yield left, right
 
 
 def _without_module(
@@ -355,3 +378,13 @@ def weight_shape(slots: Mapping[str, Shape]) -> Shape:
     """Return [out, in] of the weight that tensors of these shapes change; () where they do not show it."""
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
+
+
+def rank_of(module: Module) -> int:
+    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
+    complete = module.complete
+    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
+    if slot is None or not (shape := module.slots[slot].shape):
+        return 0
+    stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]

@@ -29,6 +29,7 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora", "split_qkv"),
         "lycoris_config": ("algo", "block_size", "bypass_mode"),
+        "lora_config": ("adapter_type",),  # Stable Audio 3, stable_audio_3/models/lora/model.py
     }
 )
 """Metadata entry → its arguments that reach the layers and change the meaning of a stored tensor."""
@@ -42,6 +43,14 @@ BYPASS: Final = "bypass_mode"
 """With this argument OFT, BOFT and (IA)³ of outputs change the layer's output, its bias included, and DoRA's magnitude
 has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py. DyLoRA leaves
 its scale out: `bypass_forward_diff` in dylora.py."""
+
+NORM_LIMITS: Final = ((DIAG_OFT.name, "diffusion_model.", 1.0),)
+"""Row of ALGORITHMS, beginning of a module's name, α: together the sign of a trainer that stores the limit of the norm
+itself as α, where others mean α times the number of outputs. ComfyUI's own node stores 1 under dotted names
+(comfy_extras/nodes_train.py, comfy/weight_adapter/oft.py); LyCORIS and sd-scripts write flat names."""
+
+COLUMNS: Final = "dora-cols"
+"""Beginning of Stable Audio 3's types of DoRA whose magnitude has a number for each input."""
 
 SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
@@ -65,7 +74,15 @@ class Trained:
     split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
     has_arguments: bool = False
     bypass: bool = False  # whether bypass mode was on
+    of_inputs: bool = False  # whether a magnitude has a number for each input
     note: Note | None = None  # for the user, on an unreadable entry that the formula does not need
+
+
+def is_norm_limit(row: str, module: str, alpha: float | None, metadata: Mapping[str, str]) -> bool:
+    """Return whether α of a rotation is the limit of its norm itself: by the names, in a file of neither LyCORIS nor
+    sd-scripts."""
+    named = any(row == of and module.startswith(start) and alpha == at for of, start, at in NORM_LIMITS)
+    return named and metadata.keys().isdisjoint((*READ, "ss_network_module"))
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
@@ -85,8 +102,10 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     turns, plain = bypass and row.name in OF_OUTPUT, bypass and row.name in DECOMPOSED
     no_scale = bypass and _is_dylora(row, given)
     split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
-    factor = _factor(row, given, where)
-    return Trained(settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), bypass, note)
+    factor, of_inputs = _factor(row, given, where), str(given.get("adapter_type", "")).startswith(COLUMNS)
+    return Trained(
+        settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), bypass, of_inputs, note
+    )
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:

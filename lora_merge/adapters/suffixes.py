@@ -22,15 +22,16 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, lora_stacked
 from .peft.methods import METHODS
 
 ANY: Final = ("*",)
 LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 SPARSE: Final = ("lora_sparse", "lora_sparse_tucker")
 LORA: Final = ("lora", *SPARSE)
-BARE_LORA: Final = (*LORA, "lora_fused")
-PEFT_LORA: Final = (*LORA, "lora_experts", "kasa")
+STACKED: Final = tuple(row.name for row in lora_stacked.STACKED)
+BARE_LORA: Final = (*LORA, "lora_fused", *STACKED, "bora")
+PEFT_LORA: Final = (*LORA, "lora_experts", *STACKED, "kasa")
 OFT: Final = ("diag_oft", "boft")
 
 
@@ -76,6 +77,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_alpha", "alpha", ANY),  # SimpleTuner
     Suffix(".lora.alpha", "alpha", ANY),
     Suffix(".scale", "scale_override", ANY),  # webui
+    Suffix(".alpha_scale", "scale_override", ANY),  # LongCat-Video, longcat_video/modules/lora_utils.py
     Suffix(".dora_scale", "magnitude", ANY),  # LyCORIS, kohya, OneTrainer; the axis is in the shape
     Suffix(".lora_magnitude_vector", "magnitude", ANY, named=True),  # PEFT; always the output axis
     Suffix(".lora_magnitude_vector.weight", "magnitude", ANY, named=True),  # diffusers
@@ -83,7 +85,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".reshape_weight", "reshape", ANY),
     # LoRA, LoCon, DyLoRA
     Suffix(".lora_up.weight", "up", LORA),
-    Suffix(".lora_down.weight", "down", (*LORA, "full_rank")),
+    Suffix(".lora_down.weight", "down", (*LORA, "full_rank", "lora_blocks")),
+    *(Suffix(f".lora_up_{n}.weight", f"up_{n}", ("lora_blocks",)) for n in range(4)),
     Suffix(".lora_mid.weight", "mid", ("lora", "lora_sparse_tucker")),
     Suffix(".lora_B.weight", "up", PEFT_LORA, named=True),
     Suffix(".lora_A.weight", "down", (*PEFT_LORA, "full_rank"), named=True),
@@ -97,11 +100,21 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_linear_layer.down.weight", "down", LORA),
     Suffix(".lora_b.weight", "up", LORA),  # torchtune
     Suffix(".lora_a.weight", "down", LORA),
+    Suffix(".lora.A.weight", "down", LORA),  # minimind, model/model_lora.py
+    Suffix(".lora.B.weight", "up", LORA),
+    Suffix(".A", "down", ("lora_transposed",)),  # mlx-vlm, mlx_vlm/trainer/lora.py (LoRaLayer)
+    Suffix(".B", "up", ("lora_transposed",)),
     Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch
     Suffix(".lora.A", "down", ("lora_transposed",)),
     Suffix(".lora_b", "up", ("lora_transposed", "lora_switch")),  # mlx-lm
     Suffix(".lora_a", "down", ("lora_transposed", "lora_switch")),
     Suffix(".m", "magnitude", ANY),
+    # Stable Audio 3, stable_audio_3/models/lora/model.py
+    Suffix(".magnitude_r", "rows", ("bora",)),
+    Suffix(".magnitude_c", "columns", ("bora",)),
+    Suffix(".U", "left", ("lora_xs",)),
+    Suffix(".V", "right", ("lora_xs",)),
+    Suffix(".M_xs", "core", ("lora_xs",)),
     Suffix(".bias_indices", "indices", SPARSE),  # of the weight, whatever the name says
     Suffix(".bias_values", "values", SPARSE),
     Suffix(".bias_size", "size", SPARSE),
@@ -158,8 +171,14 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
         (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
         (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
+        # LongCat-Video: one `up` for each layer in a fused one, one `down` below the other
+        (r"\.lora_up\.blocks\.", r"(.*)\.lora_up\.blocks\.(\d)\.weight", r"\1.lora_up_\2.weight"),
+        # torch's parametrize puts what changes a weight below it (Stable Audio 3, minLoRA)
+        (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
         # LLMs-from-scratch wraps the layer and keeps it as `linear`
         (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
+        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook weights/_merge_utils.py)
+        ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
         # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
         (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
         # Flux control LoRAs carry whole norm scales under the base's own names

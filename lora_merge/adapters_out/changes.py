@@ -120,11 +120,11 @@ class Evaluator:
             left, right = _short(left, right)
             left = left[cut]
             if piece.transposed:
-                left, right = right.mT, left.mT
+                left, right = right.mT, _across(left.mT, piece)
             return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
         stack, base = self._staged(target, use)
         whole = change(stack, base)[0][cut]
-        whole = whole.mT if piece.transposed else whole
+        whole = _across(whole.mT, piece) if piece.transposed else whole
         whole = _of_width(whole, width)
         return Change(patch.adapter, use.strength, whole=Rows.of(_placed(whole, piece.start, out)))
 
@@ -142,7 +142,7 @@ class Evaluator:
         alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
         part = BlockPart(use, 0, rows, (0, rows), None, alone)
         stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
-        stack = replace(stack, rows=slice(0, rows), transposed=False)
+        stack = replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
         if patch.reads_base:
             return stack, gathered(patch.view, self._whole, self.at).unsqueeze(0)
         return stack, torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
@@ -211,6 +211,15 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
         return found
 
     return Rows((out, stored.shape[1]), read)
+
+
+def _across(values: Tensor, piece: RowSlice) -> Tensor:
+    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
+    if piece.columns is None:
+        return values
+    found = values.new_zeros(values.shape[0], piece.cols)
+    found[:, piece.across] = values
+    return found
 
 
 def _of_width(numbers: Tensor, width: int) -> Tensor:

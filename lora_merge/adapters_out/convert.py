@@ -41,7 +41,7 @@ from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
 from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
 from .outcome.planned import known_rank
-from .peft.folder import FLAG, config, expect_one, task_type
+from .peft.folder import FLAG, config, differing_ranks, expect_one, task_type
 from .places import Filled, Place, filled, places
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
@@ -135,7 +135,8 @@ def run(
         layers = {prefix_name(task.to, m.place): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
-                 *_stated_again(job, writing.made), *(unread(e.name for e in entries) if own is None else ()),
+                 *_stated_again(job, writing.made), *differing_ranks(own),
+                 *(unread(e.name for e in entries) if own is None else ()),
                  *dict.fromkeys(note for one in writing.made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         told = coverage(job, sources, [one.name for one in writing.beside])
@@ -172,12 +173,14 @@ def plan(task: Conversion, found: Opened | None = None) -> AdapterReport:
     layers = {prefix_name(task.to, place): told for (place, _), told in zip(own, facts_of, strict=False)}
     size = planned_size([layer for _, layer in own], task.rules.linear if task.rules else Rule(EXACT),
                         [a.index for a in sources.adapters])  # fmt: skip
+    of_folder = None
     if task.to.folder:
         kinds = [*(str(told["algorithm"]) for told in facts_of), *(FACTORS for _ in own[len(facts_of) :])]
         made = [kept(*one, kind, task.to) for one, kind in zip(own, kinds, strict=True)]
-        size += len(text_of(config(made, _before(sources, None), found.everywhere)))
+        of_folder = config(made, _before(sources, None), found.everywhere)
+        size += len(text_of(of_folder))
     dtype = spoken(Counter(kind for _, layer in own for _, kind, _ in sorted(layer.tensors)).most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there))
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *differing_ranks(of_folder))
     facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
     return planned(job, facts, layers, size)
 

@@ -31,7 +31,7 @@ from .conversion.scales import IN_A_FACTOR, Scales, in_a_factor
 from .dialects import Dialect
 from .job import FACTORS, WHOLE, AdapterJob, form
 from .joining.targets import Target, is_plain
-from .layers import Cut, Storage, Wanted, shared_out
+from .layers import Cut, Storage, Wanted, shared_out, stacked
 from .outcome.layer import Layer
 from .peft.folder import magnitude_shape
 from .peft.products import TO_LORA, rank_of
@@ -39,7 +39,7 @@ from .peft.tables import is_table
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, RankRules, Rule
 from .truncation.effect import LARGE, SMALL, squares_of_rows
-from .truncation.storing import alike, squares_of
+from .truncation.storing import squares_of
 
 _ROWS: Final[Mapping[dora.Axis, tuple[int, int]]] = MappingProxyType({"out": (-1, 1), "in": (1, -1)})
 """Axis of a magnitude → its shape beside a weight."""
@@ -231,20 +231,14 @@ class Converter:
         if any(c.left is None for c in changes):
             terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
             return Wanted(None, None, sum_of((out, cols), terms), before), 0.0
-        lefts: list[Tensor] = []
-        rights: list[Tensor] = []
+        factors: list[tuple[Tensor, Tensor]] = []
         for s, c in zip(shares, changes, strict=True):
             assert c.left is not None and c.right is not None, "factors come in pairs"
             left, right = s.strength * placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
-            same = next((i for i, r in enumerate(rights) if alike(r, right)), None)
-            if same is None:
-                lefts.append(left)
-                rights.append(right)
-            else:
-                lefts[same] = lefts[same] + left
-        return Wanted(torch.cat(lefts, 1), torch.cat(rights), None, before), scale
+            factors.append((left, right))
+        return Wanted(*stacked(factors), None, before), scale
 
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""

@@ -69,6 +69,8 @@ class Dialect:
     """Algorithms that it writes as they are where it copies no others: α is in its configuration then."""
     largest: bool = False
     """Whether an encoder with several numbers in adapters has the largest one (kohya: T5 of Flux is te3)."""
+    one_rank: bool = False
+    """Whether all factors of a folder get the largest rank of them, filled with zeros: the user gave one number."""
     folder: bool = False
     from_top: bool = False
     """Whether its program names layers from the top of the model in memory: PEFT, and LyCORIS' wrapper."""

@@ -20,11 +20,12 @@ from .changes import Change, largest_rank
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
 from .outcome.layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED, Layer, Norms
+from .outcome.single import Distinct
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
 from .truncation.effect import Effect, Totals, effect_of_product, totals_of_rows
 from .truncation.factored import of_factors
-from .truncation.storing import Grams, alike, apart, apart_from, in_range, inner, rounded, squares_of, stored
+from .truncation.storing import Grams, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .truncation.triples import Triples
 
 LinAlgError: Final[type[RuntimeError]] = vars(torch.linalg)["LinAlgError"]  # torch's types lack it
@@ -111,23 +112,24 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
         return Wanted(None, None, whole.held(), before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
-    left, right = _stacked(changes, weights)
-    return Wanted(left, right, None, before)
-
-
-def _stacked(changes: Sequence[Change], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the factors side by side; those with the same right factor become one."""
-    rights: list[Tensor] = []
-    lefts: list[Tensor] = []
+    factors = []
     for c, weight in zip(changes, weights, strict=True):
         assert c.left is not None and c.right is not None, "all are factors"
-        scaled = c.left if weight == 1 else c.left * weight
-        same = next((i for i, r in enumerate(rights) if alike(r, c.right)), None)
-        if same is None:
-            rights.append(c.right)
-            lefts.append(scaled)
+        factors.append((c.left if weight == 1 else c.left * weight, c.right))
+    return Wanted(*stacked(factors), None, before)
+
+
+def stacked(factors: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return pairs of factors side by side; those with the same right factor become one."""
+    seen, rights, lefts = Distinct(), list[Tensor](), list[Tensor]()
+    for left, right in factors:
+        bits = right.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        first = seen.first(len(rights), bits, right.shape)
+        if first == len(rights):
+            rights.append(right)
+            lefts.append(left)
         else:
-            lefts[same] = lefts[same] + scaled
+            lefts[first] = lefts[first] + left
     return torch.cat(lefts, 1), torch.cat(rights, 0)
 
 

@@ -38,6 +38,8 @@ class AdapterReport(Shown):
         version: Of lora-merge.
         weights: Bytes of the weights whose changes are computed.
         planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
+        disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, those that are free there, and
+            whether that is enough; None of an output that is written.
         stages: Stage of the progress → its seconds, which add up to those of the whole run; {} of a plan.
         schema: The format of `to_json()`; `lora-merge schema adapter` describes it.
 
@@ -62,6 +64,7 @@ class AdapterReport(Shown):
     weights: int = 0
     numbers: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = field(default=False)
+    disk: Mapping[str, Any] | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
     schema: str = "lora-merge/adapter/1"
 

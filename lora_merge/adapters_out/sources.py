@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
 from ..adapters.file import AdapterFile, FileValues, Module
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -18,8 +18,9 @@ from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import TRAINED, Index
 from ..files.file_uses import UNPLACED, adapter_folder
 from ..job import Adapter
-from ..matching.choose import choose
+from ..matching.choose import check_settings, choose
 from ..matching.context import AdapterContext
+from ..matching.diagnosis import check_scales
 from ..matching.incomplete import gaps, incomplete
 from ..matching.orientation import ALL_UPRIGHT
 from ..matching.patch import PatchPart
@@ -180,16 +181,21 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         if file.strange:
             raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
-    kept, targets, remarks = CheckpointWeights(), [], dict[Note, dict[str, None]]()
+    kept, targets, remarks, used = CheckpointWeights(), [], dict[Note, dict[str, None]](), set[str]()
     with Reader(f.index for f in files) as reader:
-        contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
+        contexts = [_context(n, f, FileValues(reader), job) for n, f in enumerate(files)]
         for (body, parameter), members in joined(files).items():
             name = members[0][1].name
-            target, said = _joined_target(name, parameter, members, contexts, job.adapters)
+            target, said, settings = _joined_target(name, parameter, members, contexts, job.adapters)
             for where, text in said:
                 remarks.setdefault(text, {})[where] = None
+            used |= settings
             kept.add(f"{body}.{parameter}", target)
             targets.append(target)
+    check_settings(dict(job.inputs.setting), used)
+    for context in contexts:
+        uses = (u for t in targets for u in t.uses if u.patch.adapter == context.number and u.strength)
+        check_scales((u.patch for u in uses), context.adapter.path, context.rules)
     notes = (
         *(note for f in files for note in f.notes),
         *(Note(f"{listed(m, 2)}: {text}") for text, m in remarks.items()),
@@ -209,24 +215,24 @@ class CheckpointWeights:
         self.weights[key] = Weight(target.shape, StoredTensor(key, info.dtype, target.shape, info.source, 0, 0))
 
 
-def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterContext:
-    found = rules(file.index.config, str(file.path), file.index.metadata)
-    return AdapterContext(number, file, found, values, base=ALL_UPRIGHT)
+def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob) -> AdapterContext:
+    return AdapterContext(number, file, rules_of(file), values, given=dict(job.inputs.setting), base=ALL_UPRIGHT)
 
 
 def _joined_target(
     name: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
     refs: Sequence[Adapter],
-) -> tuple[Target, list[tuple[str, Note]]]:  # fmt: skip
-    """Return the change of one parameter by all adapters, and a module and a sentence for each remark on them."""
+) -> tuple[Target, list[tuple[str, Note]], set[str]]:  # fmt: skip
+    """Return the change of one parameter by all adapters, a module and a sentence for each remark on them, and the
+    user's settings that it needed."""
     shape = next(filter(None, (shape_of(m) for _, m in members)), None)
     if shape is None:
         raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
-    view, uses, said = whole(f"{body_of(name)}.{parameter}", shape), [], []
+    view, uses, said, used = whole(f"{body_of(name)}.{parameter}", shape), [], [], set[str]()
     for number, module in members:
         context = contexts[number]
         try:
-            patch, remarks, _ = choose(module, view, context, {parameter: view})
+            patch, remarks, settings = choose(module, view, context, {parameter: view})
         except ShapeMismatch as e:
             fix = e.fix if shape_of(module) == shape else "these adapters are for different models"
             raise FitError(e.what, e.where, fix) from e
@@ -238,13 +244,14 @@ def _joined_target(
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
         said += [(module.where, text) for text in remarks]
-    return Target(name, parameter, shape, tuple(uses)), said
+        used |= settings
+    return Target(name, parameter, shape, tuple(uses)), said, used
 
 
 def check_complete(file: AdapterFile) -> None:
     """Raise InputError if a module lacks a tensor that the others have; UsageError if it changes stacked experts, as
     its factors alone do not tell how many there are."""
-    known = rules(file.index.config, str(file.path), file.index.metadata)
+    known = rules_of(file)
     for module in file.modules:
         if not any(name.endswith("weight") for name in known.of(module.name).targets(module.name)):
             raise UsageError("the adapter changes stacked experts", f"{file.path}: {module.where}", GIVE_BASE)

@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ..boundary import public
+from ..boundary import CallersFailure, public
 from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.temporary import remove_stale
@@ -229,4 +229,7 @@ def _tell(report: JobReport, on_report: Callable[[JobReport], object] | None) ->
         deliver_pending()  # an interrupt that came while the output got its name
     finally:
         if on_report is not None:
-            on_report(report)
+            try:
+                on_report(report)
+            except Exception as e:
+                raise CallersFailure from e

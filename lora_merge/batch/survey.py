@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
-from ..disk.writer import require_space
+from ..disk.writer import Room
 from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import CONFIGS, configuration
@@ -387,8 +387,8 @@ def _applied(adapter: Adapter, found: Mapping[str, Mapping[float, int]]) -> Mapp
     return found if _apart(adapter) else {part: {adapter.strength: sum(n.values())} for part, n in found.items()}
 
 
-def disk_needs(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Path, int]]:
-    """Return a path on every disk that is written to, and the bytes needed there.
+def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Sequence[PlannedJob], Room]]:
+    """Return the jobs that write to each disk, with the room that they need there together.
 
     What is replaced takes its space until it is.
     """
@@ -401,13 +401,14 @@ def disk_needs(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Pa
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
         kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
-        yield some[0].entry.job.output, sum(s.needs_disk - s.replaces for s in some) + sum(kept)
+        size = sum(s.needs_disk - s.replaces for s in some) + sum(kept)
+        yield some, Room.at(some[0].entry.job.output, size)
 
 
 def check_space(planned: Sequence[PlannedJob], workers: int) -> None:
     """Raise ResourceError unless every disk can hold all that will be written."""
-    for path, size in disk_needs(planned, workers):
-        require_space(path, size)
+    for some, room in disk_rooms(planned, workers):
+        room.require(some[0].entry.job.output)
 
 
 def _size(path: Path) -> int:

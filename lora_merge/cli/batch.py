@@ -21,12 +21,13 @@ from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
 from .parameters import HTML
 from .stages import Jobs, paused, watching
-from .text import echo, put
+from .text import echo, put, shortage
 from .values import whole_number
 
 if TYPE_CHECKING:
     from ..batch.report import JobReport
     from ..batch.run import Batch
+    from ..disk.writer import Room
     from .streams import ReportFile
 
 
@@ -158,19 +159,20 @@ def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
 
 
 def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
-    """Print every job with what would happen to it; fail as the run would, where a job or the disk cannot do it."""
-    from ..batch.survey import check_space, disk_needs
-    from ..disk.volumes import free_bytes
+    """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
+    from ..batch.survey import disk_rooms
 
     named: dict[str, int] = {}  # error → number of the first job that has it
-    lines = [json_text(facts(s)) for s in made.planned]
+    disks = [*disk_rooms(made.planned, workers)]
+    rooms = {s.entry.number: room.facts for some, room in disks for s in some}
+    lines = [json_text(facts(s, rooms.get(s.entry.number))) for s in made.planned]
     if told is not None:
         told.append("\n".join(lines))
         told.close()
-    for s, line in zip(made.planned, lines, strict=True):
-        if as_json:
-            put(line)
-        elif not quiet or s.error is not None:
+    if as_json:
+        put(Lines.of(lines))
+    for s in made.planned if not as_json else ():
+        if not quiet or s.error is not None:
             first = named.setdefault(str(s.error), s.entry.number)
             again = s.error is not None and first != s.entry.number
             echo(planned(s, len(made.planned)) + (f"  for the same reason as [{first}]" if again else ""))
@@ -178,8 +180,15 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
                 echo(indented(s.error))
     if not (as_json or quiet):
         echo(announced(made))
-        for path, size in disk_needs(made.planned, workers):
-            echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")
+    for some, room in disks if not as_json else ():
+        _say_room(some[0].entry.job.output.parent, room, quiet=quiet)
     if broken(made):
         raise failure(broken(made), len(made.planned), "planned")
-    check_space(made.planned, workers)
+
+
+def _say_room(folder: Path, room: Room, *, quiet: bool) -> None:
+    """Print the line about a disk, and a note if it has no room for the outputs."""
+    if not quiet:
+        echo(f"disk     {folder}: {_size(room.needed)} needed, {_size(room.free)} free")
+    for note in shortage(room.facts, str(folder)):
+        echo(f"note: {note}", err=quiet)

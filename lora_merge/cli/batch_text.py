@@ -116,8 +116,8 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
             yield f"{adapter.strength:g} × {adapter.path.name}"
 
 
-def facts(s: PlannedJob) -> dict[str, Any]:
-    """Return what a dry run says of a job with --json."""
+def facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a dry run says of a job with --json. `disk`: the room for all jobs that write to its disk."""
     from ..batch.commands import MERGE
 
     job = s.entry.job
@@ -129,7 +129,7 @@ def facts(s: PlannedJob) -> dict[str, Any]:
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
         "command": MERGE if (request := s.entry.request) is None else request.command,
         "base": None if request is not None and request.base is None else str(job.base), "adapters": adapters,
-        "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size,
+        "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size, "disk": disk,
         "error": None if s.error is None else error_dict(s.error), "schema": schema("job-plan"),
     }  # fmt: skip
 

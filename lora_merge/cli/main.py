@@ -176,15 +176,15 @@ def merge(
             told.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
         how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite)
-        done = carried_out(lambda: _planned(replace(job, overwrite=True) if dry_run else job), told, how)
+        done = carried_out(lambda: _planned(job, dry=dry_run), told, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
 
 
-def _planned(job: Job) -> Plan:
+def _planned(job: Job, *, dry: bool) -> Plan:
     from ..engine.admission import plan_merge
 
-    return plan_merge(job)
+    return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
 
 
 @app.command()

@@ -68,10 +68,14 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, asked: Asked) -
     from ..planning.plan import coverage
 
     require_device(plan.job)
-    say(plain.needs(plan))
-    for remark in plain.remarks(coverage(plan), plan.base.notes) if asked.quiet else ():
+    facts = plain.dry(plan)
+    say(plain.needs(plan, facts["disk"]))
+    short = plain.shortage(facts["disk"], facts["output"])
+    for note in short:
+        say(f"  note: {note}")
+    for remark in plain.remarks(coverage(plan), [*plan.base.notes, *short]) if asked.quiet else ():
         plain.echo(remark, err=True)
-    found = json_text(plain.dry(plan))
+    found = json_text(facts)
     if told is not None:
         told.replace(found)
     if asked.as_json:

@@ -184,7 +184,7 @@ def unmerge(
 
     def planned() -> Plan:
         folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given))
+        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 

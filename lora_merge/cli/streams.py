@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.system import PLAIN_FLAGS
 from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..text import CONTROLS, json_text, one_line
@@ -51,7 +50,9 @@ DESCRIPTORS: Final = ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd", f"/pro
 _select: Final[Any] = select
 """The module, for calls that type checkers do not find on every platform."""
 
-WRITING: Final[int] = os.O_WRONLY | PLAIN_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+WRITING: Final[int] = (
+    os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+)
 """Flags that open a report without waiting."""
 
 

@@ -132,18 +132,25 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
         say(f"change   {effect(done.numbers)}")
 
 
-def needs(plan: Plan) -> str:
+def needs(plan: Plan, disk: Mapping[str, Any]) -> str:
     """Return the line about memory and disk of a dry run."""
-    from ..disk.volumes import free_bytes
-    from ..engine.admission import disk_bytes
     from ..engine.windows import buffer_bytes
 
     memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
-    return f"needs    {memory}; {size(disk_bytes(plan))} of disk, of {size(free_bytes(plan.job.output))} free"
+    return f"needs    {memory}; {size(disk['needed'])} of disk, of {size(disk['free'])} free"
+
+
+def shortage(disk: Mapping[str, Any] | None, output: str) -> list[Note]:
+    """Return the note of a plan whose output has no room on its disk. `disk`: a `Room` as JSON has it."""
+    if disk is None or disk["enough"]:
+        return []
+    missing = f"{size(disk['needed'])} needed, {size(disk['free'])} free"
+    return [Note(f"the disk has no room for the output: {missing} at {output}")]
 
 
 def dry(plan: Plan) -> dict[str, Any]:
     """Return what --dry-run --json prints."""
+    from ..engine.admission import disk_room
     from ..engine.windows import buffer_bytes
     from ..planning.plan import coverage, files
     from ..version import __version__
@@ -151,7 +158,7 @@ def dry(plan: Plan) -> dict[str, Any]:
     return {
         "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
-        "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
+        "disk": disk_room(plan).facts, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "files": files(plan), "notes": list(plan.base.notes), "version": __version__,
         "schema": "lora-merge/plan/1",
     }  # fmt: skip

@@ -89,11 +89,37 @@ def start_writing(fd: int, at: int, size: int) -> None:
         _sync(fd, at, size, 2)  # 2: start writing, do not wait
 
 
+@dataclass(frozen=True)
+class Room:
+    """The bytes that an output needs on its disk, and those that are free there."""
+
+    needed: int
+    free: int
+
+    @classmethod
+    def at(cls, path: Path, size: int) -> Room:
+        """Return the room for `size` bytes where `path` is or would be created."""
+        return cls(size, free_bytes(path))
+
+    @property
+    def enough(self) -> bool:
+        """Whether the output fits."""
+        return self.needed <= self.free
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The object that plans print as JSON."""
+        return {"needed": self.needed, "free": self.free, "enough": self.enough}
+
+    def require(self, path: Path) -> None:
+        """Raise ResourceError, which names the path of the output, unless the output fits."""
+        if not self.enough:
+            raise _no_space(path, self.needed, self.free)
+
+
 def require_space(path: Path, size: int) -> None:
     """Raise ResourceError unless `size` bytes are free where `path` is or would be created."""
-    free = free_bytes(path)
-    if free < size:
-        raise _no_space(path, size, free)
+    Room.at(path, size).require(path)
 
 
 def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> ResourceError:

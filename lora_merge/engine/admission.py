@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
-from ..disk.writer import require_space
+from ..disk.writer import Room, require_space
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import ResourceError
 from ..job import Job
@@ -21,12 +21,22 @@ def disk_bytes(plan: Plan) -> int:
     return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
-def admit(plan: Plan) -> Plan:
-    """Return the plan if there is enough memory and disk space for it; UsageError or ResourceError otherwise."""
+def disk_room(plan: Plan) -> Room:
+    """Return the bytes that the output takes on its disk, and those that are free there."""
+    return Room.at(plan.job.output, disk_bytes(plan))
+
+
+def admit(plan: Plan, *, dry: bool = False) -> Plan:
+    """Return the plan if there is enough memory and disk space for it; UsageError or ResourceError otherwise.
+
+    `dry`: the plan does not run, and reports a disk without room for its output instead (`disk_room`).
+    """
     job = plan.job
     window_room(job)
     check_output(job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
     _require_room(plan)
+    if dry:
+        return plan
     try:
         require_space(job.output, plan.size)
     except ResourceError:  # it may still fit if it shares blocks with the base; their sum takes a while
@@ -49,9 +59,10 @@ def _require_room(plan: Plan) -> None:
         )  # fmt: skip
 
 
-def plan_merge(job: Job) -> Plan:
-    """Return the admitted plan of a job, made from headers alone; raises what the merge would raise by then."""
-    return admit(plan_job(job, CheckpointCache()))
+def plan_merge(job: Job, *, dry: bool = False) -> Plan:
+    """Return the admitted plan of a job, made from headers alone; raises what the merge would raise by then. `dry`: as
+    for `admit`."""
+    return admit(plan_job(job, CheckpointCache()), dry=dry)
 
 
 def require_device(job: Job) -> None:

@@ -115,7 +115,7 @@ class Block:
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken, s.needs_view, s.use.patch.adapter,
                  s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())), s.use.patch.settings,
-                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape)
+                 s.use.patch.magnitude, s.use.piece.transposed, s.use.piece.columns, s.use.patch.view.shape)
                 for s in self.slices
             ),
         )  # fmt: skip
@@ -229,17 +229,13 @@ def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]
 
 def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
     """Yield the first and the last bound of a use, and bounds of row groups between them, about a block apart."""
-    piece, row_group = use.piece, _row_group(use)
+    piece, row_group = use.piece, use.patch.row_group
     yield piece.start
-    if 1 < row_group < use.patch.view.matrix[0]:
+    if not piece.transposed and 1 < row_group < use.patch.view.matrix[0]:
         step = max(1, BLOCK_ELEMENTS // max(cols * row_group, 1)) * row_group
         first = piece.start - use.start % step + step
         yield from range(first, piece.stop, step)
     yield piece.stop
-
-
-def _row_group(use: PatchPart) -> int:
-    return use.patch.view.matrix[0] if use.piece.transposed else use.patch.row_group
 
 
 def _joined(use: PatchPart) -> bool:
@@ -252,7 +248,7 @@ def _slice(target: OutputTensor, use: PatchPart, first: int, last: int) -> Block
     start, rows = use.start + low - use.piece.start, high - low
     if use.piece.transposed:
         start, rows = use.start, use.piece.rows
-    row_group = _row_group(use)
+    row_group = use.patch.row_group
     formed = start // row_group * row_group, -(-(start + rows) // row_group) * row_group
     taken = None if formed == (start, start + rows) else (start - formed[0], start - formed[0] + rows)
     return BlockPart(use, low - first, high - first, formed, taken, target)

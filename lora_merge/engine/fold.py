@@ -6,7 +6,7 @@ The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -40,6 +40,7 @@ class StackedPatch:
     taken: slice | None = None  # the rows of ΔW that belong to this block; None: all
     whole: tuple[int, int] | None = None  # (out, cols) of ΔW, where that is more than `rows`
     magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
+    across: slice = field(default_factory=lambda: slice(None))  # columns of these rows, for a transposed formula
 
     @property
     def reads_base(self) -> bool:
@@ -69,7 +70,7 @@ class StackedPatch:
     def region(self, block: Tensor) -> Tensor:
         """Return the part of a block [n, rows, cols] that the formula changes, transposed if the formula is."""
         part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
-        return part.transpose(1, 2) if self.transposed else part
+        return part[:, :, self.across].transpose(1, 2) if self.transposed else part
 
 
 def _cut(tensor: Tensor, axis: int, first: int, count: int) -> Tensor:

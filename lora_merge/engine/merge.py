@@ -29,6 +29,7 @@ from ..proof.verify import verify
 from ..report import Report
 from ..text import Note
 from ..version import __version__
+from .measuring.effect import check_effect
 from .pipeline import Pipeline, Written
 
 Result = TypeVar("Result")
@@ -172,6 +173,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     the last byte, whatever the job says: the input may have had other bytes in between.
     """
     plan = written.plan
+    check_effect(plan.adapters, written.measures, reader)
     touched = reader.check_unchanged(plan.inputs)
     for path, digest in zip(plan.inputs, written.digests, strict=True):
         if path in touched and sha256(path) != digest:

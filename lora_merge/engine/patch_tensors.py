@@ -112,6 +112,7 @@ class PatchTensors:
             slice(*first.taken) if first.taken is not None else None,
             (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
             self._magnitude(slices, at),
+            first.use.piece.across,
         )
 
     def _check(self, patch: Patch) -> None:

@@ -222,7 +222,7 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     parts = []
     for piece, _ in view.addresses():
         rows = whole(piece)[piece.start : piece.stop]
-        parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
+        parts.append(stage([rows[:, piece.across].t() if piece.transposed else rows], at)[0])
     return torch.cat(parts)
 
 

@@ -50,6 +50,10 @@ BY_NUMBERS: Final = (
     "take a version of it with names"
 )
 
+PACKED: Final = "weights or factors packed for the kernels of nunchaku (SVDQuant)"
+
+UNPACKED: Final = "give the file that it was converted from"
+
 MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state dict
 
 LONGEST_NAME: Final = 200  # characters of such a name
@@ -69,6 +73,8 @@ FOREIGN: Final = tuple(
         (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
         (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     EMBEDDING),
         (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
+        (r".*\.processor\.(?:[qkv]|proj)_loras\.\d",                         "a LoRA for a condition (EasyControl)"),
+        (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       PACKED),
         (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
     )
 )  # fmt: skip
@@ -82,7 +88,7 @@ def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
     what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
     if what is None and keys and not any("." in key for key in keys):
         what = EMBEDDING  # its only keys are names of tokens or encoders
-    return (what, BY_NUMBERS if what == CLONEOFSIMO else BESIDE) if what else None
+    return (what, {CLONEOFSIMO: BY_NUMBERS, PACKED: UNPACKED}.get(what, BESIDE)) if what else None
 
 
 def are_factors(loaded: Sequence[object]) -> bool:

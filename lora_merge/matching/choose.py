@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from math import isfinite, isinf, isnan, prod
 from types import MappingProxyType
@@ -10,8 +10,10 @@ from typing import Any, Final, NamedTuple
 
 from ..adapters.conv1d import STATE
 from ..adapters.file import SCALES, Module, Values
+from ..adapters.kohya_args import is_norm_limit
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
+from ..adapters.stated import aside_remark
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, dora
 from ..algorithms.base import expect
 from ..algorithms.boft import BOFT
@@ -25,7 +27,7 @@ from ..algorithms.peft_oft import PEFT_OFT
 from ..algorithms.tlora import TLORA
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE, spoken
-from ..errors import InputError, ShapeMismatch
+from ..errors import InputError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
 from ..shapes import Shape
@@ -43,6 +45,7 @@ from .remarks import (
     MAY_HAVE_GROUPS,
     NO_ALPHA,
     NO_DORA,
+    NORM_LIMIT,
     OTHER_ALPHA,
     SHARED_TWICE,
     UNSCALED,
@@ -93,6 +96,13 @@ def choose(
     return _Chooser(module, context).choose(view, near)
 
 
+def check_settings(given: Mapping[str, Any], used: Collection[str]) -> None:
+    """Raise UsageError for a setting of the user that no module uses."""
+    if unused := sorted(given.keys() - used):
+        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
+                         "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
+
+
 class _Chooser:
     """The choice of a formula for one module, with the remarks and settings found so far."""
 
@@ -106,6 +116,7 @@ class _Chooser:
     def choose(self, view: WeightView, near: Mapping[str, WeightView]) -> Choice:
         """See `choose`."""
         module, context = self.module, self.context
+        context.stated.check(module)
         for slot in repeated(module, self.path, context.values):
             self.remarks.append(Note(SHARED_TWICE.format(slot=slot)))
         candidates, chosen = context.candidates(module, view, near)
@@ -179,35 +190,49 @@ class _Chooser:
         if text := rebuilt(name, shapes):
             self.remarks.append(text)
         self.settings |= self.context.given.keys() & row.settings.keys()
-        known = {"alpha", "scale_override"} & self.module.shared.keys() or self._configured(name, shapes)
+        self._add_scale_remarks(name, shapes, shape)
+
+    def _add_scale_remarks(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
+        """Add the remarks on the place that the scale is from."""
+        row, configured = ALGORITHMS[name], self._configured(name, shapes)
+        if self.rules.aside and configured.get("scale", 1.0) != 1:
+            self.remarks.append(aside_remark(self.rules.fields.where))
+        known = {"alpha", "scale_override"} & self.module.shared.keys() or configured
         if known and self.rules.borrowed and "alpha" not in self.module.shared:
             self.remarks.append(BORROWED)
         if known or "scale" not in row.scalars or not _matters(row, shapes, shape):
             return  # the scale is known, or no alpha would change it
         if ALPHA in self.context.given:
             self.settings.add(ALPHA)
+        elif self.context.stated.used:
+            self.remarks.append(aside_remark(self.context.stated.used))
         else:
             self.remarks.append(NO_ALPHA)
 
     def _numbers(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
         row = ALGORITHMS[name]
         alpha = self._number("alpha")
+        configured = self._configured(name, shapes)
+        override = self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
             alpha = self.context.given.get(ALPHA)
+            if alpha is None and not configured and override is None and _matters(row, shapes, shape):
+                alpha = self.context.stated.alpha(row.rank(shapes) if row.rank else 0)
         weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:
             found = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
+        if is_norm_limit(name, self.module.name, alpha, self.context.adapter.index.metadata):
+            found["limit"] = float(alpha or 0)
+            self.remarks.append(NORM_LIMIT)
         if "scale" in found:
             found["scale"] = self._as_trained(name, found["scale"])
-        configured = self._configured(name, shapes)
         if row.scale_from_config and not configured:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
         if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != found["scale"]:
             self.remarks.append(OTHER_ALPHA)
         found |= configured
-        override = self._number("scale_override")
         if override is not None and "scale" in row.scalars:
             found["scale"] = override
         elif alpha == 0 and not configured and "scale" in row.scalars and _matters(row, shapes, shape):
@@ -222,9 +247,17 @@ class _Chooser:
         return 1.0 if trained.no_scale else scale * trained.factor
 
     def _configured(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
-        """Return the configuration's numbers; none if it is borrowed and the file has the module's own α."""
-        better = self.rules.borrowed and "alpha" in self.module.shared
-        return {} if better else self.rules.numbers(name, self.module.name, shapes)
+        """Return the configuration's numbers; none if α of the file or of the user counts more. The user's α takes the
+        place of a configured α of 0."""
+        rules, has_alpha = self.rules, "alpha" in self.module.shared
+        better = has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA in self.context.given)
+        if better:
+            return {}
+        found = rules.numbers(name, self.module.name, shapes)
+        if found.get("scale") == 0 and ALPHA in self.context.given:
+            self.settings.add(ALPHA)
+            return rules.with_alpha(self.context.given[ALPHA]).numbers(name, self.module.name, shapes)
+        return found
 
     def _number(self, slot: str) -> float | None:
         info = self.module.shared.get(slot)
@@ -282,7 +315,7 @@ class _Chooser:
         if info is None:
             return None
         rules = self.rules
-        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
+        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not (rules.borrowed or rules.aside):
             self.remarks.append(NO_DORA)
             return None
         if self.context.trained(name).no_magnitude:
@@ -291,6 +324,8 @@ class _Chooser:
         row = ALGORITHMS[name]
         if row.of_table or (row.in_out and self.module.name.rpartition(".")[2] in TABLES):
             # PEFT takes the norm over the vocabulary, mlx-lm over the entries of each token
+            return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
+        if self.context.trained(name).of_inputs:
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 

@@ -56,7 +56,8 @@ class _Name(NamedTuple):
 class _Taken:
     """The patches that change the same rows. Names are read only where a second module changes some of the rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: range | None) -> None:
+        self.columns = columns  # the only ones of these rows that change; None: all
         self.unread: list[Patch] = []
         self._by_kind: dict[str | None, tuple[Patch, _Name]] = {}
 
@@ -77,12 +78,17 @@ def _clashes(patch: Patch, meets: Sequence[_Taken]) -> Iterator[tuple[Patch, _Na
     return chain.from_iterable(taken.clashes(name) for taken in meets)
 
 
+def _apart(one: range | None, two: range | None) -> bool:
+    """Return whether two choices of columns, None for all, have no column in common."""
+    return one is not None and two is not None and set(one).isdisjoint(two)
+
+
 class DuplicateCheck:
     """The rows of the base that one adapter changes so far, with the patch of each."""
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
-        self._taken: dict[str, tuple[Ranges[_Taken], dict[tuple[int, int], _Taken]]] = {}  # base key → patches by rows
+        self._taken: dict[str, tuple[Ranges[_Taken], dict[RowSlice, _Taken]]] = {}  # base key → patches by rows
 
     def repeats(self, patch: Patch) -> bool:
         """Remember a patch; return whether an equal patch of another name changes the same rows already.
@@ -91,7 +97,9 @@ class DuplicateCheck:
         """
         for piece in patch.view.row_slices:
             ranges, others = self._taken.setdefault(piece.key, (Ranges(), {}))
-            meets = ranges.meeting(piece.start, piece.stop)
+            meets = [
+                taken for taken in ranges.meeting(piece.start, piece.stop) if not _apart(taken.columns, piece.columns)
+            ]
             for other, by in _clashes(patch, meets) if meets else ():
                 if self._equal(patch, other):
                     return True
@@ -100,10 +108,9 @@ class DuplicateCheck:
                     f"{self._path}: {by.name} and {patch.module.name} both mean {piece.key}",
                     "remove one of the two; applying both would double the effect",
                 )
-            rows = piece.start, piece.stop
-            if rows not in others:
-                ranges.add(*rows, others.setdefault(rows, _Taken()))
-            others[rows].unread.append(patch)
+            if piece not in others:
+                ranges.add(piece.start, piece.stop, others.setdefault(piece, _Taken(piece.columns)))
+            others[piece].unread.append(patch)
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:

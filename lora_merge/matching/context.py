@@ -12,14 +12,19 @@ from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
 from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
+from ..adapters.stated import Statement, statement
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
+from ..algorithms.lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
+from ..algorithms.lora_stacked import STACKED
 from ..dtypes import WHOLE
 from ..errors import MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView
 from ..shapes import Shape, flat
 from .orientation import NO_FACTS, Base, Orientation
+
+EXPERTS: Final = (LORA_EXPERTS.name, LORA_EXPERTS_TRANSPOSED.name)
 
 LACKS_FACTS: Final = "the adapter's file does not hold all that its formula needs"
 FROM_THE_TRAINING: Final = (
@@ -57,6 +62,11 @@ class AdapterContext:
     def has_whole_numbers(self) -> bool:
         """Whether a tensor of the file holds whole numbers; a switch is not a number."""
         return any(info.dtype in WHOLE and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
+
+    @cached_property
+    def stated(self) -> Statement:
+        """What the adapter's header and the files next to it state about the scale."""
+        return statement(self.adapter)
 
     @cached_property
     def dylora(self) -> bool:
@@ -98,6 +108,8 @@ class AdapterContext:
             raise ShapeMismatch(LACKS_FACTS, where, FROM_THE_TRAINING) from e
         if chosen is None:
             return [n for n in complete if _has_required(self.with_shared(module, n), n, near)], None
+        if chosen in EXPERTS and len(module.shapes.get("up", ())) == 3:  # other programs' form of the same factors
+            return [row.name for row in STACKED if row.name in complete], None
         left = ALGORITHMS[chosen].starts_in_base and view.row_slices[0].key in self.without_start
         chosen = LORA.name if left and LORA.name in complete else chosen
         return [chosen] if _has_required(self.with_shared(module, chosen), chosen, near) else [], chosen

@@ -9,10 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Final
 
 from ..adapters.file import weight_shapes
-from ..errors import FitError, MergeError, ShapeMismatch, UnmatchedModules
+from ..adapters.peft.rules import PeftRules
+from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.layouts import PEFT
 from ..files.lookalikes import foreign
 from ..models.architectures import Architecture
@@ -25,7 +27,7 @@ from ..models.strengths import leave_out
 from ..options import Unmatched
 from ..shapes import Shape, flat
 from ..text import NUMBER, Note, by_pattern, counted, plural
-from .patch import Match
+from .patch import Match, Patch
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
@@ -265,6 +267,7 @@ def advice_for_groups(down: Shape, weight: Shape) -> str:
     return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
 
 
+WITHOUT: Final = "or, to merge without it, leave it out or give it strength 0"
 SHOWN: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
 STRANGE: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
@@ -322,6 +325,20 @@ def raise_problems(
             where,
             f"{fix}; or leave them out with --unmatched skip",
         )
+
+
+def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None:
+    """Raise NoChange if the scale of all patches of an adapter is 0, which its configuration or alpha gives."""
+    scale = None
+    for patch in patches:
+        scale = patch.numbers.get("scale")
+        if scale != 0 or patch.reads_base:
+            return
+    if scale == 0:
+        zero = rules.zero_alpha
+        why = f"its configuration says {zero} = 0" if zero else "the scale of all its modules is 0"
+        fix = "state the alpha of the training: --setting lora_alpha=VALUE" if zero else "correct its configuration"
+        raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
 
 
 def _split_advice(reason: str) -> tuple[str, str]:

@@ -32,9 +32,10 @@ from ..text import Note, listed
 from .choose import ALPHA, choose, is_fixed
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
-from .diagnosis import IDLE, STRANGE, check_variant, raise_problems
+from .diagnosis import IDLE, STRANGE, check_scales, check_variant, raise_problems
 from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
+from .pairs import pairs
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
 from .relatives import related
@@ -71,6 +72,8 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     lone = names.lone_expert([m.name for m in modules])
     places = Places(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
+    unnamed, strange = pairs(names, strange, adapter.path)
+    modules += unnamed
     widest = places.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
     rules = related(rules, modules, places.dtype, unplaced)
@@ -128,6 +131,9 @@ class MatchBuilder:
             frozenset(self.settings | self.places.settings), self.applied,
         )  # fmt: skip
         raise_problems(made, self.names, self.failures, self.unfit, unmatched)
+        if not (self.replaced or self.stored.bases):
+            patches = (use.patch for uses in self.uses.values() for use in uses)
+            check_scales(patches, self.path, self.context.rules)
         made = separate(self.pair, self.ends, made, self.strengths, unmatched)
         why = check_variant(made, self.names, unmatched)
         remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in self.remarks.items()]

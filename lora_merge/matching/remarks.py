@@ -33,6 +33,10 @@ UNSCALED: Final = Note(
     "trained in bypass mode, where DyLoRA has no scale: its alpha is left out; other programs use it"
 )
 KERNEL_OFT: Final = Note("PEFT's forward pass of OFT on a kernel is not a convolution; this is what PEFT merges it to")
+NORM_LIMIT: Final = Note(
+    "its alpha of 1 is taken for the limit of the rotation's norm, as ComfyUI's own training node stores it; LyCORIS "
+    "and sd-scripts, whose names are flat, mean alpha times the number of outputs"
+)
 TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
 TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
 MAY_HAVE_GROUPS: Final = Note(

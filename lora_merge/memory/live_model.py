@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import Buffer, Module, Parameter
 
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
+from ..files.codecs.recognise import OF_OTHERS
 from .state_index import codes, index_of
 
 PLAIN: Final = (Tensor, Parameter, Buffer)
 """Classes of tensors whose bytes are the numbers; libraries of quantisation and sharding have classes of their own."""
+
+FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 PLAIN_MODEL: Final = "give the unquantised model, or merge into its files with `merge`"
 
@@ -80,7 +84,24 @@ def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not _is_plain(tensor) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
+    if any(tensor.dtype in FP8 for tensor in found.values()):
+        _expect_no_scales(module, where)
     return found
+
+
+def _expect_no_scales(module: Module, where: str) -> None:
+    """Raise InputError if a layer multiplies its fp8 codes by a scale that is an attribute, no parameter or buffer:
+    those are recognised by their names, as in files."""
+    for path, layer in module.named_modules():
+        if any(p.dtype in FP8 for p in layer.parameters(recurse=False)):
+            for name, value in vars(layer).items():
+                scale = value is not None and isinstance(value, Tensor | float) and "scale" in name
+                if scale and not OF_OTHERS.search(name) and not _is_one(value):
+                    raise InputError("a weight in fp8 has a scale of its own", f"{where}: {path}.{name}", PLAIN_MODEL)
+
+
+def _is_one(scale: Tensor | float) -> bool:
+    return bool((scale == 1).all()) if isinstance(scale, Tensor) else scale == 1
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module, group
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader
@@ -54,7 +54,7 @@ class LoadedAdapter(Shown):
     def __init__(self, path: str | Path) -> None:
         self.path = adapter_path(path, alone=True)
         self.file: AdapterFile = group(open_checkpoint(self.path, adapter=True))
-        self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
+        self._rules = rules_of(self.file)
 
     def _heading(self) -> str:
         return f"Adapter: {self.path.name}"

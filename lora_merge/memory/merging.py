@@ -26,6 +26,7 @@ from ..engine.buffers import Outcome
 from ..engine.device.choice import fastest
 from ..engine.devices import one_core, places, threads
 from ..engine.fold_blocks import BlockMerger
+from ..engine.measuring.effect import check_effect
 from ..engine.measuring.replaced import replaced, replaced_measures
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
@@ -143,6 +144,7 @@ class MemoryMerge:
                 report(sum(target.nbytes for target in some))
             whole = replaced(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
+            check_effect(self.matched.adapters, measures, reader)
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)

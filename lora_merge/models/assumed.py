@@ -7,11 +7,9 @@ block has other rows; the rows of a part of a fused weight that the adapter leav
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import AmbiguousName
@@ -19,7 +17,7 @@ from ..shapes import Shape
 from .architectures import Architecture, shipped
 from .architectures.notation import Table, fill
 from .components import ENCODER_IDS, labelled
-from .forms import FlatForms, filled, form, numbers_in, other_names
+from .forms import FlatForms, filled, form, numbers_in, other_names, parameter_forms
 from .guess import architectures, seen
 from .names import Names, of_the_denoiser, written
 from .prefixes import DENOISERS, innermost, prefixed
@@ -66,7 +64,7 @@ def candidates(changes: Sequence[Change]) -> Sequence[Architecture]:
 
 def has_words(architecture: Architecture) -> bool:
     """Return whether the names of an architecture's parameters are listed: programs spell them differently."""
-    return architecture.file.stem in _canonical_forms()
+    return architecture.file.stem in parameter_forms()
 
 
 def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
@@ -181,18 +179,12 @@ def _names(body: str, forms: Forms, flat: FlatForms) -> set[str]:
 
 
 @cache
-def _canonical_forms() -> Mapping[str, Sequence[str]]:
-    text = Path(__file__).with_name("module_forms.json").read_text(encoding="ascii")
-    return {stem: forms.split() for stem, forms in json.loads(text).items()}
-
-
-@cache
 def forms_of(stem: str, layout: str) -> tuple[Forms, FlatForms]:
     """Return the forms of the names of an architecture's parameters in the words of one layout."""
     own = next(a for a in shipped() if a.file.stem == stem)
     table = own.spellings.get(layout) if layout else None
     found: dict[str, str] = {}
-    for of in _canonical_forms().get(stem, ()):
+    for of in parameter_forms().get(stem, ()):
         path = tuple(of.split("."))
         spelled = [".".join(name) for _, name in table.spellings_of(path)] if table else []
         for name in spelled or [of]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Final
 
 from ..errors import InputError
 from ..shapes import Shape
-from .architectures import Architecture, recognise, shipped
+from .architectures import Architecture, nearly, recognise, shipped
+from .forms import form, parameter_forms
 from .spellings import Component
 
 CONTAINERS: Final = tuple(
@@ -43,7 +45,7 @@ FOLDERS: Final = tuple(
 )  # fmt: skip
 
 LOOSE: Final = (
-    *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
+    *("", "model.model.", "net.", "core.", "model.", "transformer.", "unet.", "prior.", "bert."),
     *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
     *("audio_spectrogram_transformer.", "nomic_bert.", "gte.", "new.", "roberta."),  # `new.` is GTE's too
     "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers
@@ -67,6 +69,13 @@ ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl
 
 MOST: Final = 32
 """The most networks in known places; known models have at most six. The names of more are not taken for places."""
+
+ALIKE: Final = 0.98
+"""The least share of a model's forms of names that an architecture must have to be recognised without one sign tensor;
+with 0.95 Lumina-Image 2 could be Z-Image."""
+
+PRESENT: Final = 0.3
+"""The least share of an architecture's forms that such a model must have: the list is that of all its variants."""
 
 UNSURE: Final = ("clip", "unknown")
 """Kinds of encoders that only their position in the checkpoint distinguishes."""
@@ -96,7 +105,7 @@ def components(
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct the layouts in the map, or leave --map out")  # fmt: skip
-    return labelled(made)
+    return labelled([replace(component, config=config) for component in made])
 
 
 def _prefix(key: str, folders: Collection[str]) -> str | None:
@@ -129,7 +138,8 @@ def _identified(component: Component, extra: Architecture | None) -> Component:
         key = keys.get(body)
         return None if key is None else shapes[key]
 
-    hit = _one(shape_of, [a for a in shipped() if _may_be(a, component.role)], extra)
+    among = [a for a in shipped() if _may_be(a, component.role)]
+    hit = _one(shape_of, among, extra) or _cut_down(keys, shapes, among)
     if hit:
         kind = kind or _kind(hit[0], keys, shapes)
     if component.role == "te":
@@ -167,14 +177,16 @@ def _rest(
     levels = {key.partition(".")[0] for key in loose}
     kind = str(config.get("model_type") or "")
     inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
-    for prefix in () if aside else LOOSE:
-        if prefix and prefix.partition(".")[0] not in levels:
-            continue
+    prefixes = () if aside else [p for p in LOOSE if not p or p.partition(".")[0] in levels]
 
-        def shape_of(body: str, prefix: str = prefix) -> Shape | None:
-            return shapes.get(prefix + body)
+    def exactly(prefix: str) -> tuple[Architecture, str] | None:
+        return _one(lambda body: shapes.get(prefix + body), shipped(), extra)
 
-        if hit := _one(shape_of, shipped(), extra):
+    def without_one(prefix: str) -> tuple[Architecture, str] | None:
+        return _cut_down(_without(prefix, loose), shapes, shipped())
+
+    for recognised, prefix in product((exactly, without_one), prefixes):
+        if hit := recognised(prefix):
             keys = _without(prefix, loose)
             return Component(_role(hit[0]), hit[0].component, prefix, *hit, kind=_kind(hit[0], keys, shapes),
                              inner=inner, keys=keys, shapes=shapes)  # fmt: skip
@@ -204,6 +216,22 @@ def _one(
     Tests show that no two shipped architectures fit one model.
     """
     hits = recognise(shape_of, (extra,) if extra else ()) or recognise(shape_of, among)
+    return hits[0] if len(hits) == 1 else None
+
+
+def _cut_down(
+    keys: Mapping[str, str], shapes: Mapping[str, Shape], among: Sequence[Architecture]
+) -> tuple[Architecture, str] | None:
+    """Return the (architecture, layout) of a model that lacks one of the tensors that tell it, by the names of all
+    others; None if none or several fit."""
+    known, hits = parameter_forms(), []
+    for architecture, layout in nearly(lambda body: shapes.get(keys.get(body, "")), among):
+        listed = known.get(architecture.file.stem, frozenset())
+        component = Component("denoiser", "", "", architecture, layout, keys=keys, shapes=shapes)
+        forms = {of for name in component.views("") if not (of := form(name)).endswith(".bias")} if listed else set()
+        alike = len(forms & listed)
+        if alike and alike >= ALIKE * len(forms) and alike >= PRESENT * len(listed):
+            hits.append((architecture, layout))
     return hits[0] if len(hits) == 1 else None
 
 

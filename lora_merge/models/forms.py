@@ -8,10 +8,12 @@ Names are built from the base's own keys, so no underscore has to be interpreted
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache, cached_property, lru_cache
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from ..shapes import Shape
@@ -44,6 +46,13 @@ def form(name: str) -> str:
     if name[:1].isdigit() or name[-1:].isdigit():
         return ".".join("#" if is_number(s) else s for s in name.split("."))
     return ".#".join(_BETWEEN.split(name))
+
+
+@cache
+def parameter_forms() -> Mapping[str, Set[str]]:
+    """Return architecture → forms of the canonical names of its parameters but biases, in all its variants."""
+    text = Path(__file__).with_name("module_forms.json").read_text(encoding="ascii")
+    return {stem: dict.fromkeys(forms.split()).keys() for stem, forms in json.loads(text).items()}
 
 
 class NameTable:

@@ -60,6 +60,16 @@ HIDDEN: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
 width inside an MLP."""
 
 
+RECURRENT: Final = "in_proj"
+"""Mamba 2's layer of gate, inputs, B, C and steps."""
+
+BEFORE: Final = "in_proj_"
+GATE: Final = "in_proj_z"
+"""What names of the fused layer of linear attention begin with, and the layer of the gate beside it."""
+
+LINEAR: Final = (("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"))
+"""Entries of configurations: number and size of the heads of q and k, and of v, in linear attention."""
+
 TOGETHER: Final = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
     ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
@@ -71,6 +81,7 @@ _GROUP: Final = {name: names[0] for names in TOGETHER for name in names}
 
 JOINED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
+        "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
         "to_qkv": ("to_q", "to_k", "to_v"),
         "to_kv": ("to_k", "to_v"),
         "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
@@ -81,8 +92,26 @@ JOINED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Name of a layer that a trainer fuses → the layers whose rows it holds, in this order.
 
 Sources: https://github.com/huggingface/diffusers models/attention.py, models/attention_processor.py (fuse_projections);
-https://github.com/vllm-project/vllm packed_modules_mapping.
+https://github.com/vllm-project/vllm packed_modules_mapping;
+https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge_qwen3_5.py (in_proj_qkv).
 """
+
+INSIDE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({**JOINED, "in_proj": ("gate_proj", "x_proj")})
+"""Name of a layer of a base → names of layers, trained apart, that are its first rows, in this order.
+
+Source: https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge_nemotron.py (in_proj of Mamba 2).
+"""
+
+
+def whole_of(module: str) -> list[tuple[str, int]]:
+    """Return (name of a layer, position in it) for the layers of which a layer's name may mean a part."""
+    found = []
+    for fused, parts in INSIDE.items():
+        for number, part in enumerate(parts):
+            stem = module.removesuffix(part)
+            if stem != module and (not stem or stem[-1] in "._"):
+                found.append((stem + fused, number))
+    return found
 
 
 def parts_of(module: str) -> list[str]:
@@ -114,11 +143,18 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     """
     stem, _, parameter = name.rpartition(".")
     module, dot, leaf = stem.rpartition(".")
-    if (match := _fused(leaf)) is None or parameter not in ("weight", "bias"):
+    match = _fused(leaf)
+    if (match is None and leaf != RECURRENT) or parameter not in ("weight", "bias"):
         return {}
     weight = shapes.get(f"{stem}.weight", ())
     if len(weight) < 2:
         return {}
+    if match is None or match["before"] == BEFORE:
+        near = {key: shapes.get(f"{module}{dot}{key}.weight", ()) for key in (GATE, *OUTPUTS)}
+        if match is None and f"{module}{dot}A_log" not in shapes:
+            return {}
+        every = _of_recurrence(weight[0], near, config) if match else _of_mamba(weight[0], near)
+        return {source: split for source, split in every if sum(split) == weight[0] and min(split) > 0}
     if match["qkv"] and not IN_TURN.isdisjoint((kind, str(config.get("model_type")))):
         return {}
     before, after = module + dot + match["before"], match["after"] or ""
@@ -179,6 +215,25 @@ def _of_mlp(
             yield where, (_number(config, HIDDEN),) * 2
     for name in DOWNS:
         yield name, (size(name, 1),) * 2
+
+
+def _of_recurrence(rows: int, near: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[tuple[str, Split]]:
+    """Yield (source of the evidence, rows of q, k and v) of a linear attention, whose v may be the longest."""
+    parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
+    for where, entries in {"config.json": config, **parts}.items():
+        k, v = (_number(entries, (count,)) * _number(entries, (size,)) for count, size in LINEAR)
+        if k and v:
+            yield where, (k, k, v)
+    if near[GATE]:
+        v = near[GATE][0]
+        yield GATE, ((rows - v) // 2, (rows - v) // 2, v)
+
+
+def _of_mamba(rows: int, near: Mapping[str, Shape]) -> Iterator[tuple[str, Split]]:
+    """Yield (source of the evidence, rows of gate, inputs and the rest) of Mamba 2's first layer."""
+    for name in OUTPUTS:
+        if len(shape := near[name]) > 1:
+            yield name, (shape[1], shape[1], rows - 2 * shape[1])
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:

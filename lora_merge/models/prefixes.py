@@ -39,6 +39,7 @@ PREFIXES: Final = (
     ("model.diffusion_model.",     "denoiser"),
     ("diffusion_model.",           "denoiser"),
     ("conditional_transformer.",   "denoiser"),
+    ("connectors.",                "denoiser"),  # LTX-2 in diffusers, pipelines/ltx2/connectors.py
     ("net.",                       "denoiser"),
     ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which can be told to omit it
     ("pipe.unet.",                 "denoiser"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from ..shapes import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import Table, fill
 from .cutting import canonical, spelled
-from .forms import NameTable, flattened
-from .weights import RowSlice, WeightView, whole
+from .experts import Stack, as_matrices, is_stack, layer_of, sources, stack_of, weight_of
+from .forms import NameTable, Place, flattened
+from .fused import agreed, splits, whole_of
+from .weights import RowSlice, WeightView, rows_of, whole
 
 NO_TABLE: Final = Table(())
 
@@ -37,16 +40,66 @@ class Component:
     sharded: bool = False  # whether several files hold the network
     keys: Mapping[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the whole base
 
     def knows(self, module: str, parameter: str) -> bool:
         """Return whether this name is known with some numbers, perhaps with others than its own."""
+        names = [module]
+        if parameter == "weight":
+            names += sources(experts) if (experts := layer_of(module)) else [name for name, _ in whole_of(module)]
+        return any(self._is_known(name, parameter) for name in names)
+
+    def _is_known(self, module: str, parameter: str) -> bool:
         dotted, flat = f"{module}.{parameter}".strip("."), _flat(module, parameter)
         return self._table.knows(flat) or (flattened(dotted) != flat and self._table.knows(dotted))
 
     def find(self, module: str, parameter: str) -> tuple[WeightView | None, bool]:
-        """Return (view or None, whether the name is known); dotted names first, then flat ones."""
+        """Return (view or None, whether the name is known); dotted names first, then flat ones, then layers that the
+        base stores stacked, one by one, or as a part of another."""
+        (view, known), stack = self._named(module, parameter), None
+        if experts := layer_of(module) if parameter == "weight" else None:
+            stack = self._stack(experts)
+            if not known or (stack and stack.in_out):
+                kind = self.architecture.file.stem if self.architecture else ""
+                other = weight_of(experts, self._weight, stack, kind)
+                return (view, known) if other is None else (other, True)
+        elif not known and parameter == "weight" and (part := self._part(module)) is not None:
+            return part, True
+        return view and (as_matrices(view) if is_stack(f"{module}.{parameter}") else view), known
+
+    def _named(self, module: str, parameter: str) -> Place:
+        """Return the place of a parameter by the names of the tables."""
         found = self._table.dotted(f"{module}.{parameter}".strip("."))
         return found if found[1] else self._table.flat(_flat(module, parameter))
+
+    def _weight(self, module: str) -> WeightView | None:
+        """Return the weight of a layer, or a parameter of this name, as stacks of experts are."""
+        owner, _, leaf = module.rpartition(".")
+        return self._named(module, "weight")[0] or (self._named(owner, leaf)[0] if owner else None)
+
+    def _stack(self, experts: re.Match[str]) -> Stack | None:
+        """Return the stacked experts of a layer, which thousands of names ask for."""
+        if experts["owner"] not in self._stacks:
+            self._stacks[experts["owner"]] = stack_of(experts, self._weight)
+        return self._stacks[experts["owner"]]
+
+    @cached_property
+    def _stacks(self) -> dict[str, Stack | None]:
+        """Path of the experts of a layer → their stack."""
+        return {}
+
+    def _part(self, module: str) -> WeightView | None:
+        """Return the rows of a layer that the base stores as a part of another, if its shapes or its configuration
+        show them."""
+        for name, number in whole_of(module):
+            view = self._weight(name)
+            if view is None or len(view.row_slices) > 1 or view != whole(view.row_slices[0].key, view.shape):
+                continue
+            kind = self.architecture.file.stem if self.architecture else ""
+            split = agreed(splits(view.row_slices[0].key, self.shapes, self.config, kind))
+            if split:
+                return rows_of(view, sum(split[:number]), sum(split[: number + 1]))
+        return None
 
     def dotted(self, name: str) -> WeightView | None:
         """Return the view of a parameter by its path in any spelling; None if no place or several fit."""

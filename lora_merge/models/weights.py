@@ -57,7 +57,8 @@ class RowSlice(NamedTuple):
     """Rows [start, stop) of a stored tensor seen as a matrix `cols` wide; consecutive bytes.
 
     `cols` is the product of all axes but the first, except for stacked matrices `[E, out, in]`, which are
-    seen as `E·out` rows of width `in`. A transposed slice contributes `cols` rows of width `stop − start`.
+    seen as `E·out` rows of width `in`. A transposed slice contributes `cols` rows of width `stop − start`, or only its
+    `columns`: the gate of an `[E, in, 2·out]` stack is the first half of the columns of each expert's rows.
     """
 
     key: str
@@ -65,16 +66,30 @@ class RowSlice(NamedTuple):
     stop: int
     cols: int
     transposed: bool = False
+    columns: range | None = None  # of a transposed slice; None: all
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return (self.stop - self.start) * self.cols
+        return (self.stop - self.start) * (self.rows if self.transposed else self.cols)
 
     @property
     def rows(self) -> int:
         """Number of rows in the view."""
-        return self.cols if self.transposed else self.stop - self.start
+        if not self.transposed:
+            return self.stop - self.start
+        return self.cols if self.columns is None else len(self.columns)
+
+    @property
+    def across(self) -> slice:
+        """The columns of a transposed slice, as an index of the stored rows."""
+        return slice(None) if self.columns is None else slice(self.columns.start, self.columns.stop, self.columns.step)
+
+    def part(self, low: int, high: int) -> RowSlice:
+        """Return the rows [low, high) of those that the slice contributes to a view."""
+        if self.transposed:
+            return self._replace(columns=(self.columns or range(self.cols))[low:high])
+        return self._replace(start=self.start + low, stop=self.start + high)
 
 
 class WeightView(NamedTuple):
@@ -107,12 +122,12 @@ def whole(key: str, shape: Shape) -> WeightView:
 
 
 def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
-    """Return the rows [start, stop) of a view whose row slices are not transposed."""
+    """Return the rows [start, stop) of a view."""
     pieces = []
     for p, at in view.addresses():
         lo, hi = max(start - at, 0), min(stop - at, p.rows)
         if lo < hi:
-            pieces.append(RowSlice(p.key, p.start + lo, p.start + hi, p.cols))
+            pieces.append(p.part(lo, hi))
     return WeightView(tuple(pieces), (stop - start, *view.shape[1:]))
 
 

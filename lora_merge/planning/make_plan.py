@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Values
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, spoken
@@ -36,6 +36,7 @@ from ..files.side_files import (
 from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
 from ..job import Adapter, Job
 from ..limits import Steps
+from ..matching.choose import check_settings
 from ..matching.conflicts import with_overlap_notes
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
@@ -215,9 +216,7 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, adapter in enumerate(adapters):
-        path = str(job.adapters[number].path)
-        peft_rules = rules(adapter.index.config, path, adapter.index.metadata)
-        context = AdapterContext(number, adapter, peft_rules, values, base.config, model, dict(job.setting))
+        context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
     method = METHODS[job.method]
     if method.in_turn:
@@ -228,9 +227,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
     used = {name for one in matched for name in one.settings}
-    if every_setting and (unused := sorted(dict(job.setting).keys() - used)):
-        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
-                         "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
+    if every_setting:
+        check_settings(dict(job.setting), used)
     files = [os.path.realpath(ref.path) for ref in job.adapters]
     check_effect(strengths)
     made = []

@@ -33,13 +33,18 @@ DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "
 PRECISE: Final = re.compile(
     r"norm|embed|(^|[._])embs?(_|\.|$)|emb_layers|relative_attention_bias|"  # scales, times, positions, words
     r"modulation|adaln|(^|[._])modf?\.|_mod(_|\.)|(^|\.)t_block\.|"
-    r"(^|\.)(\w*patch\w*|(?!(proj|linear)_in\.)\w+_in|proj_in_\w+|input_proj|time_\w+|pos_\w+|wte|wpe|shared)\.|"
-    r"(^|\.)(cap\w*_\w+|\w*caption_projection|(text|llm_cond|lyric|timestep|global|cross_attention|t5_y)_?proj)\.|"
-    r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual)_projection|cond_seq_linear|mlp_t5|pooler)\.|"  # texts, images
+    r"(^|\.)((?!patch_blocks)\w*patch\w*|(?!(proj|linear|ff)_in\.)\w+_in|proj_in_(?!gate)\w+|input_proj|input_layer)\.|"
+    r"(^|\.)(time_\w+|pos_\w+|wte|wpe|shared|vae2llm)\.|"
+    r"(^|\.)(cap\w*_\w+|\w*caption_projection|(text|llm_cond|lyric|timestep|global|cross_attention|t5_y|encoder_hid|audio)_?proj)\.|"
+    r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual|modality)_projection|cond_seq_linear)\.|"  # texts, images
+    r"(^|\.)(mlp_t5|pooler|state_proj|action_(in|out)_proj|action_time_mlp_out)\.|"
     r"(^|\.)(\w+_scale_shift|av_\w+_gate|distilled_guidance_layer)\.|"  # modulation
-    r"(^|\.)(\w*final_layer|final_linear|last_layer|conv_out|out|output|norm_out|audio_proj_out)\.|"  # last layers
+    r"(^|\.)(\w*final_layer2?|final_linear|last_layer|conv_out|out|output|norm_out)\.|"  # last layers
+    r"(^|\.)(audio_proj_out|vid_out|llm2vae)\.|"
+    r"(img2shape|shape2txt)\w*\.out_layer\.|(^|\.)face_encoder\.|"
     r"(^|\.)(lm_head|head|score|classifier)\.|"
-    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?(transformer\.)?proj(ect)?_(in|out)\.|"
+    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?"
+    r"((diffusion_transformer\.)?(transformer\.)?proj(ect)?_(in|out)|out_layer\.out_layer)\.|"
     r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
     r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|merger)\.",
     re.IGNORECASE,

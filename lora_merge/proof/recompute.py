@@ -262,7 +262,9 @@ class Recomputation:
         first = part.first
         if first.piece.transposed:
             seen = np.arange(first.start, first.start + first.piece.rows)
-            return delta(part.patch, seen).T[rows - first.piece.start]
+            change = np.zeros((len(rows), part.cols))
+            change[:, first.piece.across] = delta(part.patch, seen).T[rows - first.piece.start]
+            return change
         return delta(part.patch, seen)
 
     def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
@@ -345,7 +347,8 @@ class Recomputation:
         wanted = np.arange(view.matrix[0]) if rows is None else rows
         if any(piece.transposed for piece in view.row_slices):
             pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
-            return np.concatenate([values.T if p.transposed else values for p, values in pieces])[wanted]
+            seen = [values[:, p.across].T if p.transposed else values for p, values in pieces]
+            return np.concatenate(seen)[wanted]
         found = np.empty((len(wanted), view.matrix[1]))
         for key, at, lines in stored_rows(view, wanted):
             found[at] = read(key, lines, found.shape[1])

@@ -20,6 +20,7 @@ from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
+from ..files.side_texts import side_texts
 from ..job import Job
 from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
@@ -27,7 +28,7 @@ from ..text import listed, quoted
 from .findings import NAMED, REPORT
 from .reference.claims import Base, Claim, Span, Strength, claims
 from .reference.floats import decode
-from .reference.numbers import Number, Numbers, strength
+from .reference.numbers import AdapterTexts, Number, Numbers, strength
 from .reference.places import PEFT, Places
 from .reference.reading import groups
 
@@ -89,7 +90,8 @@ def compare(
     why: dict[int, str] = {}
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
-        numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
+        texts = AdapterTexts(index.config, index.metadata, index.tensors.keys(), partial(_texts, index))
+        numbers = Numbers(texts, dict(job.setting), number)
         own = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         factor = partial(strength, ref.strength, ref.parts, seen.places.blocks)
@@ -119,6 +121,10 @@ def _unknown(left: Mapping[int, str], index: Index, seen: Base, factor: Strength
             yield at, NAME if group is not None else SPELLING
         else:
             yield at, PART if any(factor(r.key, place.network) is None for r in place.rows) else NUMBER
+
+
+def _texts(index: Index) -> Iterator[str]:
+    return (side.text for side in side_texts(index))
 
 
 def _as_floats(base: Index) -> Mapping[str, StoredTensor]:

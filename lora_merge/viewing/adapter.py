@@ -10,10 +10,10 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from ..adapters.file import AdapterFile, FileValues, Module, weight_shapes
-from ..adapters.peft.rules import rules
+from ..adapters.file import AdapterFile, FileValues, Module, rank_of, weight_shapes
+from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_row_part
-from ..algorithms import ALGORITHMS, DoesNotFit
+from ..algorithms import DoesNotFit
 from ..disk.reader import Reader
 from ..errors import MergeError
 from ..files.checkpoint import Index
@@ -25,9 +25,6 @@ from ..options import is_finite
 from ..shapes import Shape
 from ..text import by_pattern
 from .training import entry, training
-
-RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
-"""Slots whose stored axis 0 is the rank, the first that a module has."""
 
 TRAINERS: Final = (
     # metadata key             trainer
@@ -92,7 +89,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
 def _own(file: AdapterFile) -> tuple[Module, ...]:
     """Return the modules without the tensors that all of them share, such as those of VeRA."""
     try:
-        known = rules(file.index.config, str(file.path), file.index.metadata)
+        known = rules_of(file)
     except MergeError:  # a merge will say what is wrong with the configuration
         return file.modules
     return tuple(m for m in file.modules if not known.of(m.name).is_shared(m.name))
@@ -129,16 +126,6 @@ def algorithm_of(module: Module) -> str:
     return next(iter(module.complete), "incomplete")
 
 
-def rank_of(module: Module) -> int:
-    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
-    complete = module.complete
-    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
-    if slot is None or not (shape := module.slots[slot].shape):
-        return 0
-    stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
-    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the least, the median and the greatest of some numbers; empty without any."""
     return {"min": min(values), "median": median(values), "max": max(values)} if values else {}
@@ -147,7 +134,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def _gaps(file: AdapterFile) -> Mapping[str, Gap]:
     """Return the modules that lack a tensor which the others have."""
     try:
-        return gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
+        return gaps(file.modules, rules_of(file))
     except MergeError:  # a merge will say what is wrong with the configuration
         return {}
 
@@ -161,7 +148,7 @@ def _incomplete(file: AdapterFile, lacking: Mapping[str, Gap]) -> Iterator[str]:
 def _algorithms(file: AdapterFile) -> dict[str, str]:
     """Return module → its algorithm: the one that PEFT's configuration means, else the first that its tensors fit."""
     try:
-        known = rules(file.index.config, str(file.path), file.index.metadata)
+        known = rules_of(file)
     except MergeError:  # a merge will say what is wrong with the configuration
         return {m.where: algorithm_of(m) for m in file.modules}
     found = {}
@@ -232,7 +219,7 @@ def _configured(file: AdapterFile, ranks: Mapping[str, int]) -> dict[str, tuple[
     if default is None or not is_finite(default):
         return {}
     try:
-        fields = rules(file.index.config, str(file.path), file.index.metadata).fields
+        fields = rules_of(file).fields
         named = [m for m in file.modules if m.where in ranks]
         return {m.where: (float(fields.pattern("alpha_pattern", m.name, default)),) for m in named}
     except MergeError:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile, group
+from ..adapters.file import AdapterFile, group, rank_of
 from ..algorithms.lora import LORA
 from ..disk.reader import Reader
 from ..engine.tensors import TensorCache
@@ -26,7 +26,6 @@ from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
 from ..text import Note
-from .adapter import rank_of
 from .changes import changes, replaced_by
 from .comparing.stored_whole import compare_whole, of_shapes, sums_of_changes
 from .deltas import NOISE, Delta, Deltas, shape_of

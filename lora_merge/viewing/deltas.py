@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module
-from ..adapters.peft.rules import rules
+from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -118,7 +118,7 @@ class Deltas:
 
     def __init__(self, file: AdapterFile, reader: Reader) -> None:
         self.file = file
-        found = rules(file.index.config, str(file.path), file.index.metadata)
+        found = rules_of(file)
         self._factors = TensorCache(reader, frozenset(file.index.files))
         self._context = AdapterContext(0, file, found, FileValues(reader))
 

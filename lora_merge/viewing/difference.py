@@ -148,7 +148,7 @@ class _Pair:
         parts = []
         for piece, _ in view.addresses():
             rows = self._whole(self.a, self.a.tensors[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
-            parts.append((rows.t() if piece.transposed else rows).reshape(-1))
+            parts.append((rows[:, piece.across].t() if piece.transposed else rows).reshape(-1))
         return torch.cat(parts)
 
     def _whole(self, index: Index, info: StoredTensor) -> Tensor:

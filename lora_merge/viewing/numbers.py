@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile, Module
+from ..adapters.file import AdapterFile, Module, rank_of
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.blocks import Block
@@ -32,7 +32,7 @@ from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.findings import remedy
 from ..text import listed, plural
-from .adapter import kind_of, rank_of, spread
+from .adapter import kind_of, spread
 from .changes import merged_blocks, replaced_by
 from .deltas import Delta, Deltas
 from .pictures import evenly, merge_pictures, of_matrix

@@ -96,6 +96,14 @@ SPELLED = {
     "oft_unet_double_blocks_0_img_attn_qkv.oft_blocks.1": (
         "oft_unet_double_blocks_0_img_attn_qkv/1", "blocks"),
     "blocks.3.diff_m": ("blocks.3", "diff"),
+    # LongCat-Video, torch's parametrize, Tinker, minimind, mlx-vlm
+    "blocks.0.attn.qkv.lora_up.blocks.2.weight": ("blocks.0.attn.qkv", "up_2"),
+    "blocks.0.attn.qkv.alpha_scale": ("blocks.0.attn.qkv", "scale_override"),
+    "model.layers.0.to_out.parametrizations.weight.0.lora_A": ("model.layers.0.to_out", "down"),
+    "model.layers.0.to_out.parametrizations.weight.0.M_xs": ("model.layers.0.to_out", "core"),
+    "base_model.model.model.unembed_tokens.lora_B.weight": ("base_model.model.lm_head", "up"),
+    "model.layers.0.self_attn.q_proj.lora.A.weight": ("model.layers.0.self_attn.q_proj", "down"),
+    "language_model.model.layers.0.self_attn.q_proj.B": ("language_model.model.layers.0.self_attn.q_proj", "up"),
     # MiniMax-H3
     "blocks.3.attn.qkv_proj.lora_A.default.weight": ("blocks.3.attn.qkv_proj.default", "down"),
     "blocks.3.attn.qkv_proj.lora_magnitude_vector.default": ("blocks.3.attn.qkv_proj.default", "magnitude"),

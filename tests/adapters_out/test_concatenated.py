@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.joining import concatenated
-from lora_merge.adapters_out.outcome.single import is_finite, narrowed, products
+from lora_merge.adapters_out.layers import stacked
+from lora_merge.adapters_out.outcome import single
+from lora_merge.adapters_out.outcome.single import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.support import rand, strays
 
@@ -162,3 +164,18 @@ def test_a_disk_without_room_is_told_before_anything_is_made(
                                      progress=lambda step: stages.append(step.stage))  # fmt: skip
     assert "make" not in stages
     assert not strays(tmp_path)
+
+
+def test_equal_factors_are_looked_for_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different ones are never compared number by number; the product is the sum, and equal ones share their rows."""
+    compared: list[int] = []
+    equal = np.array_equal
+    monkeypatch.setattr(single.np, "array_equal", lambda a, b: compared.append(1) or equal(a, b))
+    rights = [rand(2, 6, seed=n).double() for n in range(40)]
+    factors = [(rand(8, 2, seed=n).double(), rights[n % 40]) for n in range(60)]
+    left, right = stacked(factors)
+    assert (len(compared), len(right)) == (20, 80)
+    torch.testing.assert_close(left @ right, sum(a @ b for a, b in factors))
+    seen = Distinct()
+    turned = memoryview(bytes(range(12)))
+    assert [seen.first(n, turned, kind) for n, kind in enumerate(((2, 6), (6, 2), (2, 6)))] == [0, 1, 0]

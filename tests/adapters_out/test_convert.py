@@ -475,3 +475,28 @@ def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
         rows = report.numbers[kind].values()
         total = sum(row["norm"] ** 2 for row in rows)
         assert sum(row["norm"] ** 2 * row["energy"] for row in rows) / total == pytest.approx(kept / every, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "diffusers"}], ids=str)
+def test_the_reported_energy_is_that_of_both_steps_where_the_first_one_cuts(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A sum of the ranks 4 and 2 is cut to 4; the second step keeps the ranks of the first one."""
+    base = save(sd1(torch.float32), tmp_path / "base.safetensors")
+    files, changes = list[Path](), dict[str, Any]()
+    for rank in (4, 2):
+        tensors = {n: t.float() for n, t in kohya(sd1(torch.float32), rank=rank).items()}
+        tensors |= {n: torch.tensor(float(rank)) for n in tensors if n.endswith(".alpha")}
+        files.append(save(tensors, tmp_path / f"{rank}.safetensors"))
+        for name in (n.removesuffix(".lora_up.weight") for n in tensors if n.endswith(".lora_up.weight")):
+            up, down = (tensors[f"{name}.lora_{k}.weight"].double().flatten(1).numpy() for k in ("up", "down"))
+            changes[name] = changes.get(name, 0.0) + up @ down
+    squares = [np.linalg.svd(change, compute_uv=False) ** 2 for change in changes.values()]
+    wanted = sorted(one[:4].sum() / one.sum() for one in squares)
+    report = lora_merge.combine(files, tmp_path / "out.safetensors", rank="same", base=base, **options)
+    assert wanted[0] < 0.98
+    assert sorted(one["energy"] for one in report.layers.values()) == pytest.approx(wanted, abs=1e-5)
+    lost = sorted(1 - one["residual"] ** 2 for one in report.layers.values())
+    assert lost == pytest.approx(wanted, abs=1e-5)
+    kept = sum(one[:4].sum() for one in squares) / sum(one.sum() for one in squares)
+    assert (report.energy, report.numbers["all"]["energy"]) == pytest.approx((kept, kept), abs=1e-5)

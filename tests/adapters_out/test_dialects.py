@@ -116,7 +116,7 @@ PAIRS = [("kohya", "diffusers"), ("diffusers", "comfy"), ("comfy", "kohya"), ("p
 ALIKE = ("sd21", "sdxl-refiner", "animatediff", "sd35-large", "sky-reels-v2", "chrono-edit", "wan", "wan-t2v-14B")
 """Models of the same names as others."""
 UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-image", "glm-image", "joy-image-edit", "koala",
-           "long-cat-image", "ovis-image", "prx")  # fmt: skip
+           "kandinsky6-sr", "kolors", "long-cat-image", "motif-video", "ovis-image", "prx", "hidream-o1", "pi0", "wan-animate-14B")  # fmt: skip
 """Models whose adapters have no names of their own, so that a base has to be given."""
 
 

@@ -270,3 +270,28 @@ def test_lycoris_finds_the_layers_of_a_language_model(with_base: bool, tmp_path:
     assert len(network.loras) == 2
     network.merge_to(1.0)
     assert torch.allclose(loaded(IDS).logits, merged(IDS).logits, atol=1e-5)
+
+
+def by_lora_alpha_alone(folder: Path) -> Tensors:
+    """ΔW by llama.cpp's rule: lora_alpha over the rank of each tensor (convert_lora_to_gguf.py, llama-adapter.h)."""
+    alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+    t = load_file(folder / WEIGHTS)
+    pairs = {key: key.replace("lora_A", "lora_B") for key in t if "lora_A" in key}
+    return {a: alpha / len(t[a]) * (t[b].flatten(1) @ t[a].flatten(1)) for a, b in pairs.items()}
+
+
+@pytest.mark.parametrize("rank", ["exact", 8])
+def test_ranks_that_differ_are_noted_and_a_number_gives_all_layers_one(tmp_path: Path, rank: str | int) -> None:
+    a = trained(tmp_path / "a", 1, target_modules=["q", "conv"], rank_pattern={"q": 4})
+    b = trained(tmp_path / "b", 2, target_modules=["q", "up"])
+    one, two = by_lora_alpha_alone(a), by_lora_alpha_alone(b)
+    report = lora_merge.combine([a, b], tmp_path / "out", rank=rank)
+    found = by_lora_alpha_alone(tmp_path / "out")
+    right = [torch.allclose(found[key], one.get(key, 0) + two.get(key, 0)) for key in {*one, *two}]
+    ranks = {len(value) for key, value in load_file(tmp_path / "out" / WEIGHTS).items() if "lora_A" in key}
+    if rank == "exact":
+        assert ranks == {2, 6} and not all(right)
+        assert any("llama.cpp" in note and "--rank 6" in note for note in report.notes)
+    else:
+        assert ranks == {6} and all(right)
+        assert not any("llama.cpp" in note for note in report.notes)

@@ -266,12 +266,55 @@ def _transposed() -> list[Example]:
     ]
 
 
+def _xs() -> list[Example]:
+    def core(_: Tensor, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"core": torch.zeros_like(stored["core"])}
+
+    slots = {"left": (12, 3), "core": (3, 3), "right": (10, 3)}
+    return [
+        Example("linear", (12, 10), slots, neutral=core, alpha=6.0),
+        Example("conv", (12, 5, 2), slots, neutral=core),
+    ]
+
+
+def _bora() -> list[Example]:
+    def lengths(weight: Tensor, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        flat = weight.reshape(len(weight), -1)
+        return {"up": torch.zeros_like(stored["up"]), "rows": flat.norm(dim=1), "columns": flat.norm(dim=0)}
+
+    slots = {"up": (12, 3), "down": (3, 10), "rows": (12,), "columns": (10,)}
+    return [
+        Example("linear", (12, 10), slots, neutral=lengths, alpha=6.0, unnoticed=("rows", "columns")),
+        Example("conv", (12, 5, 2), slots, neutral=lengths, unnoticed=("rows", "columns")),
+    ]
+
+
+def _stacked_experts(up: int, down: int) -> list[Example]:
+    return [Example("three experts", (3, 8, 10), {"up": (up, 8, 2), "down": (down, 2, 10)}, alpha=4.0,
+                    blind=(0,) if 3 not in (up, down) else ())]  # fmt: skip
+
+
 EXAMPLES: Mapping[str, list[Example]] = {
     "lora": _lora(),
     "lora_sparse": _sparse()[0],
     "lora_sparse_tucker": _sparse()[1],
     "lora_fused": _fused(),
+    "lora_blocks": [
+        Example(
+            "four layers",
+            (14, 10),
+            {**{f"up_{n}": (rows, 2) for n, rows in enumerate((5, 3, 4, 2))}, "down": (8, 10)},
+            alpha=6.0,
+        ),
+        Example("k and v", (12, 5, 2), {"up_0": (6, 2), "up_1": (6, 2), "down": (4, 5, 2)}),
+        Example("one", (12, 10), {"up_0": (12, 2), "down": (2, 10)}),
+    ],
+    "lora_xs": _xs(),
+    "bora": _bora(),
     "lora_transposed": _transposed(),
+    "lora_stacked": _stacked_experts(3, 3),
+    "lora_stacked_down": _stacked_experts(3, 1),
+    "lora_stacked_up": _stacked_experts(1, 3),
     "lora_switch": [
         Example(
             "three experts", (3, 8, 10), {"up": (3, 8, 2), "down": (3, 2, 10)}, settings={"lora_alpha": 4.0}, blind=(0,)

@@ -63,6 +63,9 @@ CASES: dict[str, tuple[Make, tuple[str, ...], str, dict[str, Any]]] = {
         lambda m: trainers.LitgptFused(m, ((0, 24), (30, 36))), ("linear",), "blocks.0",
         {"lora_alpha": 6.0, "parts": [[0, 24], [30, 36]]},
     ),
+    "StableAudioXs": (trainers.StableAudioXs, ALL, "model.blocks.0", {"lora_alpha": 6.0}),
+    "StableAudioBora": (trainers.StableAudioBora, ALL, "model.blocks.0", {"lora_alpha": 6.0}),
+    "LongCatLora": (lambda m: trainers.LongCatLora(m, (16, 8, 12)), ("linear",), "blocks.0", {}),
     "Torchtune": (trainers.Torchtune, LINEAR, "blocks.0", {"lora_alpha": 6.0}),
     "TorchtuneDora": (trainers.TorchtuneDora, ("plain",), "blocks.0", {"lora_alpha": 6.0}),
     "Scratch": (lambda m: trainers.Scratch(m, over_rank=True), LINEAR, "blocks.0", {"lora_alpha": 6.0}),
@@ -139,7 +142,7 @@ def test_what_lycoris_extracts_with_its_remainder_is_the_tuned_model(small_conv:
 
 def test_every_layer_says_what_it_was_compared_with() -> None:
     written = {name for name, one in vars(trainers).items()
-               if isinstance(one, type) and issubclass(one, trainers.Trained)} - {"Trained"}  # fmt: skip
+               if isinstance(one, type) and issubclass(one, trainers.Trained)} - {"Trained", "Parametrized", "StableAudioColumns"}  # fmt: skip
     assert written == set(trainers.SOURCES) == {case.partition(",")[0] for case in CASES}
 
 
@@ -220,3 +223,115 @@ def test_experts_of_mlx_lm(stored: str, layer: str, tmp_path: Path) -> None:
     for name, one in trained.items():
         got = torch.einsum("ti,toi->to", x, merged[name][indices])
         torch.testing.assert_close(got, one(x, indices), rtol=1e-5, atol=1e-3)
+
+
+def test_the_header_of_stable_audio_says_which_lengths_are_set(tmp_path: Path) -> None:
+    """Of a square weight the vector alone does not show it."""
+    torch.manual_seed(3)
+    trained = trainers.StableAudioColumns(nn.Linear(24, 24)).double()
+    saved = {f"model.blocks.0.{key}": value.detach() for key, value in trained.state_dict().items()}
+    save_file(saved, tmp_path / "adapter.safetensors", {"lora_config": json.dumps({"adapter_type": "dora-cols"})})
+    base = {f"blocks.0.{key}": value.detach().clone() for key, value in trained.layer.double().state_dict().items()}
+    merged = lora_merge.merge_state_dict(
+        base, tmp_path / "adapter.safetensors", compute_dtype="fp64", setting={"lora_alpha": 6.0}
+    )
+    x = torch.randn(5, 24, dtype=torch.float64)
+    got = nn.functional.linear(x, merged["blocks.0.weight"], merged["blocks.0.bias"])
+    torch.testing.assert_close(got, trained(x), rtol=0, atol=1e-6)
+
+
+def _moe(stored: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer of experts as bases store it: alone, [E, out, in], [E, in, out], or gpt-oss's rows in turn."""
+    at, (gate, up, down) = "model.layers.0.", (weights[name] for name in ("gate_proj", "up_proj", "down_proj"))
+    base = {"model.embed_tokens.weight": torch.zeros(5, 8), f"{at}input_layernorm.weight": torch.zeros(8)}
+    if stored == "alone":
+        return base | {f"{at}mlp.experts.{e}.{n}.weight": w[e] for n, w in weights.items() for e in range(len(w))}
+    if stored == "in turn":
+        base[f"{at}self_attn.sinks"] = torch.zeros(2)
+        pair = torch.stack([gate, up], 2).flatten(1, 2)
+    else:
+        pair = torch.cat([gate, up], 1)
+    turn = (lambda t: t) if stored == "upright" else (lambda t: t.mT.contiguous())
+    return base | {f"{at}mlp.experts.gate_up_proj": turn(pair), f"{at}mlp.experts.down_proj": turn(down)}
+
+
+def _unmoe(stored: str, merged: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """The weights of each layer of the experts, from what was merged."""
+    at = "model.layers.0.mlp.experts."
+    if stored == "alone":
+        names = ("gate_proj", "up_proj", "down_proj")
+        return {n: torch.stack([merged[f"{at}{e}.{n}.weight"] for e in range(experts)]) for n in names}
+    pair, down = (merged[at + n] if stored == "upright" else merged[at + n].mT for n in ("gate_up_proj", "down_proj"))
+    gate, up = (pair[:, ::2], pair[:, 1::2]) if stored == "in turn" else pair.chunk(2, 1)
+    return {"gate_proj": gate, "up_proj": up, "down_proj": down}
+
+
+@pytest.mark.parametrize("stored", ["alone", "upright", "turned", "in turn"])
+@pytest.mark.parametrize("shared", ["", "outer", "inner"])
+@pytest.mark.parametrize(("experts", "inside"), [(3, 6), (5, 4), (2, 1)])  # gate and value as wide as inputs: (5, 4)
+def test_stacked_factors_of_experts(stored: str, shared: str, experts: int, inside: int, tmp_path: Path) -> None:
+    """Gate, value and output have factors of three axes; a base stores the experts in any of four ways."""
+    torch.manual_seed(3)
+    sizes = {"gate_proj": (inside, 8), "up_proj": (inside, 8), "down_proj": (8, inside)}
+    weights = {name: torch.randn(experts, *size, dtype=torch.float64) for name, size in sizes.items()}
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+    def trained(name: str) -> trainers.StackedExperts:
+        one = "lora_A" if (shared == "outer") == (name != "down_proj") else "lora_B"
+        counts = (1 if shared and one == "lora_B" else experts), (1 if shared and one == "lora_A" else experts)
+        return trainers.StackedExperts(weights[name], *counts).double()
+
+    layers = {name: trained(name) for name in weights}
+    saved = {
+        f"base_model.model.model.layers.0.mlp.experts.{names[name]}.{key}.weight": value.detach()
+        for name, layer in layers.items() for key, value in layer.state_dict().items()
+    }  # fmt: skip
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    merged = lora_merge.merge_state_dict(_moe(stored, weights), tmp_path, compute_dtype="fp64")
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for name, weight in _unmoe(stored, merged, experts).items():
+        given = x if name != "down_proj" else x[:, :1].expand(-1, inside)
+        for expert in range(experts):
+            torch.testing.assert_close(given @ weight[expert].T, layers[name](given, expert), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("stored", ["alone", "upright", "turned"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "w13"])
+def test_stacked_factors_of_gate_and_value_as_one(stored: str, name: str, tmp_path: Path) -> None:
+    """SkyRL and Megatron train the two as one layer, SGLang with an inner side that all experts share."""
+    torch.manual_seed(3)
+    weights = {n: torch.randn(3, *size, dtype=torch.float64) for n, size in
+               {"gate_proj": (4, 8), "up_proj": (4, 8), "down_proj": (8, 4)}.items()}  # fmt: skip
+    layer = trainers.StackedExperts(torch.cat([weights["gate_proj"], weights["up_proj"]], 1), 3, 1).double()
+    prefix = f"model.layers.0.mlp.experts.{name}"
+    save_file(
+        {f"{prefix}.{key}": value.detach() for key, value in layer.state_dict().items()}, tmp_path / "a.safetensors"
+    )
+    merged = lora_merge.merge_state_dict(
+        _moe(stored, weights), tmp_path / "a.safetensors", compute_dtype="fp64", setting={"lora_alpha": 4}
+    )
+    found = _unmoe(stored, merged, 3)
+    pair, x = torch.cat([found["gate_proj"], found["up_proj"]], 1), torch.randn(4, 8, dtype=torch.float64)
+    for expert in range(3):
+        torch.testing.assert_close(x @ pair[expert].T, layer(x, expert), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("stored", ["alone", "upright", "turned", "in turn"])
+def test_a_lora_for_each_expert(stored: str, tmp_path: Path) -> None:
+    """ms-swift, NeMo and vLLM name every expert; each has its own α."""
+    torch.manual_seed(3)
+    sizes = {"gate_proj": (4, 8), "up_proj": (4, 8), "down_proj": (8, 4)}
+    weights = {name: torch.randn(3, *size, dtype=torch.float64) for name, size in sizes.items()}
+    saved, wanted = {}, {name: weight.clone() for name, weight in weights.items()}
+    for name, (out, width) in sizes.items():
+        for expert in range(3):
+            up, down = torch.randn(out, 2, dtype=torch.float64), torch.randn(2, width, dtype=torch.float64)
+            module = f"model.layers.0.mlp.experts.{expert}.{name}"
+            saved |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
+            saved[f"{module}.alpha"] = torch.tensor(float(expert + 1))
+            wanted[name][expert] += (expert + 1) / 2 * up @ down
+    save_file(saved, tmp_path / "a.safetensors")
+    merged = lora_merge.merge_state_dict(_moe(stored, weights), tmp_path / "a.safetensors", compute_dtype="fp64")
+    torch.testing.assert_close(_unmoe(stored, merged, 3), wanted, rtol=0, atol=1e-9)

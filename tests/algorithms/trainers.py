@@ -38,6 +38,9 @@ SOURCES: Final[Mapping[str, str]] = {
     "Scratch": "llms-from-scratch 1.0.19 (α) and rasbt/LLMs-from-scratch 8f3e5b0 (α / r), appendix_e.py: LinearWithLoRA",
     "Mlx": "mlx-lm 0.32.2, mlx_lm/tuner/lora.py: LoRALinear",
     "MlxDora": "mlx-lm 0.32.2, mlx_lm/tuner/dora.py: DoRALinear",
+    "StableAudioXs": "Stability-AI/stable-audio-3 058e567, stable_audio_3/models/lora/model.py, by its text alone",
+    "StableAudioBora": "Stability-AI/stable-audio-3 058e567, the same with adapter type bora, by its text alone",
+    "LongCatLora": "meituan-longcat/LongCat-Video, longcat_video/modules/lora_utils.py, by its text alone",
 }
 """Class → what it was compared with."""
 
@@ -379,6 +382,106 @@ class Litgpt(Trained):
     def forward(self, x: Tensor) -> Tensor:
         """Beside the layer."""
         return self.base(x) + (x @ self.lora_A.T @ self.lora_B.T) * self.scale
+
+
+class Parametrized(Trained):
+    """Stable Audio 3: what torch's parametrize makes of a weight, whose tensors are named below the weight."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, scale: float, **tensors: Tensor) -> None:
+        super().__init__(layer)
+        inside = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in tensors.items()})
+        self.parametrizations = nn.ModuleDict({"weight": nn.ModuleList([inside])})
+        self.scale = scale
+
+    def tensor(self, name: str) -> Tensor:
+        """A stored tensor."""
+        found: Tensor = self.parametrizations["weight"][0][name]
+        return found
+
+    @property
+    def flat(self) -> Tensor:
+        """The weight as a matrix."""
+        return self.layer.weight.reshape(self.sides)
+
+
+class StableAudioXs(Parametrized):
+    """A trained core between the first singular vectors."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int = 3, alpha: float = 6.0) -> None:
+        out, width = layer.weight.shape[0], layer.weight[0].numel()
+        tensors = {"U": noise(out, rank), "V": noise(width, rank), "M_xs": noise(rank, rank)}
+        super().__init__(layer, alpha / rank, **tensors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With a rebuilt weight."""
+        change = self.tensor("U") @ self.tensor("M_xs") @ self.tensor("V").T
+        return self.rebuilt(x, self.flat + self.scale * change)
+
+
+class StableAudioBora(Parametrized):
+    """The lengths of all rows are set, then those of all columns."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int = 3, alpha: float = 6.0) -> None:
+        out, width = layer.weight.shape[0], layer.weight[0].numel()
+        tensors = {"lora_A": noise(rank, width), "lora_B": noise(out, rank)}
+        tensors |= {"magnitude_r": noise(out), "magnitude_c": noise(width)}
+        super().__init__(layer, alpha / rank, **tensors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With a rebuilt weight."""
+        turned = self.flat + self.scale * (self.tensor("lora_B") @ self.tensor("lora_A"))
+        turned = turned / turned.norm(dim=1, keepdim=True) * self.tensor("magnitude_r").unsqueeze(1)
+        turned = turned / turned.norm(dim=0, keepdim=True) * self.tensor("magnitude_c").unsqueeze(0)
+        return self.rebuilt(x, turned)
+
+
+class StableAudioColumns(Parametrized):
+    """The length of each column is set."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 3, alpha: float = 6.0) -> None:
+        out, width = layer.weight.shape
+        tensors = {"lora_A": noise(rank, width), "lora_B": noise(out, rank), "magnitude": noise(width)}
+        super().__init__(layer, alpha / rank, **tensors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With a rebuilt weight."""
+        turned = self.flat + self.scale * (self.tensor("lora_B") @ self.tensor("lora_A"))
+        return self.rebuilt(x, turned / turned.norm(dim=0, keepdim=True) * self.tensor("magnitude").unsqueeze(0))
+
+
+class LongCatLora(Trained):
+    """One `down` that gives several times the rank, and an `up` for the part of each layer in a fused one."""
+
+    def __init__(self, layer: nn.Linear, parts: tuple[int, ...], rank: int = 2, scale: float = 0.5) -> None:
+        super().__init__(layer)
+        self.lora_down = nn.Linear(self.sides[1], rank * len(parts), bias=False)
+        self.lora_up = nn.Module()
+        self.lora_up.blocks = nn.ModuleList([nn.Linear(rank, rows, bias=False) for rows in parts])
+        self.register_buffer("alpha_scale", torch.tensor(scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Beside the layer."""
+        inner = self.lora_down(x).chunk(len(self.lora_up.blocks), dim=-1)
+        outer = torch.cat([up(part) for up, part in zip(self.lora_up.blocks, inner, strict=True)], dim=-1)
+        return self.base(x) + self.alpha_scale * outer
+
+
+class StackedExperts(nn.Module):
+    """Tinker, SkyRL, SGLang: factors of three axes, of which one may be for all experts.
+
+    thinking-machines-lab/tinker-cookbook 78b0202, weights/_merge.py.
+    """
+
+    def __init__(self, weights: Tensor, up: int, down: int, rank: int = 2, alpha: float = 4.0) -> None:
+        super().__init__()
+        _, out, width = weights.shape
+        self.lora_A, self.lora_B = noise(down, rank, width), noise(up, out, rank)
+        self.base, self.scale = weights, alpha / rank
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """What one expert answers."""
+        a, b = self.lora_A[expert % len(self.lora_A)], self.lora_B[expert % len(self.lora_B)]
+        return x @ self.base[expert].T + self.scale * (x @ a.T @ b.T)
 
 
 class LitgptFused(Trained):

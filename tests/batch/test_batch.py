@@ -514,6 +514,8 @@ def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ResourceError, match="no space"):
         run(grid(models, 3))
     assert not (models / "out").exists()
+    [[some, room]] = survey.disk_rooms(make_batch(grid(models, 3)).planned, 1)
+    assert (len(some), room.needed, room.enough) == (3, 3 * size, False)
 
 
 def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

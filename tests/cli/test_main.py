@@ -485,6 +485,37 @@ def test_no_space_is_noticed_before_the_first_byte(
     _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
 
 
+def test_plan_without_room_on_the_disk_reports_it_and_ends_with_0(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each command that plans: a note in the text, on stderr with --quiet, and `disk` in the JSON."""
+    import lora_merge.disk.writer
+
+    out, jobs, note = tmp_path / "o.safetensors", tmp_path / "jobs.yaml", "note: the disk has no room for the output"
+    jobs.write_text(
+        json.dumps({"version": 1, "jobs": [{"base": str(model), "adapters": [str(style)], "output": str(out)}]})
+    )
+    words = {
+        "merge": (model, style, "-o", out), "batch": (jobs,), "combine": (style, style, "-o", out),
+        "resize": (style, "--rank", "1", "-o", out), "convert": (style, "--to", "diffusers", "--base", model, "-o", out),
+        "average": (style, style, "-o", out), "extract": (model, model, "-o", out),
+    }  # fmt: skip
+    for free in (1000, 1 << 40):
+        monkeypatch.setattr(lora_merge.disk.writer, "free_bytes", lambda _, free=free: free)
+        for command, args in words.items():
+            for option in ((), ("--quiet",), ("--json",)):
+                code, printed, err = run(command, *args, "--dry-run", *option)
+                assert code == 0, (command, err)
+                if option == ("--json",):
+                    disk = json.loads(printed)["disk"]
+                    assert disk == {"needed": disk["needed"], "free": free, "enough": free > 1000}
+                    assert disk["needed"] > 1000
+                else:
+                    assert (note in (err if option else printed)) == (free == 1000), (command, option)
+                    assert note not in (printed if option else err)
+    assert not out.exists()
+
+
 def test_no_space_in_the_middle(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

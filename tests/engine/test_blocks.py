@@ -26,7 +26,14 @@ from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
 from lora_merge.proof.reference import REFERENCE
 
 STRENGTH = 0.7
-STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
+STACKED = (
+    "lora_experts",
+    "lora_experts_transposed",
+    "lora_stacked",
+    "lora_stacked_down",
+    "lora_stacked_up",
+    "lora_switch",
+)
 CASES = {
     **EXAMPLES,
     "diag_oft, no limit": replace(EXAMPLES["diag_oft"], numbers={"limit": inf}),

@@ -38,7 +38,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = "cuda"
 LAYERS = 24  # of one shape each: eight for every lane, in batches
 FEW = 2**11  # bytes of one call, with which few layers go into it
-STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
+STACKED = (
+    "lora_experts",
+    "lora_experts_transposed",
+    "lora_stacked",
+    "lora_stacked_down",
+    "lora_stacked_up",
+    "lora_switch",
+)
 
 
 # ------------------------------------------------ every formula, three lanes

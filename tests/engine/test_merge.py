@@ -691,12 +691,14 @@ def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tm
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_other_errors_stay_what_they_are(
+def test_unexpected_failure_is_reported_as_one(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_merge.engine.fold_window.WindowMerger.begin", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(lora_merge.MergeError, match="unexpected failure: ZeroDivisionError") as error:
         lora_merge.merge(*files, tmp_path / "out.safetensors")
+    assert error.value.exit_code == 1
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
 def test_a_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:

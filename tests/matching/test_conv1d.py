@@ -281,3 +281,10 @@ def test_a_bias_says_what_the_outputs_of_its_layer_are(*, out_in: bool) -> None:
     else:
         change = (lora[f"{prefix}B.weight"] @ lora[f"{prefix}A.weight"]).T
         torch.testing.assert_close(lora_merge.merge_state_dict(base, lora)["up.weight"], base["up.weight"] + change)
+
+
+def test_every_type_of_the_installed_transformers_is_listed() -> None:
+    """Otherwise: python -m tests.models.model_types."""
+    from ..models.model_types import installed, listed
+
+    assert installed() <= listed()

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import lora_merge
+from lora_merge.adapters.file import Module
+from lora_merge.disk.files import StoredTensor
+from lora_merge.matching.incomplete import _end_of_key
 
 from ..support import rand, save
 
@@ -34,3 +37,13 @@ def test_a_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str
     with pytest.raises(lora_merge.MergeError, match=f"{re.escape(names[0])} has .*no {re.escape(gone)}") as caught:
         lora_merge.merge(base, [adapter], tmp_path / "merged.safetensors")
     assert caught.value.exit_code == 3
+
+
+def test_the_end_of_a_key_begins_after_a_whole_level() -> None:
+    """A shared tensor of `l.ab` is none of `l.a`, whose name its key begins with."""
+    own, others = (
+        StoredTensor(f"l.{name}.lora_A", "F32", (2, 6), Path("a"), 0, 48) for name in ("a", "ab")
+    )  # fmt: skip
+    assert _end_of_key("down", [Module("l.a", "weight", {}, {"down": others}, ())]) == "down"
+    both = [Module("l.a", "weight", {}, {"down": others}, ()), Module("l.a", "weight", {"down": own}, {}, ())]
+    assert _end_of_key("down", both) == "lora_A"

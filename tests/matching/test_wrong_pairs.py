@@ -103,13 +103,10 @@ def test_a_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> N
         lora_merge.plan(hollow(small, tmp_path / "base.safetensors"), hollow(tensors, tmp_path / "lora.safetensors"))
 
 
-def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path) -> None:
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
     lora = adapter("native/wan-t2v-14B", "lora_unet_", tmp_path / "lora.safetensors", attention)
-    monkeypatch.setattr(
-        "lora_merge.disk.writer.free_bytes", lambda _: 1 << 40
-    )  # the plan of a 33 GB file asks for room
     plan = lora_merge.plan(base, lora, tmp_path / "out.safetensors", unmatched="skip")
     assert any("T2V" in note for note in plan.adapters[0].notes)
 

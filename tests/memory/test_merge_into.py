@@ -560,3 +560,27 @@ def test_a_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str,
     texts = [str(w.message) for w in caught]
     assert len(texts) == (rows == 30), texts
     assert all("model.embed_tokens.weight and lm_head.weight were tied and now differ" in text for text in texts)
+
+
+@pytest.mark.parametrize("how", ["buffer", "parameter", "attribute"])
+@pytest.mark.parametrize("name", ["weight_scale", "scale_weight", "scale", "scales", "weight_scales", "my_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (8, 1), (2, 2)])
+def test_fp8_codes_with_a_scale_are_refused(how: str, name: str, shape: tuple[int, ...]) -> None:
+    """Whatever the layer calls it, and wherever it is; the scale of the layer's inputs changes no weight."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    adapter = {"0.lora_A.weight": rand(2, 8), "0.lora_B.weight": rand(8, 2)}
+    scale = torch.full(shape, 0.5)
+    if how == "buffer":
+        model[0].register_buffer(name, scale)
+    else:
+        setattr(model[0], name, nn.Parameter(scale) if how == "parameter" else scale)
+    before = state(model)
+    with pytest.raises(InputError, match=r"the base is quantised|has a scale of its own"):
+        lora_merge.merge_into(model, adapter)
+    assert all(torch.equal(t.float(), before[k].float()) for k, t in state(model).items())
+    delattr(model[0], name)
+    model[0].input_scale = scale
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what fp8 cannot hold
+        lora_merge.merge_into(model, adapter)

@@ -60,6 +60,63 @@ def test_exactly_one_row_recognises_a_model(name: str) -> None:
         assert (layout == "diffusers") == (folder == "diffusers"), (architecture.title, layout)
 
 
+ALIKE = {
+    "native/chroma-radiance": "Chroma Radiance", "native/hunyuan3d-2": "Hunyuan3D 2", "native/boogu": "Boogu-Image",
+    "native/mage-flow": "Mage-Flow", "native/zimage-pixel": "Z-Image, pixel space", "native/yue2": "YuE2",
+    "native/hidream-o1": "HiDream-O1", "native/sensenova-u1.5": "SenseNova-U1.5", "native/pid": "PiD",
+    "diffusers/cosmos3": "Cosmos 3", "diffusers/nucleus-image": "Nucleus-Image", "diffusers/kolors": "Kolors",
+    "diffusers/allegro": "Allegro", "diffusers/bria-fibo": "FIBO", "diffusers/omnigen": "OmniGen 1",
+    "diffusers/sana-video": "Sana-Video", "diffusers/sana-wm": "Sana-WM", "diffusers/stable-audio-3": "Stable Audio 3",
+    "diffusers/kandinsky6-sr": "Kandinsky 6 super-resolution", "native/wan-s2v-14B": "Wan", "native/wan-scail-14B": "Wan",
+}  # fmt: skip
+"""Models with the names of another model, and more or wider ones."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
+    architecture = names(index(header(name))).parts[0].architecture
+    assert architecture is not None and architecture.title == ALIKE[name]
+
+
+WITHOUT = ("diffusers/flux-dev", "native/flux-dev", "native/sdxl", "native/wan-t2v-14B", "diffusers/qwen-image",
+           "native/lumina2", "native/chroma", "diffusers/zimage", "transformers/llama-3.2-1b")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    n if n in WITHOUT else pytest.param(n, marks=pytest.mark.slow) for n in ALL if not n.startswith("single-file/")
+])  # fmt: skip
+def test_a_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name: str) -> None:
+    """But where the tensor is the only difference to another architecture: SD 2 without one is SD 1."""
+    shapes = header(name)
+    part = names(index(shapes)).parts[0]
+    assert part.architecture is not None
+    signs = [c.key for c in part.architecture.layouts[part.layout] if not c.absent]
+    for sign in signs:
+        cut = {key: shape for key, shape in shapes.items() if key != part.keys[sign]}
+        again = names(index(cut)).parts[0]
+        other = recognise(lambda key, p=again.prefix, of=cut: of.get(p + key), shipped())
+        its_own = (again.architecture, again.layout) == (part.architecture, part.layout)
+        assert other or again.architecture is None or its_own, sign
+
+
+@pytest.mark.parametrize(("name", "sign"), [
+    ("diffusers/flux-dev", "x_embedder.weight"), ("native/flux-dev", "single_blocks.0.linear1.weight"),
+    ("diffusers/qwen-image", "txt_norm.weight"),
+])  # fmt: skip
+def test_a_model_without_one_sign_tensor_is_recognised_by_its_names(name: str, sign: str) -> None:
+    """Without two, or with names of its own, it is not."""
+    shapes = header(name)
+    known = names(index(shapes)).parts[0]
+    del shapes[sign]
+    cut = names(index(shapes)).parts[0]
+    assert (cut.architecture, cut.layout) == (known.architecture, known.layout) != (None, "")
+    of_its_own = {f"other.{chr(97 + n)}.weight": (4, 4) for n in range(26)}
+    assert names(index(shapes | of_its_own)).parts[0].architecture is None
+    assert known.architecture is not None
+    second = next(c.key for c in known.architecture.layouts[known.layout] if c.key in shapes)
+    assert names(index({k: s for k, s in shapes.items() if k != second})).parts[0].architecture is None
+
+
 # --- rows against diffusers' converters ---------------------------------------------------------------
 
 UNET = {"layers_per_block": 2, "addition_embed_type": None}
@@ -93,6 +150,7 @@ CONVERTERS = (
     ("native/wan-t2v-14B",      "diffusers/wan",         "wan_transformer_to_diffusers",  {}),
     ("",                        "diffusers/sky-reels-v2", "wan_transformer_to_diffusers", {}),
     ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/wan-animate2", "wan_animate_2_transformer_to_diffusers", {}),
     ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
     ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
     ("",                        "diffusers/ltx2-video",  "ltx2_transformer_to_diffusers", {}),
@@ -497,7 +555,9 @@ def test_shipped_files_are_sound(file: str) -> None:
     assert all(table.settled([]) for table in architecture.spellings.values())
     assert set(architecture.layouts) <= {*architecture.tables, architecture.canonical}
     for condition in (*architecture.adapter, *chain(*architecture.variants.values())):
-        parsed(condition)
+        _, _, shape = parsed(condition)
+        assert condition.removeprefix("no ").count(" ") == (shape is not None), condition
+        assert all(re.fullmatch("_|[0-9]*[A-Z]|[0-9]+", axis) for axis in shape or ()), condition
 
 
 @pytest.mark.parametrize(

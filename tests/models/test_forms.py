@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName
 from lora_merge.models.cutting import Views, canonical, put, spelled
-from lora_merge.models.forms import PARAMETERS, NameTable, form
+from lora_merge.models.forms import INNER, PARAMETERS, NameTable, form, other_names
 from lora_merge.models.names import Names, names, written
 from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
@@ -201,3 +201,16 @@ def test_what_a_form_cannot_be_is_not_worked_out() -> None:
     assert not table._made
     stack = found.find("model.layers.2.mlp.experts", "gate_up_proj")
     assert stack is not None and len(stack.row_slices) == 64 and len(table._made) == 1
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_first_level_that_names_lack_is_a_whole_one(inner: str) -> None:
+    assert [*other_names(f"{inner}x.weight", INNER)] == ["x.weight"]
+    for longer in (f"{inner[:-1]}s.", f"{inner[:-1]}_2.", f"my{inner}"):
+        assert not [*other_names(f"{longer}x.weight", INNER)]
+        assert names(index({f"{longer}x.weight": (4, 4)})).find("x") is None
+
+
+def test_the_parameter_at_the_end_of_a_last_level_is_a_whole_word() -> None:
+    assert "m.gate.weight" in other_names("m.gate_weight", ())
+    assert [*other_names("m.gateweight", ())] == ["m.gateweight.weight"]

@@ -22,6 +22,8 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.diagnosis import explain, missing_networks, variant_doubt
+from lora_merge.models.components import components
+from lora_merge.models.experts import as_matrices
 from lora_merge.models.names import Names, denoiser_of, guess, names
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
@@ -67,12 +69,15 @@ PAIRS = (
     ("native/cosmos2-2B",        "diffusers/cosmos2-2B",        ()),
     ("native/stable-audio",      "diffusers/stable-audio",      ("transformer.rotary", r".*\.norm\d\.bias")),
     ("native/cascade-c",         "diffusers/cascade-c",         ()),
+    ("native/hidream-o1",        "native/hidream-o1-comfy",     ("lm_head", ".*deepstack")),
+    ("native/minimax-music3",    "diffusers/minimax-music3",    ("cond", "latent_cond", ".*rotary")),
     ("transformers/clip-l.text_model", "transformers/clip-l",   ()),
     ("transformers/mixtral-8x7b", "transformers/mixtral-8x7b.in-memory", ()),
     ("transformers/qwen3-30b-a3b", "transformers/qwen3-30b-a3b.in-memory", ()),
     ("transformers/gpt-neox-20b", "transformers/gpt-neox-20b.in-memory", ()),
     ("transformers/vit-base",    "transformers/vit-base.in-memory", ()),
     ("transformers/gpt2",        "transformers/gpt2.in-memory", ("lm_head",)),
+    ("transformers/exaone-3.5-2.4b", "transformers/exaone-3.5-2.4b.in-memory", ()),
 )  # fmt: skip
 
 ANY = ("", "base_model.model.", "lycoris_")
@@ -169,6 +174,26 @@ def test_names_of_the_other_layout_cover_the_base_once(one: str, other: str, oth
     assert_one_to_one(one, other, other_sizes)
     if len(header(one)) < 5000:  # 18867 names of experts are told in the other direction alone
         assert_one_to_one(other, one, other_sizes)
+
+
+def test_names_in_memory_cover_a_base_that_fuses_q_k_and_v() -> None:
+    """Sarvam. The other direction has no files: its names in memory are those of many models."""
+    assert_one_to_one("transformers/sarvam-30b", "transformers/sarvam-30b.in-memory", ())
+
+
+@pytest.mark.parametrize("model", ["native/wan-i2v-14B", "diffusers/wan-i2v-14B"])
+def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -> None:
+    """Its authors and diffusers have names of their own; ComfyUI has Wan's, by which its files are recognised."""
+    for wan, authors, diffusers in (
+        ("self_attn.q", "block.self_attn.q", "self_attn.to_q"),
+        ("self_attn.o", "block.self_attn.o", "self_attn.to_out.0"),
+        ("cross_attn.v_img", "block.cross_attn.v_img", "cross_attn.add_v_proj"),
+        ("ffn.2", "block.ffn.2", "ffn.2"),
+    ):
+        want = base(model).find(f"blocks.7.{wan}")
+        assert want is not None
+        for name in (f"diffusion_model.blocks.7.{authors}", f"transformer.blocks.7.{diffusers}"):
+            assert base(model).find(name) == want
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -510,8 +535,8 @@ def test_names_of_transformers_5_in_memory_mean_those_on_disk(telling: Sequence[
     found = names(index({**dict.fromkeys(telling, (4, 4)), f"{disk}.weight": shape}))
     module, parameter = memory.rsplit(".", 1) if len(shape) == 3 else (memory, "weight")
     for prefix in ("base_model.model.", ""):
-        assert found.find(prefix + module, parameter) == whole(f"{disk}.weight", shape)
-    assert found.find(f"base_model.model.{disk}") == whole(f"{disk}.weight", shape)
+        assert found.find(prefix + module, parameter) == as_matrices(whole(f"{disk}.weight", shape))
+    assert found.find(f"base_model.model.{disk}") == as_matrices(whole(f"{disk}.weight", shape))
 
 
 @pytest.mark.parametrize(
@@ -979,3 +1004,12 @@ def test_what_stands_in_place_of_a_models_type_costs_no_name_more(tmp_path: Path
     found = names(open_checkpoint(tmp_path))
     assert found.find("a") is not None
     assert max(len(part.inner) for part in found.parts) < 200
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_networks_of_a_pipeline_begin_with_a_whole_level(order: int) -> None:
+    """`transformer` is the beginning of `transformer_2`, which is another folder."""
+    folders = ["transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_20"][::order]
+    shapes = {f"{folder}.a.weight": (4, 4) for folder in folders}
+    parts = components(shapes, {}, folders, None)
+    assert {p.prefix: dict(p.keys) for p in parts} == {f"{f}.": {"a.weight": f"{f}.a.weight"} for f in folders}

@@ -496,12 +496,13 @@ def test_a_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
 @pytest.mark.parametrize("size", [2e-314, 1e-44, 1e-39, 3e-8])
 def test_numbers_that_the_compute_dtype_loses_are_no_fault(size: float, computed: str, tmp_path: Path) -> None:
     base, lora, out = (tmp_path / f"{name}.safetensors" for name in ("base", "lora", "out"))
-    save({"a.weight": torch.full((4, 4), size, dtype=torch.float64)}, base)
-    save({"a.lora_down.weight": rand(2, 4), "a.lora_up.weight": torch.zeros(4, 2)}, lora)
+    save({"a.weight": torch.full((4, 4), size, dtype=torch.float64), "b.weight": rand(4, 4)}, base)
+    changing = {"b.lora_down.weight": rand(2, 4), "b.lora_up.weight": rand(4, 2)}
+    save({"a.lora_down.weight": rand(2, 4), "a.lora_up.weight": torch.zeros(4, 2), **changing}, lora)
     assert lora_merge.merge(base, lora, out, compute_dtype=computed).verified
     with pytest.raises(VerificationFailed):
         spoiled = load(out)
-        save({"a.weight": spoiled["a.weight"] + 1e-3}, out, metadata(out))
+        save({**spoiled, "a.weight": spoiled["a.weight"] + 1e-3}, out, metadata(out))
         prove(out, search=[tmp_path])
 
 

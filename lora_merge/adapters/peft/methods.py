@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from ...algorithms import ALGORITHMS, SEED
+from ...algorithms import ALGORITHMS, SEED, lora_stacked
 from ...errors import InputError
 from ...models.weights import WeightView
 from ...text import Note
@@ -125,6 +125,8 @@ def _seeded(fields: PeftConfig) -> None:
 STARTED: Final = tuple(row.name for row in ALGORITHMS.values() if row.starts_in_base)
 """Rows whose initial factors PEFT subtracts from the weight when it wraps a layer."""
 
+STACKED: Final = tuple(row.name for row in lora_stacked.STACKED)
+
 OTHERS: Final = frozenset({"onetrainer_oft", "onetrainer_oft_conv", "full_rank"})
 """Rows of other trainers that spell their tensors as PEFT does."""
 
@@ -154,8 +156,8 @@ def _bone(name: str) -> Method:
 
 ROWS: Final = (
     Method(
-        "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", "bdlora", *STARTED,
-                 "lora_sparse"),
+        "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", *STACKED, "bdlora",
+                 *STARTED, "lora_sparse"),
         {".lora_embedding_A": ("down", "lora_embedding"), ".lora_embedding_B": ("up", "lora_embedding"),
          ".lora_diag": ("values", "kasa")},
         ratio("lora_alpha", 8, stored_rank), check=refuse_lora, choose=_lora, conv1d=True,

@@ -1,8 +1,8 @@
 """The meaning of a PEFT configuration for a merge: `rules(config, where, metadata)`. No torch.
 
-A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers or `lora_config` of
-finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what the tensors leave open. Without one the
-rules are empty and the numbers in the file are used. Matching uses the rules so:
+A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers; stated.py finds
+those at other places. It decides what the tensors leave open. Without one the rules are empty and the numbers in the
+file are used. Matching uses the rules so:
 
 1. `stored_value(key)`: the meaning of a tensor that belongs to no algorithm: the new value of a parameter or of some
    of its rows, or a copy that is not needed. None for all other keys, which `suffixes.split` reads. A key that `split`
@@ -47,19 +47,17 @@ from .numbers import alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
-FINETRAINERS: Final = "lora_config"
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
-
-UNREAD: Final = Note(
-    "scaled by the lora_config in its header, as it was trained; diffusers does not read that and takes scale 1"
-)
 
 NONE: Final = Method("")
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """Field of a configuration without peft_type → its method."""
+
+ALPHAS: Final = ("lora_alpha", "alpha")
+"""Fields for α of a configuration, by method."""
 
 Kind = Literal["value", "copy", "ignored"]
 
@@ -93,6 +91,7 @@ class PeftRules:
         default_factory=dict
     )  # module → settings that its place gives
     borrowed: bool = False  # the rules of a component that the file's names spell otherwise
+    aside: bool = False  # from a place that PEFT's loaders do not read: α of a tensor and the user's α win
 
     @property
     def method(self) -> Method:
@@ -153,7 +152,7 @@ class PeftRules:
         if not self.kind or tuple(candidates) == (SET.name,):  # whole values, which any method may save
             return None
         rows = [name for name in candidates if name in self.method.algorithms]
-        if candidates and not rows and self.borrowed:
+        if candidates and not rows and (self.borrowed or self.aside):
             return None
         if candidates and not rows:
             what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
@@ -178,11 +177,20 @@ class PeftRules:
             return {}
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
+    @property
+    def zero_alpha(self) -> str:
+        """The field that gives an α of 0 to the whole adapter or a component; "" without one."""
+        found = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
+        return found[0] if found else ""
+
+    def with_alpha(self, alpha: float) -> PeftRules:
+        """Return the rules with another α in place of one of 0."""
+        zeros = {name: alpha for name in ALPHAS if self.fields.get(name) == 0}
+        return replace(self, fields=replace(self.fields, values={**self.fields.values, **zeros}))
+
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> Note | None:
         """Return the remarks on a configured rank that the tensors do not have, or on one that diffusers does
         not read, on an alpha that the order of the configuration decides, and on the method; else None."""
-        if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
-            return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else None
         of_rank = rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else None
         of_alpha = alpha_doubt(self.fields, module)
         return Note("; ".join(filter(None, (of_rank, of_alpha, self.method.doubts(self.fields))))) or None
@@ -258,8 +266,6 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     """Return the rules of a file with this configuration and header; InputError for methods that cannot be merged."""
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
-    if not config and (found := _finetrainers(metadata.get(FINETRAINERS, ""))):
-        return _by_component(found, f"{where}: {FINETRAINERS}")
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
@@ -274,16 +280,6 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     return PeftRules(fields, kind)
 
 
-def _finetrainers(text: str) -> dict[str, Any]:
-    """Return the transformer's configuration in diffusers' spelling; {} where other tools wrote the entry."""
-    try:
-        config = from_json(text)
-    except ValueError:
-        return {}
-    whole = isinstance(config, dict) and {"r", "lora_alpha"} <= config.keys()
-    return {f"transformer.{name}": value for name, value in config.items()} if whole else {}
-
-
 def _from_metadata(text: str, where: str) -> PeftRules:
     """Return the rules per component from the text that diffusers writes."""
     try:
@@ -292,19 +288,22 @@ def _from_metadata(text: str, where: str) -> PeftRules:
         raise InputError(f"the configuration is not JSON: {e}", where, "save the file again") from e
     if not isinstance(config, dict):
         raise InputError("the configuration is not a JSON object", where, "save the file again")
-    return _by_component(config, where)
+    return by_component(config, where)
 
 
-def _by_component(config: Mapping[str, Any], where: str) -> PeftRules:
+def by_component(config: Mapping[str, Any], where: str, *, aside: bool = False) -> PeftRules:
     """Return the rules per component; fields without a component hold for the whole file."""
     parts: dict[str, dict[str, Any]] = {}
     for key, value in config.items():
         component, _, name = key.rpartition(".")
         parts.setdefault(component, {})[name] = value
     read = {name: rules({"peft_type": "LORA", **part}, where) for name, part in parts.items()}
-    read = {name: replace(r, fields=replace(r.fields, inside=f"{name}." if name else "")) for name, r in read.items()}
+    read = {
+        name: replace(r, aside=aside, fields=replace(r.fields, inside=f"{name}." if name else ""))
+        for name, r in read.items()
+    }
     whole = read.pop("", PeftRules(PeftConfig({}, where)))
-    return PeftRules(whole.fields, whole.kind, read)
+    return replace(whole, components=read)
 
 
 BASE_LAYER: Final = "a copy of the base's own tensor"

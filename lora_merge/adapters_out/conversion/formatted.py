@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...adapter_options import KEEP
 from ...algorithms import ALGORITHMS
+from ...disk.writer import Room
 from ...dtypes import spoken
 from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
@@ -67,7 +68,7 @@ def plan(job: AdapterJob) -> AdapterReport:
               for name, one in again.layers.items()}  # fmt: skip
     written = min(told.written, again.written) if job.rules.together else again.written
     return replace(told, layers=layers, format=again.format, dtype=again.dtype, written=written,
-                   notes=_notes(told, again))  # fmt: skip
+                   notes=_notes(told, again), disk=Room.at(job.output, told.written + written).facts)  # fmt: skip
 
 
 def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:

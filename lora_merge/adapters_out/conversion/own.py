@@ -9,7 +9,7 @@ from typing import Final
 
 from ...adapter_options import KEEP
 from ...adapters.file import AdapterFile, Module
-from ...adapters.peft.rules import rules
+from ...adapters.stated import rules_of
 from ...adapters.suffixes import split_parameter
 from ...errors import FitError
 from ...files.layouts import PEFT
@@ -39,7 +39,7 @@ class Own(Dialect):
 
 def own_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
-    rules(file.index.config, str(file.path), file.index.metadata)  # refuses what is no change of weights
+    rules_of(file)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
     if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCTS):
         return DIALECTS["peft"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import inf, isfinite, log2
 from typing import Final
 
 import torch
@@ -57,6 +57,9 @@ class Scales:
         info = patch.module.shared.get("alpha")
         if info is not None:
             alpha = float(self.evaluator.cache.fetch(info).float())
+            rows, limit = patch.view.shape[0], patch.numbers.get("limit", inf)
+            if self.to.name != KEEP and isfinite(limit) and limit != alpha * rows:
+                alpha = limit / rows  # other names, with which α times the number of outputs is the limit
             return alpha, self._named(alpha)
         if self.to.name == KEEP or not self.to.alpha or "scale" not in patch.numbers:
             return None, {}

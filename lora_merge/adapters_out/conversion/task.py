@@ -16,7 +16,7 @@ from ..dialects import Dialect
 from ..job import AdapterJob
 from ..outcome.layer import Kept
 from ..places import Filled, Place
-from ..rank_rules import RankRules
+from ..rank_rules import COUNT, RankRules
 from ..sources import Sources
 from ..written import Entry
 
@@ -40,7 +40,8 @@ class Conversion:
                 "" if to.folder else ".safetensors"
             )
             job = replace(job, inputs=replace(job.inputs, output=job.output.parent / name))
-        return replace(self, job=job, to=to)
+        one_rank = to.folder and self.rules is not None and self.rules.all_are(COUNT)
+        return replace(self, job=job, to=replace(to, one_rank=one_rank))
 
 
 class Opened(NamedTuple):

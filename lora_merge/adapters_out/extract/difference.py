@@ -59,10 +59,11 @@ class Side:
     def _piece(self, piece: RowSlice) -> Tensor:
         weight = self.weight(piece.key)
         if weight.packed is None:
-            found = stored_numbers(weight, piece.start * piece.cols, piece.size, self._read).reshape(-1, piece.cols)
+            count = (piece.stop - piece.start) * piece.cols
+            found = stored_numbers(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
         else:
             found = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
-        return found.mT if piece.transposed else found
+        return found[:, piece.across].mT if piece.transposed else found
 
     def _read(self, info: StoredTensor) -> Tensor:
         return view_bytes(self.reader.view(info), info.dtype, info.shape)

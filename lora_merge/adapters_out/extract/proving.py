@@ -161,5 +161,5 @@ def _whole(view: WeightView, targets: Mapping[str, Target], after: Evaluator) ->
             change = added(after.changes(target))
         rows = change.reshape(-1, piece.cols)[piece.start : piece.stop] if target is not None else change.expand(
             piece.stop - piece.start, piece.cols)  # fmt: skip
-        found.append(rows.mT if piece.transposed else rows)
+        found.append(rows[:, piece.across].mT if piece.transposed else rows)
     return torch.cat(found)

@@ -38,7 +38,7 @@ from ..outcome.layer import Kept, Layer
 from ..outcome.outcome import Facts, Outcome, Run, planned
 from ..peft.biases import with_biases
 from ..peft.complete import as_table, completed
-from ..peft.folder import config, expect_one, task_type
+from ..peft.folder import config, differing_ranks, expect_one, task_type
 from ..peft.tables import is_table
 from ..places import Place
 from ..rank_rules import COUNT
@@ -161,7 +161,7 @@ def run(
         before, there = {"task_type": task_type(found.base.config)}, [p.place for p in found.pairs.pairs]
         own = config(whole, before, there) if found.to.folder else None
         outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
-        notes += unread(e.name for e in entries) if own is None else ()
+        notes += (*(unread(e.name for e in entries) if own is None else differing_ranks(own)),)
         facts = _facts(found, len(made), (*found.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
         expect_room(job, rows)

@@ -12,7 +12,7 @@ from ...options import shown
 from ...paths import is_folder, names_folder, output_file
 from ..dialects import DIALECTS, Dialect, dialect
 from ..job import OTHER_DEFAULTS, AdapterJob, make_adapter_job
-from ..rank_rules import SAME
+from ..rank_rules import COUNT, SAME
 
 FORMAT, CHANGES, SKIP, ERROR = "auto", "diff", "skip", "error"
 OTHERS: Final = (CHANGES, SKIP, ERROR)
@@ -49,7 +49,7 @@ class Extraction:
     def written_as(self, to: Dialect, output: str | Path) -> Extraction:
         """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
         default name."""
-        made = replace(self, to=to)
+        made = replace(self, to=replace(to, one_rank=to.folder and self.job.rules.all_are(COUNT)))
         if to.folder:
             return made
         inside = names_folder(output)

@@ -20,7 +20,20 @@ from ...method_numbers import SMALLEST
 from ...methods import MEAN, SUM
 from ..job import FACTORS, AdapterJob
 from ..outcome.layer import Layer, Stored
-from ..outcome.single import ROOM, TINY, WIDEN, Bits, Matrix, is_below, is_finite, is_told, narrowed, products, stored
+from ..outcome.single import (
+    ROOM,
+    TINY,
+    WIDEN,
+    Bits,
+    Distinct,
+    Matrix,
+    is_below,
+    is_finite,
+    is_told,
+    narrowed,
+    products,
+    stored,
+)
 from ..rank_rules import EXACT
 from ..truncation.effect import LEAST, WORK, Effect
 from ..written import Entry
@@ -104,7 +117,8 @@ class Concatenation:
         raws = [own.data.cast("B") for own in np.split(down, [*accumulate(sizes)][:-1])]
         for one, raw in zip(factors, raws, strict=True):
             self.reader.read_into(raw, one.down.source, one.down.offset)
-        alike = any(one == other for n, one in enumerate(raws) for other in raws[:n])
+        seen = Distinct()
+        alike = any(seen.first(n, raw) != n for n, raw in enumerate(raws))
         return None if alike else down.reshape(sum(one.rank for one in factors), -1)
 
     def _factors(self, target: Target) -> list[Factors]:

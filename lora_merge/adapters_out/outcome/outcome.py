@@ -17,6 +17,7 @@ from ...adapters.suffixes import split
 from ...disk.draft import Draft
 from ...disk.hashes import RunningHashes
 from ...disk.reader import Reader
+from ...disk.writer import Room
 from ...dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ...errors import UsageError
 from ...files.checkpoint import Index
@@ -165,7 +166,8 @@ def left_out(zeros: Sequence[str]) -> list[Note]:
 def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
     """Return the report of a plan; `size`: the bytes that it would write."""
     return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
-                         facts.notes, None, __version__, facts.weights, planned=True)  # fmt: skip
+                         facts.notes, None, __version__, facts.weights, planned=True,
+                         disk=Room.at(job.output, size).facts)  # fmt: skip
 
 
 def coverage(job: AdapterJob, sources: Sources, kept: Collection[str] = ()) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Demands(NamedTuple):
     biases: list[Place]  # of layers whose up factors get biases of zeros
     magnitudes: list[Place]  # layers without DoRA beside others
     values: list[Place]  # parameters of whole modules that did not change
-    rank: int  # that all experts get; 0 without experts
-    low: frozenset[str]  # experts that have a lower one
+    rank: int  # that all experts get, or all layers where the user gave one number; else 0
+    low: frozenset[str]  # those of them that have a lower one
     zeros: list[Place]  # experts that get factors of zeros
 
 
@@ -115,7 +115,7 @@ def demands(made: Sequence[Parameter], own: Own, to: Dialect, *, known: bool) ->
         [own.get((m, "bias"), own[m, "weight"]) for m in sorted(factored - biased) if biased],  # some models lack one
         _without_dora(made, to, known=known),
         [place for key, place in own.items() if known and key[0] in whole and key not in there],
-        *_of_experts(made, own.values(), to),
+        *_of_one_rank(made, own.values(), to),
     )
 
 
@@ -152,14 +152,16 @@ def _without_dora(made: Sequence[Parameter], to: Dialect, *, known: bool) -> lis
     return lacking
 
 
-def _of_experts(
+def _of_one_rank(
     made: Sequence[Parameter], there: Iterable[Place], to: Dialect
 ) -> tuple[int, frozenset[str], list[Place]]:  # fmt: skip
-    """Return the rank of all experts, those of a lower one, and those of the same stacks that have no factors."""
-    own = {m.place.module: m.rank for m in made if to.folder and is_pair(m, to) and EXPERT.search(m.place.module)}
+    """Return the rank of all experts or layers, those of a lower one, and experts without factors in their stacks."""
+    pairs = {m.place.module: m.rank for m in made if to.folder and is_pair(m, to)}
+    experts = {module: rank for module, rank in pairs.items() if EXPERT.search(module)}
+    own = pairs if to.one_rank else experts
     if not own:
         return 0, frozenset(), []
-    rank, leaves = max(own.values()), {_leaf(module) for module in own}
+    rank, leaves = max(own.values()), {_leaf(module) for module in experts}
     stacked = {leaf for names in NAMES for leaf in (names if leaves & {*names[:2]} else leaves & {*names})}
     zeros = [
         place

@@ -1,4 +1,4 @@
-"""Factors of single experts in a folder of PEFT, which stacks them when it loads it: all of one kind have one rank."""
+"""Factors of one rank in a folder of PEFT: of single experts, which PEFT stacks when it loads it, or of all layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .demands import Demands, is_pair, parameter_of
 
 
 def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
-    """Return the modules, those of experts with zeros up to the largest rank of all, and with zeros where an expert of
+    """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
     the same stack has factors. `keep`: lets the bytes of an added one wait."""
     if not asked.rank:
         return list(made)
@@ -39,8 +39,8 @@ def _filled(one: Kept, to: Dialect, rank: int) -> Made:
     up, down = (_tensor(one.tensors[to.endings[slot]]) for slot in ("up", "down"))
     more = rank - one.layer.rank
     tensors = {ending: _tensor(e) for ending, e in one.tensors.items()} | {
-        to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more)), 1),
-        to.endings["down"]: torch.cat((down, down.new_zeros(more, down.shape[1]))),
+        to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more, *up.shape[2:])), 1),
+        to.endings["down"]: torch.cat((down, down.new_zeros(more, *down.shape[1:]))),
     }
     return Made(one.place, tensors, _layer(tensors, one.layer, rank))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import FitError, UsageError
 from ...models.tied_weights import DECODERS, HEADED
+from ...text import Note
 from ..dialects import PRODUCTS
 from ..job import FACTORS
 from ..metadata.loaders import BIASED
@@ -34,6 +35,11 @@ FLAG: Final = "fan_in_fan_out"
 
 AUTO: Final = "auto_mapping"
 """The entry of PEFT's configuration that names the class of the model."""
+
+DIFFERING: Final = (
+    "the ranks of the layers differ: PEFT reads them in rank_pattern and alpha_pattern, while llama.cpp's converter "
+    "takes one lora_alpha for all"
+)
 
 BIAS: Final = ".bias"
 WRAPPED: Final = ".base_layer.bias"
@@ -85,6 +91,17 @@ def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Plac
         "init_lora_weights": True,
         **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip
+
+
+def differing_ranks(config: Mapping[str, Any] | None) -> list[Note]:
+    """Return the note on a configuration of LoRA with ranks that differ by layer, which some readers do not know.
+
+    llama.cpp's convert_lora_to_gguf.py writes lora_alpha alone, and llama-adapter.h divides it by each tensor's rank.
+    """
+    if config is None or config["peft_type"] != "LORA" or not config["rank_pattern"]:
+        return []
+    most = max(config["r"], *config["rank_pattern"].values())
+    return [Note(f"{DIFFERING}: for such a reader, write it with --rank {most}, which gives all layers that rank")]
 
 
 def _kept(before: Mapping[str, Any]) -> dict[str, Any]:

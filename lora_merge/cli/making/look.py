@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...text import by_reason, plural, size
 from ..look import grid, mark, panel, show, styled, table, text
 from ..merge_look import nearest, removal
-from ..text import echo
+from ..text import echo, shortage
 
 if TYPE_CHECKING:
     from ...adapters_out.report import AdapterReport
@@ -21,7 +21,7 @@ def tell(done: AdapterReport, title: str, *, quiet: bool, verbose: bool) -> None
     if quiet or not styled(sys.stdout):
         for line in lines(done, verbose=verbose) if not quiet else ():
             echo(line)
-        for note in done.notes:
+        for note in (*done.notes, *shortage(done.disk, done.output)):
             echo(f"note: {note}", err=quiet)
         return
     rows = [(name, text(found["modules"]), text(found["layers"]), f"{found['strength']:g}×")
@@ -60,7 +60,7 @@ def _notes(done: AdapterReport) -> Iterator[tuple[str, Any]]:
     for name, facts in done.coverage.items():
         for keys, why in by_reason(facts["ignored"]):
             yield "note", text(f"{name}: left out: {keys}: {why}", "yellow")
-    for note in done.notes:
+    for note in (*done.notes, *shortage(done.disk, done.output)):
         yield "note", text(note, "yellow")
 
 

@@ -228,8 +228,8 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
     weight = tensors.get(f"{path}.weight")
     if last == "scale" and weight is not None and weight.dtype in BLOCKS:
         return path, f"{spoken(weight.dtype)} with a scale for the whole weight, it has {name}"
-    if last not in BESIDE_WEIGHTS:
-        unknown = weight is not None and weight.dtype in FP8 and not OF_OTHERS.search(last)
-        return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None
-    how, dtypes = BESIDE_WEIGHTS[last]
-    return (path, f"{how}, it has {name}") if weight and weight.dtype in dtypes else None
+    how, dtypes = BESIDE_WEIGHTS.get(last, ("", frozenset[str]()))
+    if weight is not None and weight.dtype in dtypes:
+        return path, f"{how}, it has {name}"
+    unknown = weight is not None and weight.dtype in FP8 and not OF_OTHERS.search(last)
+    return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None

@@ -3,7 +3,7 @@
 title: Flux.1
 component: transformer              # label of the network: unet, transformer, te, vae, model
 text_encoders: {te1: clip_l, te2: t5}
-layouts:                            # how to recognise each; exactly one row of all files may match
+layouts:                            # how to recognise each; exactly one row of all files may match, or all names do
   native:
     - double_blocks.0.img_attn.qkv.weight          # there is such a tensor
     - no txt_in.input_embedder.weight              # there is no such tensor
@@ -133,6 +133,18 @@ def shipped() -> tuple[Architecture, ...]:
 def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
     """Return every (architecture, layout) whose conditions hold; for a known model exactly one."""
     return [(a, layout) for a in among for layout, conditions in a.layouts.items() if _all_hold(conditions, shape_of)]
+
+
+def nearly(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
+    """Return every (architecture, layout) of whose tensors one is missing, while another one and all else holds."""
+    found = []
+    for a in among:
+        for layout, conditions in a.layouts.items():
+            failed = [c for c in conditions if not c.holds(shape_of)]
+            one = len(failed) == 1 and not failed[0].absent and shape_of(failed[0].key) is None
+            if one and sum(not c.absent for c in conditions) > 1:
+                found.append((a, layout))
+    return found
 
 
 def _all_hold(conditions: Iterable[Condition], shape_of: Callable[[str], Shape | None]) -> bool:

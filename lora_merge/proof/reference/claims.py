@@ -202,7 +202,7 @@ def _of_method(
     method, alpha = METHODS[group.kind], numbers.limit(group)
     if alpha is None or (alpha and method.type):
         return None
-    known = Known(shapes(group), place.shape, numbers.config(group.stem), alpha)
+    known = Known(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
     keys = method.shared_keys(group.stem.removeprefix(PEFT))
     shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
     scale = claim.scale if group.kind == "lora_bias" else method.scale(known)

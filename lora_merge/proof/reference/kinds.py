@@ -73,7 +73,21 @@ def _fits_fused(s: Stored, shape: Shape) -> bool:
     return rows <= shape[0] and width == shape[1] and 0 < rank < ranks and ranks % rank == 0
 
 
-LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
+def _fits_stacked(s: Stored, shape: Shape) -> bool:
+    """Check stacked experts: factors of three axes, of which one may be the same for all experts."""
+    experts = max(s["up"][0], s["down"][0])
+    return len(shape) == 3 and (experts, s["up"][1], s["down"][2]) == shape
+
+
+def _fits_below(s: Stored, shape: Shape) -> bool:
+    """Check LongCat-Video: the up factors fill the rows, one below the other."""
+    ups = [size for slot, size in s.items() if slot.startswith("up_")]
+    return sum(size[0] for size in ups) == shape[0] and s["down"][0] == sum(size[1] for size in ups)
+
+
+STACKED: Final = ("lora_stacked", "lora_stacked_down", "lora_stacked_up")
+
+LOW_RANK: Final = (*STACKED, "lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
 
 
 def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
@@ -91,6 +105,7 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
     **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker", "kasa"), _fits_lora),
     "lora_embedding": table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
     "full": _fits_full, "full_rank": lambda s, shape: _fits_full({"diff": s["down"]}, shape), "bdlora": _fits_blocks,
+    **dict.fromkeys(STACKED, _fits_stacked), "lora_blocks": _fits_below, "bora": _fits_lora,
     "lora_fused": _fits_fused, "ia3": _fits_vector, "peft_ia3": _fits_vector,
     **{family: method.fits for family, method in METHODS.items()},
 }  # fmt: skip
@@ -101,9 +116,13 @@ def variant(group: Group, numbers: Numbers) -> str:
     """Return the kind of a module, by its configuration and the user's settings where its tensors have LoRA's names."""
     if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
         return "bdlora"
+    stored = shapes(group)
+    if group.kind in ("lora", "litgpt") and len(stored["up"]) == len(stored["down"]) == 3:
+        (up, _, rank), (down, inner, _) = stored["up"], stored["down"]
+        if rank == inner:  # of a convolution they are its kernel of one and its inputs
+            return "lora_stacked" if up == down else "lora_stacked_down" if down == 1 else "lora_stacked_up"
     if group.kind != "litgpt":
         return group.kind
-    stored = shapes(group)
     return "lora" if stored["up"][1:] == stored["down"][:1] else "lora_fused"
 
 

@@ -25,6 +25,8 @@ class Known:
     shape: Shape  # of the weight
     config: Mapping[str, Any]
     alpha: float | None
+    stem: str = ""  # name of the module
+    of_lycoris: bool = False  # whether the header names sd-scripts or LyCORIS
 
     def number(self, name: str, default: float) -> float:
         """Return a number of the configuration; a whole one stays whole, as seeds may be too large for a float."""
@@ -154,8 +156,9 @@ def _adamss(s: Stored, shape: Shape) -> bool:
 
 
 def _constraint(k: Known) -> Mapping[str, Any]:
-    """Return the limit of LyCORIS' rotations, which is α times the number of outputs; their α is not a scale."""
-    return {"limit": k.alpha * k.shape[0] if k.alpha and k.alpha > 0 else inf}
+    """Return the limit of LyCORIS' rotations, which is α times the number of outputs, and of ComfyUI's, which is α."""
+    own = k.alpha == 1 and k.stem.startswith("diffusion_model.") and len(k.shapes["blocks"]) == 3 and not k.of_lycoris
+    return {"limit": k.alpha * (1 if own else k.shape[0]) if k.alpha and k.alpha > 0 else inf}
 
 
 def _cayley(k: Known) -> Mapping[str, Any]:
@@ -314,6 +317,9 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                          kind=lambda s, _: "diag_oft" if len(s["blocks"]) == 3 else "boft"),
     "tlora": Method("", {"q_layer.weight": "q", "p_layer.weight": "p", "lambda_layer": "lambdas"}, _pair("p", "q"),
                     has_scale=True, scale=lambda k: (k.alpha or k.shapes["q"][0]) / k.shapes["q"][0]),
+    "lora_xs": Method("", {"U": "left", "V": "right", "M_xs": "core"},
+                      lambda s, shape: (*s["left"][:1], *s["right"][:1]) == (shape[0], prod(shape[1:])),
+                      has_scale=True, scale=lambda k: (k.alpha or k.shapes["core"][0]) / k.shapes["core"][0]),
     "book": Method("", {"lora.A": "down", "lora.B": "up"}, _transposed, kind=lambda *_: "lora_transposed"),
     "mlx": Method("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
                   kind=lambda s, _: "lora_transposed" if len(s["up"]) == 2 else "lora_switch"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from .blocks import Blocks
@@ -23,8 +23,14 @@ Number = Callable[[StoredTensor], float]
 HEADER: Final = "lora_adapter_metadata"
 """Entry in which diffusers keeps PEFT's configuration: `transformer.r` and so on."""
 
-UNREAD: Final = "lora_config"
-"""Entry of a header that holds numbers and is not read here."""
+STATED: Final = ("alpha", "lora_alpha", "network_alpha")
+"""Plain entries of a header that give α for all modules."""
+
+UNREAD: Final = re.compile(r"alpha|scal|multiplier|rs_?lora", re.IGNORECASE)
+"""Words in other entries of a header, and in the files next to it, with which only the plan knows α."""
+
+TRAINING: Final = ("ss_", "modelspec.", "ot_", "training_info", "prompt", "workflow", "lora_merge", "sd_merge_")
+"""Beginnings of entries that describe the training, or what made the file: their alpha is in the tensors."""
 
 ARGUMENTS: Final = ("ss_network_args", "lycoris_config")
 """Entries in which sd-scripts and SimpleTuner keep the arguments of the network, as JSON."""
@@ -55,18 +61,44 @@ MOST_PATTERNS: Final = 100
 """Of one table: each is tried on each module, and Python caches some hundreds of compiled patterns."""
 
 
+class AdapterTexts(NamedTuple):
+    """What an adapter's files hold besides the values of its tensors."""
+
+    config: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    names: Collection[str]  # of the tensors
+    beside: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
+
+
 class Numbers:
     """The numbers of one adapter's modules, from its configuration, its header and its α tensors."""
 
-    def __init__(
-        self, config: Mapping[str, Any], metadata: Mapping[str, str], given: Mapping[str, Any], number: Number,
-        names: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, stored: AdapterTexts, given: Mapping[str, Any], number: Number) -> None:
         # PEFT may have taken the factors' start out of a weight that the adapter's file holds
-        self.keeps_base = any(".base_layer." in name for name in names)
-        self._config, self._metadata, self._given, self._number = config, metadata, given, number
+        self.keeps_base = any(".base_layer." in name for name in stored.names)
+        self._stored, self._config, self._metadata = stored, stored.config, stored.metadata
+        self._given, self._number = given, number
         self._simple: dict[int, bool] = {}  # `id` of a table of patterns → whether they are
-        self._unread = UNREAD in metadata or any(_changes_alpha(metadata.get(name, "")) for name in ARGUMENTS)
+        self._unread = any(_changes_alpha(self._metadata.get(name, "")) for name in ARGUMENTS)
+
+    @cached_property
+    def _stated(self) -> tuple[bool, float | None]:
+        """Whether it is known which α is stated outside of the tensors, and that α, None without one."""
+        own = {name: text for name, text in self._metadata.items() if not name.startswith((*TRAINING, *ARGUMENTS))}
+        found = {own.pop(name) for name in STATED if name in own}
+        off = {name for name, text in own.items() if text in ("", "None", "False", "{}")}
+        others = any(UNREAD.search(f"{name} {text}") for name, text in own.items() if name not in off)
+        if others or len(found) > 1 or any(map(UNREAD.search, [] if found else self._stored.beside())):
+            return False, None
+        try:
+            return True, next(map(float, found), None)
+        except ValueError:
+            return False, None
+
+    @property
+    def of_lycoris(self) -> bool:
+        """Whether the header is of sd-scripts or LyCORIS."""
+        return any(name in self._metadata for name in (*ARGUMENTS, "ss_network_module"))
 
     @cached_property
     def _header(self) -> dict[str, Any] | None:
@@ -185,13 +217,15 @@ class Numbers:
         """
         if self._unread or group.roles.keys() & NUMBERS - {"alpha"}:
             return None
-        stated = METHODS[group.kind].has_scale or "alpha" in group.roles
-        return (self._alpha(group) or 0.0) if stated else 0.0
+        if not METHODS[group.kind].has_scale and "alpha" not in group.roles:
+            return 0.0
+        alpha = self._alpha(group)
+        return None if alpha is None and not self._knows_alpha(group) else alpha or 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
         """Return α / r from the tensors, squared for early GLoRA; 1 without an α, and for two whole factors."""
         alpha = self._alpha(group)
-        if alpha is not None and not isfinite(alpha):
+        if not self._knows_alpha(group) or (alpha is not None and not isfinite(alpha)):
             return None
         whole = {"lokr/w1", "lokr/w2"} <= group.roles.keys()
         scale = alpha / rank if alpha and rank and not whole else 1.0
@@ -203,8 +237,11 @@ class Numbers:
     def _alpha(self, group: Group) -> float | None:
         if "alpha" in group.roles:
             return self._number(group.roles["alpha"])
-        stated = self._given.get("lora_alpha")
-        return float(stated) if isinstance(stated, (int, float)) else None
+        given = self._given.get("lora_alpha")
+        return float(given) if isinstance(given, (int, float)) else self._stated[1]
+
+    def _knows_alpha(self, group: Group) -> bool:
+        return "alpha" in group.roles or "lora_alpha" in self._given or self._stated[0]
 
     def _rank(self, group: Group) -> int:
         """Return the rank of the factors; 0 where they have none."""
@@ -213,8 +250,10 @@ class Numbers:
             return min(sizes["a1"][:2], default=0)  # in which order depends on the layout
         if group.kind == "lokr":
             shape = sizes.get("w2_b", sizes.get("w1_b", ()))
-        elif group.kind == "lora_fused":
-            shape = sizes["up"][1:]
+        elif group.kind in ("lora_fused", "lora_blocks"):
+            shape = sizes["up" if "up" in sizes else "up_0"][1:]
+        elif group.kind.startswith("lora_stacked"):
+            shape = sizes["down"][1:]
         else:
             shape = sizes["w1_b" if group.kind == "loha" else "down"]
         return shape[0] if shape else 0
@@ -223,7 +262,8 @@ class Numbers:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
         config, own = self.configuration(group.stem) or ({}, "")
         path = path or own
-        alpha = self._by_pattern(config, "alpha_pattern", path, config.get(ALPHAS[method], 8))
+        configured = config.get(ALPHAS[method], 8) or self._given.get("lora_alpha", 0)
+        alpha = self._by_pattern(config, "alpha_pattern", path, configured)
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
         if method != "LORA" or whole:  # PEFT may have cut the factors

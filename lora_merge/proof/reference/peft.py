@@ -41,6 +41,17 @@ def experts(g: FormulaInput) -> Array:
     return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
 
 
+def stacked(g: FormulaInput) -> Array:
+    """Return ΔW of stacked experts with factors of three axes, of which a factor of one entry is for all experts."""
+    which, inside = expert_rows(g)
+    up, down = g["up"], g["down"]
+    result = np.empty((len(which), g.shape[2]))
+    for e in np.unique(which):
+        rows = which == e
+        result[rows] = up[min(e, len(up) - 1), inside[rows]] @ down[min(e, len(down) - 1)]
+    return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
+
+
 def bdlora(g: FormulaInput) -> Array:
     """Return B A where one factor is block-diagonal: its block j is multiplied by share j of the other factor."""
     up, down = g["up"], g["down"]
@@ -268,6 +279,7 @@ def vera(g: FormulaInput) -> Array:
 PEFT: Final = MappingProxyType({
     "adalora": Reference(adalora), "lora_bias": Reference(lora_bias), "lora_embedding": Reference(embedding),
     "lora_experts": Reference(experts), "lora_experts_transposed": Reference(experts),
+    **{f"lora_stacked{shared}": Reference(stacked) for shared in ("", "_down", "_up")},
     "bdlora": Reference(bdlora), "c3a": Reference(c3a), "deft": Reference(deft, whole=True, loss=8),
     "delora": Reference(delora), "fourierft": Reference(fourierft, loss=8), "gralora": Reference(gralora),
     "hira": Reference(hira), "hira_embedding": Reference(hira_embedding), "hra": Reference(hra, loss=8),

@@ -32,7 +32,8 @@ ENDINGS: Final = MappingProxyType({
     **{f"glora_{x}.{name}": f"bias:glora/{x}{part}" for x in "CDE" for name, part in LETTER.items()},
     **{ending: ("bias:" if m.parameter == "bias" else "") + f"{family}/{slot}"
        for family, m in METHODS.items() for ending, slot in m.endings.items()},
-    "lora_diag": "values",
+    "lora_diag": "values", "magnitude_r": "bora/rows", "magnitude_c": "bora/columns", "alpha_scale": "override",
+    **{f"lora_up_{n}.weight": f"lora_blocks/up_{n}" for n in range(4)},
     "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 })  # fmt: skip
 """The last parts of a key → the role of the tensor: `slot` or `family/slot`; `bias:` where it changes the bias."""
@@ -48,6 +49,8 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     #  kind             roles that it has                                  and may have
     ("lora",            {"up", "down"},                                    {"mid"}),
     ("litgpt",          {"adalora/up", "adalora/down"},                    set()),
+    ("lora_blocks",     {"lora_blocks/up_0", "down"},                      {f"lora_blocks/up_{n}" for n in (1, 2, 3)}),
+    ("bora",            {"adalora/up", "adalora/down", "bora/rows", "bora/columns"}, set()),
     ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
     ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
     ("kasa",            {"up", "down", "values"},                          set()),
@@ -66,6 +69,9 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
       for family, m in METHODS.items()),
 )  # fmt: skip
 """A module is of the first kind whose roles it has, without any other role."""
+
+BELOW: Final = ".lora_up"
+"""What LongCat-Video writes before `.blocks.0.weight`, one up factor for each layer in a fused one."""
 
 _LEVELS: Final = 3  # parts of the longest ending, with the number of a row part or the name of an adapter
 
@@ -121,6 +127,9 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
     if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
         stem = name[: -len(".".join(parts[-3:])) - 1]
         return (stem, ENDINGS[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
+    if len(parts) > 3 and parts[0].endswith(BELOW) and (parts[1], parts[3]) == ("blocks", "weight"):
+        role = ENDINGS.get(f"lora_up_{parts[2]}.weight")
+        return (parts[0].removesuffix(BELOW), role, None) if role else None
     if len(parts) > 2 and parts[-2] in NAMED and parts[-1] not in ("weight", "bias"):  # `.ia3_l.default`
         return name[: -len(parts[-2]) - len(parts[-1]) - 2], ENDINGS.get(parts[-2], ""), None
     if len(parts) > 3 and parts[-3] in NAMED and parts[-1] == "weight":  # `.lora_A.default.weight`

@@ -1,4 +1,4 @@
-"""Reference formulas of the tuners that PEFT added in 2026. Plain float64; `algorithms/` names the papers."""
+"""Reference formulas of tuners that PEFT and others added in 2026. Plain float64; `algorithms/` names the papers."""
 
 from __future__ import annotations
 
@@ -81,8 +81,29 @@ def frod(g: FormulaInput) -> Array:
     return np.asarray(unit[g.rows] @ inner @ basis.T - g.w)
 
 
+def lora_blocks(g: FormulaInput) -> Array:
+    """Return B_j A_j in the rows of each layer j."""
+    ups = [g[slot] for slot in sorted(slot for slot in g.slots if slot.startswith("up_"))]
+    parts = [up @ down for up, down in zip(ups, np.split(g["down"], len(ups)), strict=True)]
+    return np.asarray(g.numbers["scale"] * np.concatenate(parts)[g.rows])
+
+
+def lora_xs(g: FormulaInput) -> Array:
+    """Return U M Vᵀ."""
+    return np.asarray(g.numbers["scale"] * (g.some("left") @ (g["core"] @ g["right"].T)))
+
+
+def bora(g: FormulaInput) -> Array:
+    """Return V with the lengths of its rows, then of its columns, replaced, minus W."""
+    v = g.all_w + g.numbers["scale"] * (g["up"] @ g["down"])
+    v = g["rows"].reshape(-1, 1) * v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12)
+    v = g["columns"].reshape(1, -1) * v / np.maximum(np.linalg.norm(v, axis=0, keepdims=True), 1e-12)
+    return np.asarray((v - g.all_w)[g.rows])
+
+
 RECENT: Final = MappingProxyType({
     "peft_glora": Reference(glora), "peft_glora_bias": Reference(glora_bias), "psoft": Reference(psoft, whole=True),
     "adamss": Reference(adamss, whole=True), "tinylora": Reference(tinylora),
+    "lora_blocks": Reference(lora_blocks), "lora_xs": Reference(lora_xs), "bora": Reference(bora, whole=True, loss=8),
     "frod": Reference(frod, whole=True, loss=64),
 })  # fmt: skip

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...adapters.file import AdapterFile
-from ...adapters.peft.rules import PeftRules, rules
+from ...adapters.peft.rules import PeftRules
+from ...adapters.stated import rules_of
 from ...adapters.suffixes import split_parameter
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
@@ -60,7 +61,7 @@ def of_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> str:
 
 def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[Key, StoredTensor]]:
     """Yield the tensors that take the place of the base's; the others come into `left`, with the reason."""
-    known = rules(file.index.config, str(file.path), file.index.metadata)
+    known = rules_of(file)
     for info in file.strange:
         target = _target(info, known.of(info.name), left)
         name, parameter = split_parameter(target) if target else ("", "")

@@ -1,0 +1,348 @@
+"""What headers and configurations other than PEFT's say about the change: alpha, scale, rank and variant. No torch.
+
+Trainers keep the configuration of the network in plain entries of the header, in an entry of JSON, or in a JSON or YAML
+file next to the adapter. `ENTRIES` is the one table of these entries. The rules are those on which SGLang, diffusers
+and ComfyUI agree: α of a tensor wins; a stated α is a finite number and is divided by the rank of each module's own
+tensors; it is not used where the ranks of a file differ and one bare number is stated. What could change the merged
+weights and is not used is refused by its name. Tables in PEFT's own words are read as PEFT's configuration.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from ..algorithms.loha import LOHA
+from ..algorithms.lokr import LOKR
+from ..algorithms.lora import LORA
+from ..errors import FitError, InputError, MergeError, UsageError
+from ..files.checkpoint import Index
+from ..files.side_texts import SideText, side_texts
+from ..files.yaml_source import parse
+from ..limits import from_json
+from ..options import is_finite, shown
+from ..text import Note, listed
+from .file import SCALES, AdapterFile, Module, rank_of
+from .peft.rules import METADATA, UNTYPED, PeftRules, by_component, rules
+
+
+class Meaning(Enum):
+    """What an entry says, which decides what is done with it."""
+
+    ALPHA = "used: scale = α / rank"
+    SCALE = "used: the change is multiplied by it"
+    ROOT = "used: scale = α / √rank"
+    RANK = "compared with the rank of the tensors"
+    DORA = "compared with the tensors, which must have a magnitude"
+    INFORMATIVE = "not needed: the tensors show it, or hold its effect already"
+    UNKNOWN = "refused where it could change the merged weights"
+
+
+ENTRIES: Final[Mapping[str, Meaning]] = {
+    **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
+    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's word for α / r; mistral-finetune, args.py
+    **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
+    **dict.fromkeys(("r", "rank", "dim", "lora_r", "lora_rank", "lora_dim"), Meaning.RANK),
+    **dict.fromkeys(("network_rank", "network_dim", "adapter_rank", "adapter_dim"), Meaning.RANK),
+    **dict.fromkeys(("use_dora", "dora", "dora_wd", "weight_decompose", "lora_decompose"), Meaning.DORA),
+    # LyCORIS stores its α, and ai-toolkit trains without: alpha is then the rank (toolkit/lora_special.py)
+    **dict.fromkeys(("linear_alpha", "conv_alpha"), Meaning.INFORMATIVE),
+    **dict.fromkeys(("decompose_both", "wd_on_output"), Meaning.INFORMATIVE),  # the shapes show it
+}  # fmt: skip
+"""Name of an entry in small letters, without the levels above → its meaning."""
+
+OTHERS: Final = (
+    "ss_", "sshs_", "modelspec.",  # sd-scripts; musubi-tuner leaves ss_network_alpha where it folds α into the tensors
+    "ot_", "training_info", "software",  # OneTrainer, which stores α; ai-toolkit
+    "lycoris_config",  # SimpleTuner: kohya_args.py reads it
+    "sd_merge_", "lora_merge", "mecha_recipe",  # programs that merge: of a change that they made already
+    "prompt", "workflow",  # the graph of ComfyUI
+    "format", METADATA,
+)  # fmt: skip
+"""Beginnings of entries of a header that other modules read, or that describe the training and not the tensors."""
+
+OWNERS: Final = frozenset((LORA.name, LOHA.name, LOKR.name, "adapter", "network", "peft", "lycoris", "dora"))
+"""Words of which the name of a table, an entry or a file has one if it describes an adapter."""
+
+GENERAL: Final = frozenset(
+    ("config", "training", "train", "trainer", "args", "params", "settings", "model", "metadata")
+)
+"""Names of tables that may describe anything."""
+
+FACTORS: Final = frozenset(("alpha", "alphas", "scale", "scales", "scaling", "multiplier"))
+PARTS: Final = OWNERS | {"unet", "transformer", "text", "encoder", "te", "denoiser", "weight", "delta", "pattern"}
+VARIANTS: Final = frozenset(("dora", "rslora"))
+ORDERS: Final = frozenset(("order", "interleaved", "permuted", "transposed"))
+ROWS: Final = frozenset(("qkv", "kv", "row", "rows", "gate", "head", "heads"))
+"""An unknown entry looks decisive if its name is of FACTORS and PARTS alone, has a word of FACTORS and of OWNERS, or
+one of VARIANTS, or of ORDERS and ROWS."""
+
+MODEL: Final = frozenset(("model_type", "_class_name", "architectures"))
+"""Entries of a model's configuration, whose scales are the model's."""
+
+DEEPEST: Final = 6  # levels of tables in a configuration
+LONGEST: Final = 20_000  # characters of a value in Python's notation
+NOTHING: Final = ("", "none", "null", "false", "[]", "{}", "set()")
+
+DIVIDED: Final = "--setting lora_alpha={}, which is divided by the rank of each module"
+STATE: Final = f"state what the training used: {DIVIDED}"
+REMOVE: Final = "merge with the program that wrote it; if it has no effect on the weights, remove that entry"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The entries of one level of a header or a configuration."""
+
+    place: str  # the beginning of an entry's place: "style.safetensors: training."
+    level: str  # names of the levels above
+    entries: Mapping[str, Any]
+    header: bool = False
+    file: str = ""  # name of the file next to the adapter
+    certain: bool = True  # whether it belongs to this adapter
+
+    @property
+    def is_pefts(self) -> bool:
+        """Whether these are the fields of PEFT's configuration."""
+        names = {key.rpartition(".")[2] for key in self.entries}
+        return "peft_type" in names or {"r", "lora_alpha"} <= names
+
+    @property
+    def describes(self) -> bool:
+        """Whether it describes an adapter: by its names, or because it states a rank."""
+        names = (self.file, self.level, *self.entries)
+        ranked = any(ENTRIES.get(key.lower()) is Meaning.RANK for key in self.entries)
+        return self.header or ranked or any(_words(name) & OWNERS for name in names)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether its name is that of something else than an adapter, such as an optimizer."""
+        return not (self.describes or _words(self.level) <= GENERAL)
+
+    def read(self) -> Iterator[tuple[Meaning, str, Any]]:
+        """Yield meaning, name and value of all entries that may decide and are not off."""
+        for key, value in self.entries.items():
+            meaning = ENTRIES.get(key.rpartition(".")[2].lower()) or (Meaning.UNKNOWN if _looks_decisive(key) else None)
+            value = _value(value) if isinstance(value, str) else value
+            off = value == 0 and _words(key).isdisjoint(FACTORS)
+            if meaning and meaning is not Meaning.INFORMATIVE and not off and str(value).lower() not in NOTHING:
+                yield meaning, key, value
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the tables say about the scale of an adapter's modules."""
+
+    numbers: Mapping[Meaning, Mapping[str, float]]  # place → number
+    file_ranks: tuple[int, ...]
+    root: bool = False
+    dora: str = ""  # place of the entry that switches it on
+    problem: MergeError | None = None  # an entry that cannot be used for a scale
+    variant: MergeError | None = None  # an entry of an unknown formula
+
+    @property
+    def used(self) -> str:
+        """The place of the number that is used; "" without one."""
+        return next(iter({**self.numbers[Meaning.ALPHA], **self.numbers[Meaning.SCALE]}), "")
+
+    @property
+    def settles(self) -> bool:
+        """Whether it states a scale, or something that may be one."""
+        return bool(self.used or self.problem)
+
+    def alpha(self, rank: int) -> float | None:
+        """Return α for a module of this rank; None where none is stated.
+
+        InputError or FitError, with the setting that answers, where the tables do not settle it.
+        """
+        if self.problem is not None:
+            raise self.problem
+        if not self.used:
+            return None
+        alphas, scales = self.numbers[Meaning.ALPHA], self.numbers[Meaning.SCALE]
+        factor = max(rank, 1) ** 0.5 if self.root else 1.0
+        found = {factor * value for value in alphas.values()} | {value * max(rank, 1) for value in scales.values()}
+        one, where = f"{next(iter(alphas.values()), min(found)):g}", _listed({**alphas, **scales})
+        if max(found) - min(found) > 1e-6 * max(map(abs, found)):
+            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(one))
+        if found == {0.0}:
+            raise FitError("the adapter's alpha is stated as 0, and such an adapter changes nothing", where,
+                           STATE.format("VALUE"))  # fmt: skip
+        ranks, tensors = self.numbers[Meaning.RANK], listed(map(str, self.file_ranks))
+        if alphas and len(self.file_ranks) > 1:
+            raise InputError("one alpha is stated for modules of different ranks",
+                             f"{where}; the tensors have ranks {tensors}", STATE.format(one))  # fmt: skip
+        if any((value,) != self.file_ranks for value in ranks.values()):
+            raise InputError("the rank that is stated with alpha is not the rank of the tensors",
+                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(one))  # fmt: skip
+        return min(found)
+
+    def check(self, module: Module) -> None:
+        """Raise InputError if the module is of another formula than its tensors show."""
+        if self.variant is not None:
+            raise self.variant
+        if self.dora and "magnitude" not in module.shared and {"up", "down"} <= module.slots.keys():
+            what = "DoRA is switched on, and a module has no magnitude"
+            raise InputError(what, f"{self.dora}; {module.where}", REMOVE)
+
+
+def aside_remark(place: str) -> Note:
+    """Return the remark on a scale that is stated at a place which not all programs read."""
+    return Note(f"scaled by {Path(place).name}, as it was trained; a program that does not read that takes scale 1")
+
+
+def rules_of(file: AdapterFile) -> PeftRules:
+    """Return the rules that follow from an adapter's configuration and header; InputError for methods that cannot be
+    merged. Tables in PEFT's words count in a file without α, and their rules are marked as `aside`."""
+    index, where = file.index, str(file.path)
+    config = index.config
+    if config and "peft_type" not in config and UNTYPED.keys().isdisjoint(config):
+        stated = any(ENTRIES.get(key.lower()) in (Meaning.ALPHA, Meaning.SCALE) for key in config)
+        config = {} if stated or not MODEL.isdisjoint(config) else config
+    if config or METADATA in index.metadata or not _lacks_alpha(file):
+        return rules(config, where, index.metadata)
+    table = next((t for t in _tables(file) if t.is_pefts and t.certain), None)
+    return rules({}, where) if table is None else by_component(table.entries, table.place.rstrip(": ."), aside=True)
+
+
+def statement(file: AdapterFile) -> Statement:
+    """Return what the header of an adapter says about the scale of its modules, else the files next to it."""
+    tables = [table for table in _tables(file) if not (table.is_pefts and table.certain)]
+    ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))}))
+    header = _read([table for table in tables if table.header], ranks)
+    return header if header.settles else _read(tables, ranks)
+
+
+def _lacks_alpha(file: AdapterFile) -> bool:
+    """Return whether the tensors of some module leave its scale open."""
+    return any(m.shared.keys().isdisjoint(SCALES) and not m.slots.keys() <= {"diff"} for m in file.modules)
+
+
+def _tables(file: AdapterFile) -> list[Table]:
+    """Return the tables of the header, then those of the files next to an adapter that leaves its scale open."""
+    found = [*_of_header(file.index)]
+    if _lacks_alpha(file) and "peft_type" not in file.index.config:
+        found += [table for side in side_texts(file.index) for table in _of_side(side)]
+    return found
+
+
+def _of_header(index: Index) -> Iterator[Table]:
+    """Yield the plain entries of a header, and the tables in its entries of JSON."""
+    texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
+    entries = {key: _value(text) if isinstance(text, str) else text for key, text in texts.items()}
+    yield Table(f"{index.path}: ", "", entries, header=True)
+    for key in [key for key, value in entries.items() if isinstance(value, (dict, list)) and not _is_pattern(key)]:
+        yield from _levels(entries[key], Table(f"{index.path}: {key}.", key, {}, header=True))
+
+
+def _of_side(side: SideText) -> Iterator[Table]:
+    """Yield the tables of a JSON or YAML file; InputError if it names alpha and cannot be read."""
+    try:
+        value = from_json(side.text) if side.path.suffix == ".json" else parse(side.text, str(side.path)).value
+    except (ValueError, UsageError, InputError) as e:
+        if not re.search(r"(?:lora|network)_alpha", side.text):
+            return
+        what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
+        raise InputError(
+            what, str(side.path), f"correct it, or move it away and state {DIVIDED.format('VALUE')}"
+        ) from e
+    if isinstance(value, dict) and not MODEL.isdisjoint(value) and "peft_type" not in value:
+        value = {key: inner for key, inner in value.items() if _words(str(key)) & OWNERS}
+    for table in _levels(value, Table(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
+        if not table.foreign:
+            yield table
+
+
+def _levels(value: Any, level: Table, depth: int = 0) -> Iterator[Table]:
+    """Yield a table and the tables inside it. `level`: its place and the names above it."""
+    inside: list[tuple[Table, Any]] = []
+    if isinstance(value, dict):
+        table = replace(level, entries={str(key): inner for key, inner in value.items()})
+        yield table
+        below = {} if table.is_pefts else table.entries
+        inside = [
+            (replace(level, place=f"{level.place}{key}.", level=f"{level.level} {key}"), v) for key, v in below.items()
+        ]
+    elif isinstance(value, list):
+        inside = [(level, inner) for inner in value]
+    for of, inner in inside if depth < DEEPEST else ():
+        yield from _levels(inner, of, depth + 1)
+
+
+def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
+    """Return what the entries of these tables state together."""
+    numbers: dict[Meaning, dict[str, float]] = {m: {} for m in (Meaning.ALPHA, Meaning.SCALE, Meaning.RANK)}
+    switches: dict[Meaning, str] = {}
+    problem: MergeError | None = None
+    variant: MergeError | None = None
+    for table in tables:
+        entries = [*table.read()]
+        scales = any(meaning in (Meaning.ALPHA, Meaning.SCALE) for meaning, _, _ in entries)
+        for meaning, key, value in entries:
+            place = table.place + key
+            if meaning in (Meaning.ROOT, Meaning.DORA):
+                switches.setdefault(meaning, place)
+            elif meaning is Meaning.RANK and (not scales or not is_finite(value)):
+                continue  # of another thing than the adapter
+            elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTORS):
+                what = "an entry next to the adapter's tensors may stand for a formula that is not known"
+                variant = variant or InputError(what, f"{place} = {shown(value)}", REMOVE)
+            elif meaning is Meaning.UNKNOWN or not is_finite(value) or not (table.describes and table.certain):
+                harmless = meaning is Meaning.UNKNOWN and value == 1  # a scale of 1 is that of no scale
+                problem = problem or (None if harmless else _refusal(table, key, value, file_ranks))
+            elif meaning in numbers:
+                numbers[meaning][place] = float(value)
+    root, dora = (switches.get(kind, "") for kind in (Meaning.ROOT, Meaning.DORA))
+    return Statement(numbers, file_ranks, bool(root), dora, problem, variant)
+
+
+def _refusal(table: Table, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
+    """Return the error for an entry that may give the scale and is not used."""
+    what = "an entry may give the adapter's scale, and its meaning is not known"
+    if not table.certain:
+        what = "alpha is stated next to several adapters, and may be that of another one"
+    elif key.rpartition(".")[2].lower() in ENTRIES and not is_finite(value):
+        what = "the adapter's alpha is stated, but not as a finite number"
+    fix = STATE.format("VALUE")
+    if is_finite(value) and len(file_ranks) == 1:
+        rank, factor = file_ranks[0], _words(key) & {"alpha", "alphas"}
+        of_scale = f"{DIVIDED.format(f'{value * rank:g}')}, if it multiplies the change, or {rank} if it does not"
+        fix = STATE.format(f"{value:g}") if factor else of_scale
+    return InputError(what, f"{table.place}{key} = {shown(value)}", fix)
+
+
+def _looks_decisive(key: str) -> bool:
+    """Return whether an entry that no table knows may change the merged weights."""
+    words = _words(key.rpartition(".")[2])
+    factors = words & FACTORS and (words <= FACTORS | PARTS or words & OWNERS)
+    return bool(factors or words & VARIANTS or (words & ORDERS and words & ROWS))
+
+
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a name, in small letters: of `networkAlpha` network and alpha."""
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+
+
+def _listed(places: Mapping[str, float]) -> str:
+    return listed(f"{place} = {value:g}" for place, value in places.items())
+
+
+def _is_pattern(key: str) -> bool:
+    return key.endswith("_pattern")  # of PEFT: its names are those of modules
+
+
+def _value(text: str) -> Any:
+    """Return the value of an entry's text in JSON or in Python's notation, a set as a list; else the text."""
+    try:
+        return from_json(text)
+    except ValueError:
+        pass
+    try:
+        value = ast.literal_eval(text) if len(text) <= LONGEST else text
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    return sorted(map(str, value)) if isinstance(value, set) else value

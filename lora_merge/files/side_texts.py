@@ -1,0 +1,62 @@
+"""The texts of the JSON and YAML files next to an adapter, which may state what its tensors do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..disk.files import open_regular, unreadable
+from ..errors import InputError
+from .checkpoint import Index
+from .layouts import SUFFIXES, entries
+
+ENDINGS: Final = (".json", ".yaml", ".yml")
+LONGEST: Final = 1 << 18  # bytes of a configuration; tokenizers and indexes of shards are longer
+MOST: Final = 64  # files of one folder
+
+
+class SideText(NamedTuple):
+    """One file next to an adapter."""
+
+    path: Path
+    text: str
+    certain: bool  # whether it belongs to this adapter: its folder holds no other adapter
+
+
+def side_texts(index: Index) -> Iterator[SideText]:
+    """Yield the files that may describe an adapter: all of its folder, without those named after another file there."""
+    if not index.path.exists():  # in memory
+        return
+    whole = index.path.is_dir()
+    found = list(entries(index.path if whole else index.path.parent))
+    tensors = {p.name for p in found if p.suffix.lstrip(".") in SUFFIXES} - {f.name for f in index.files}
+    mine = tuple(f.stem for f in index.files)
+    others = {Path(name).stem for name in tensors}
+    read = 0
+    for path in found:
+        if not path.name.endswith(ENDINGS) or path.is_dir() or path.name.endswith(".index.json"):
+            continue
+        named = path.name.startswith(mine)
+        parts = path.name.split(".")
+        if not named and any(".".join(parts[:n]) in others for n in range(1, len(parts))):
+            continue
+        read += 1
+        if read > MOST:
+            raise InputError(f"more than {MOST} JSON and YAML files are next to the adapter", str(path.parent),
+                             "move the adapter into a folder of its own")  # fmt: skip
+        if (text := _text(path)) is not None:
+            yield SideText(path, text, named or whole or not others)
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a small file; None for a longer one, and for one that is not text."""
+    try:
+        with open_regular(path) as f:
+            raw = f.read(LONGEST + 1)
+    except OSError as e:
+        raise unreadable(path, e) from e
+    try:
+        return None if len(raw) > LONGEST else raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
