@@ -131,6 +131,8 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "merge again, or take these files from lora-merge replay",
         "merge into its original .safetensors checkpoint, convert the adapter by llama.cpp's convert_lora_to_gguf.py, or give the names by --map",
         "write -o …",
+        "correct it, or move it away and state --setting lora_alpha=…, which is divided by the rank of each module",
+        "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module",
         "merge with --dtype keep",
         "name a file in it: -o FOLDER/NAME.safetensors",
         "name a folder with --search",
@@ -163,7 +165,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "the user corrects a file or a line": (
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "make",
     ),
-    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower"),
+    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
     "a call in Python": ("bring", "cast", "undo", "see"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
