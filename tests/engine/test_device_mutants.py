@@ -23,10 +23,7 @@ from ..pretended_cuda import Pretended, pretended_cuda
 from ..support import Tensors, load, rand, save
 from . import test_lanes
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py"),
-    pytest.mark.filterwarnings("ignore:.* were tied"),  # tensors of the pretended device all have the address 0
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
 device = test_lanes.device
 Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
