@@ -161,7 +161,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     from lora_merge.planning.make_plan import Inputs, match, outputs
 
     base = index_of("state dict", weights)
-    paths, files = _adapters([factors])
+    paths, files, _ = _adapters([factors])
     job = make_job("state dict", paths, "state dict")
     matched = match(Inputs(job, base, names(base), tuple(files)))
     everything = weights | factors
