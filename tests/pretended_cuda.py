@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from threading import RLock, local
 from typing import Any, NamedTuple
 
@@ -119,8 +120,9 @@ class Pending(NamedTuple):
 
 @dataclass
 class Storage:
-    """Who has yet to write it, and to read it."""
+    """Who has yet to write it, and to read it; and its address, far from all others."""
 
+    address: int = field(default_factory=count(2**36, 2**36).__next__)
     writer: Pending | None = None
     readers: list[Pending] = field(default_factory=list)
 
@@ -250,6 +252,9 @@ class There(Tensor):
         """Torch's own asks a real device for a guard where both are on the device."""
         with gpu().lock:
             return copied(self, source, non_blocking=non_blocking)
+
+    def data_ptr(self) -> int:
+        return self.storage.address + self.shaped.storage_offset() * self.element_size()
 
     def tolist(self) -> Any:
         gpu().stream(self.number).synchronize()

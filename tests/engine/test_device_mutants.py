@@ -23,10 +23,7 @@ from ..pretended_cuda import Pretended, pretended_cuda
 from ..support import Tensors, load, rand, save
 from . import test_lanes
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py"),
-    pytest.mark.filterwarnings("ignore:.* were tied"),  # tensors of the pretended device all have the address 0
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
 device = test_lanes.device
 Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
@@ -183,7 +180,10 @@ OFT = {"m.0.oft_blocks": rand(3, 8, 8) - rand(3, 8, 8).mT}
 C3A = {"base_model.model.m.0.c3a_kernel": rand(3, 2, 8)}
 TIES = 1 + torch.arange(384).double().view(24, 16) * 2**-10 + 2**-11 + 2**-30
 NOTHING = {"m.0.lora_up.weight": torch.zeros(24, 4), "m.0.lora_down.weight": rand(4, 16)}
-ROUNDED = merges(NOTHING, base={"m.0.weight": TIES}, dtype="fp16", compute_dtype="fp64")
+ROUNDED = merges(
+    NOTHING | lora("m.1"),  # an adapter without any effect is refused
+    base={"m.0.weight": TIES, "m.1.weight": model()["m.1.weight"]}, dtype="fp16", compute_dtype="fp64",
+)  # fmt: skip
 ENGINE = "engine.placement:DeviceStream"
 OTHERS = (held,)
 """Scenes in which no fault of the table shows, and which must be right all the same."""

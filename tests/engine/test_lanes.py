@@ -28,7 +28,6 @@ from lora_merge.engine import tensors as factors
 from lora_merge.engine.blocks import BLOCK_ELEMENTS, Block
 from lora_merge.engine.device.memory import SPILLED, WORKSPACE
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import DeviceStream, Placement, _pinned, _stream, land, stage
 
 from ..support import load, rand, save
@@ -187,8 +186,8 @@ def test_lanes_share_factors_without_races(
     shared: list[factors.DeviceCache] = []
 
     class DeviceCache(factors.DeviceCache):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, most: int) -> None:
+            super().__init__(most)
             shared.append(self)
 
     def late(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
@@ -200,10 +199,7 @@ def test_lanes_share_factors_without_races(
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 3)
-    monkeypatch.setattr(
-        "lora_merge.engine.fold_window.PatchTensors",
-        lambda *given, **more: PatchTensors(*given, kept=DeviceCache(), **more),
-    )
+    monkeypatch.setattr("lora_merge.engine.fold_window.DeviceCache", DeviceCache)
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}

@@ -424,8 +424,9 @@ def test_no_message_names_the_temporary_file(
         return verify(plan, part, reader, **more)
 
     monkeypatch.setattr("lora_merge.engine.merge.verify", late)
-    with pytest.raises(OSError if fault == "disk" else VerificationFailed) as caught:
+    with pytest.raises(lora_merge.MergeError if fault == "disk" else VerificationFailed) as caught:
         lora_merge.merge(*files, out)
+    assert isinstance(caught.value.__cause__, OSError) == (fault == "disk")
     assert "lora-merge.part" not in str(caught.value)
     assert str(out) in str(caught.value) or fault == "plain"
     assert not out.exists() and not strays(tmp_path)

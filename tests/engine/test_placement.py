@@ -129,7 +129,8 @@ def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # fakes have no values
+    monkeypatch.setattr("lora_merge.memory.state_index._in_memory", lambda _: True)  # fakes have no values
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)
     monkeypatch.setattr("lora_merge.engine.fold_blocks.stop_where", lambda _: None)
     monkeypatch.setattr("lora_merge.engine.measuring.row_sample.RowSample.measured", lambda *_, **__: ())
 
@@ -160,7 +161,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     from lora_merge.planning.make_plan import Inputs, match, outputs
 
     base = index_of("state dict", weights)
-    paths, files = _adapters([factors])
+    paths, files, _ = _adapters([factors])
     job = make_job("state dict", paths, "state dict")
     matched = match(Inputs(job, base, names(base), tuple(files)))
     everything = weights | factors
@@ -465,8 +466,9 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": broken})
-    with pytest.raises(RuntimeError, match="illegal"):
+    with pytest.raises(lora_merge.MergeError, match="unexpected failure: RuntimeError: an illegal") as caught:
         lora_merge.merge_state_dict(model(torch.float32), linear(torch.float32))
+    assert type(caught.value) is lora_merge.MergeError and type(caught.value.__cause__) is RuntimeError
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (33, 17), (5, 333), (1, 64), (64, 1), (7, 7), (2, 5), (16, 1000)])

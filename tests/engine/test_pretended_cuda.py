@@ -126,7 +126,6 @@ def test_numbers_too_large_are_seen_on_the_device_and_counted(
     assert not cuda.races
 
 
-@pytest.mark.filterwarnings("ignore:.* were tied")  # tensors of the pretended device all have the address 0
 def test_results_stay_on_the_device_of_their_tensors(cuda: Pretended) -> None:
     want = lora_merge.merge_state_dict(model(), adapter(), device="cpu")
     held = {name: tensor.to("cuda:0") for name, tensor in model().items()}
@@ -186,7 +185,6 @@ def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batch
     assert any("was short of memory" in note for note in report.notes)
 
 
-@pytest.mark.filterwarnings("ignore:.* were tied")
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
 def test_a_device_that_fails_under_tensors_in_memory_is_told(

@@ -200,7 +200,6 @@ def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.filterwarnings("ignore:.* were tied")  # tensors of the pretended device all have the address 0
 def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
