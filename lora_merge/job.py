@@ -202,8 +202,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
 
 def _whose(value: Any) -> str:
     """Return the value of `--tokenizer`: a word, or the path of a folder; UsageError where there is no such folder."""
-    if value in TOKENIZERS:
-        return str(value)
+    if isinstance(value, str) and value in TOKENIZERS:
+        return value
     if not is_folder(path := expand(value)):
         raise UsageError("there is no such folder", f"--tokenizer {shown(value, 200)}",
                          f"name a folder, or one of {' and '.join(TOKENIZERS)}")  # fmt: skip

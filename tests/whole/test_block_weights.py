@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import lora_merge
 from lora_merge.batch.run import run_batch
 from lora_merge.cli.main import app
-from lora_merge.errors import MergeError, UsageError
+from lora_merge.errors import MergeError, PartWithoutEffect, UsageError
 from lora_merge.job import Adapter
 from lora_merge.proof.replay import prove
 
@@ -131,6 +131,8 @@ def test_parts_lists_what_the_option_takes(files: Path) -> None:
             lora_merge.plan(
                 files / "base.safetensors", files / "one.safetensors", files / "x.safetensors", strength_for={name: 0.5}
             )
+        except PartWithoutEffect:
+            assert name == "BASE", name  # which the adapter does not change
         except MergeError as e:
             raise AssertionError(name) from e
 

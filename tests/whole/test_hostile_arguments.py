@@ -189,13 +189,13 @@ REFUSED: Mapping[str, Callable[[], Any]] = {
     "dispatched": lambda: torch.zeros(6, 4).as_subclass(Dispatched),
 }
 PLAIN: Mapping[str, Callable[[], Any]] = {
-    "gradient": lambda: torch.zeros(6, 4, requires_grad=True),
-    "result": lambda: torch.zeros(6, 4, requires_grad=True) * 2,
-    "transposed": lambda: torch.zeros(4, 6).t(),
-    "steps": lambda: torch.zeros(6, 8)[:, ::2],
-    "expanded": lambda: torch.zeros(1, 4).expand(6, 4),
-    "negative": lambda: torch._neg_view(torch.zeros(6, 4)),
-    "Parameter": lambda: nn.Parameter(torch.zeros(6, 4)),
+    "gradient": lambda: torch.ones(6, 4, requires_grad=True),
+    "result": lambda: torch.ones(6, 4, requires_grad=True) * 2,
+    "transposed": lambda: torch.ones(4, 6).t(),
+    "steps": lambda: torch.ones(6, 8)[:, ::2],
+    "expanded": lambda: torch.ones(1, 4).expand(6, 4),
+    "negative": lambda: torch._neg_view(torch.ones(6, 4)),
+    "Parameter": lambda: nn.Parameter(torch.ones(6, 4)),
 }
 
 

@@ -241,7 +241,7 @@ def test_tensors_and_batches_tell_how_far_they_are(
 
 
 def test_verify_has_the_options_of_the_table() -> None:
-    assert {*typing.get_type_hints(keywords.VerifyOptions, vars(keywords) | {"torch": torch})} == {
+    assert {*typing.get_type_hints(keywords.VerifyOptions, None, {"torch": torch})} == {
         name for name, option in OPTIONS.items() if option.in_verify
     }
 
