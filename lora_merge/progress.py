@@ -226,7 +226,7 @@ class Observer:
 
     def _wait(self, seconds: float) -> None:
         start = time.monotonic()
-        self._change.wait_for(lambda: self._guard.failed or not (self._waiting or self._busy), max(0.0, seconds))
+        self._change.wait_for(lambda: not self._busy and (self._guard.failed or not self._waiting), max(0.0, seconds))
         self._waited += time.monotonic() - start
 
     def _end_run(self) -> None:
@@ -252,6 +252,7 @@ class Observer:
                 with self._change:
                     self._raised = e
         with self._change:
+            self._busy = False  # only now is the failure logged
             self._change.notify_all()
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from math import isfinite
-from struct import iter_unpack
 from typing import Any, Final, NewType
 
 Note = NewType("Note", str)
@@ -185,12 +184,15 @@ change of direction: Unicode's categories Cc, Cf, Zl and Zp, and what it calls i
 Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 
 
-def _json_escape(character: str) -> str:
-    return "".join(f"\\u{unit:04x}" for (unit,) in iter_unpack(">H", character.encode("utf-16-be")))
+def _json_escape(code: int) -> str:
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    code -= 0x10000  # two surrogates of 10 bits each
+    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
 
 
-_ALL: Final = {c: _json_escape(chr(c)) for first, last in HIDDEN for c in range(first, last + 1) if chr(c) != "\t"}
-CONTROLS: Final = {c: escape for c, escape in _ALL.items() if chr(c) not in "\n\r"}
+_ALL: Final = {c: _json_escape(c) for first, last in HIDDEN for c in range(first, last + 1) if c != 0x09}
+CONTROLS: Final = {c: escape for c, escape in _ALL.items() if c not in (0x0A, 0x0D)}
 """Hidden character → its JSON escape. Line feeds, which end our own lines, and carriage returns, which progress bars
 need, are not among them."""
 

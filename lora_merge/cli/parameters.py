@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
@@ -80,6 +80,7 @@ KINDS: Final = {"switch": bool, "whole": int, "number": float}
 """Kind of an option → type of its value on the command line, where it is not text."""
 
 
+@cache  # commands share rows
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     many = option.kind in ("numbers", "parts", "settings", "entries", "rules", "texts")
     default = None if stated or many else option.default

@@ -30,7 +30,7 @@ from ..keywords import AdapterReading
 from ..options import factor
 from ..text import Shown
 from .loaded_adapter import LoadedAdapter
-from .state_index import check_values
+from .state_index import check_weight
 
 Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
@@ -212,7 +212,7 @@ class AdapterSum(Shown, Changes):
             UsageError: None of the adapters has such a module, or they name the weights of a model in different words.
             MergeError: As for `merge`.
         """
-        check_values(base_weight, "the base's weight")
+        check_weight(base_weight)
         self._expect_one_layout()
         body = body_of(str(name))
         if body not in self._named:

@@ -34,7 +34,7 @@ from ..planning.plan import OutputTensor
 from ..shapes import flat
 from ..spellings import adapter_path
 from ..text import Shown
-from .state_index import check_values, index_of
+from .state_index import check_weight, index_of
 
 if TYPE_CHECKING:
     pass
@@ -114,7 +114,7 @@ class LoadedAdapter(Shown):
             ShapeMismatch: The tensors do not fit the weight, or contradict the configuration.
             MergeError: As for `merge`.
         """
-        check_values(base_weight, "the base's weight")
+        check_weight(base_weight)
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)

@@ -75,6 +75,13 @@ def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
     return (head.info.name, head.stored) if head is not None and same else ()
 
 
+def check_weight(value: object) -> None:
+    """Raise UsageError unless an argument is a tensor, and InputError unless that holds its numbers."""
+    if not isinstance(value, Tensor):
+        raise unlike(value, "the base's weight", "a tensor")
+    check_values(value, "the base's weight")
+
+
 def check_values(value: object, where: str) -> None:
     """Raise InputError unless a value is a tensor whose bytes are its numbers, and these are in memory."""
     kind = type(value).__name__

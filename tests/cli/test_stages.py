@@ -24,7 +24,7 @@ from lora_merge.cli import stages
 from lora_merge.cli.look import CUT, REFLOWING
 from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
 from lora_merge.errors import UsageError
-from lora_merge.progress import APART, Gathered, Progress, Stage, Step, watched
+from lora_merge.progress import APART, GRACE, Gathered, Progress, Stage, Step, watched
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 
@@ -329,7 +329,12 @@ def logged() -> Iterator[list[str]]:
     """The messages of the program's log."""
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        time.sleep(1.5 * GRACE)  # a log that is slow: a run waits until it has the message
+        messages.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("lora_merge").addHandler(handler)
     yield messages
     logging.getLogger("lora_merge").removeHandler(handler)

@@ -154,8 +154,8 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
 
 
 def advice_fits(advice: str, known: Iterable[str]) -> bool:
-    """Return whether a command has the options that an advice names."""
-    return {*known} >= {*re.findall(_FLAG, advice)}
+    """Return whether a command has the options that an advice names, but for those of a whole command in it."""
+    return {*known} >= {*re.findall(_FLAG, advice.partition("lora-merge ")[0])}
 
 
 def _usage(command: str, parameters: Iterable[Any]) -> str:
