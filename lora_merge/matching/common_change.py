@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import takewhile
 from typing import Final, NamedTuple
 
+from ..adapters.conv1d import known_types
 from ..adapters.file import Module
 from ..adapters.suffixes import split_row_part
 from ..algorithms import DoesNotFit
+from ..models.components import WITHIN
 from ..models.names import Names
 from ..models.prefixes import innermost
 from ..models.weights import WeightView
@@ -118,7 +121,17 @@ def _beginnings(bodies: Sequence[str]) -> Iterator[str]:
     same = takewhile(lambda letters: len({*letters}) == 1, zip(*bodies, strict=False))
     shared = "".join(letters[0] for letters in same)
     cuts = (shared[: m.end()] for m in _BOUNDARY.finditer(shared) if m.end() < min(map(len, bodies)))
-    yield from (cut for cut in cuts if not NUMBER.search(cut))
+    yield from (cut for cut in cuts if not NUMBER.search(cut) and cut.partition(".")[0] not in _first_levels())
+
+
+@cache
+def _first_levels() -> frozenset[str]:
+    """Return the first levels of transformers models with a head, each of which names one kind of model.
+
+    Where the base is of this kind, its names are known without the level (models/components.py); else it is another.
+    """
+    types = {kind.replace("-", "_") for kind in known_types()}
+    return frozenset(types | {level.removesuffix(".") for level in WITHIN.values()})
 
 
 def _levels(names: Names) -> list[str]:
