@@ -121,17 +121,17 @@ def _beginnings(bodies: Sequence[str]) -> Iterator[str]:
     same = takewhile(lambda letters: len({*letters}) == 1, zip(*bodies, strict=False))
     shared = "".join(letters[0] for letters in same)
     cuts = (shared[: m.end()] for m in _BOUNDARY.finditer(shared) if m.end() < min(map(len, bodies)))
-    yield from (cut for cut in cuts if not NUMBER.search(cut) and cut.partition(".")[0] not in _first_levels())
+    yield from (cut for cut in cuts if not NUMBER.search(cut) and not cut.replace(".", "_").startswith(_heads()))
 
 
 @cache
-def _first_levels() -> frozenset[str]:
-    """Return the first levels of transformers models with a head, each of which names one kind of model.
+def _heads() -> tuple[str, ...]:
+    """Return the first levels of transformers models with a head, flat, each of which names one kind of model.
 
     Where the base is of this kind, its names are known without the level (models/components.py); else it is another.
     """
-    types = {kind.replace("-", "_") for kind in known_types()}
-    return frozenset(types | {level.removesuffix(".") for level in WITHIN.values()})
+    levels = {kind.replace("-", "_") for kind in known_types()} | {level.removesuffix(".") for level in WITHIN.values()}
+    return tuple(f"{level}_" for level in sorted(levels))
 
 
 def _levels(names: Names) -> list[str]:

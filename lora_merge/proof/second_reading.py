@@ -155,7 +155,9 @@ def _of_original(claim: Claim, planned: Sequence[_Planned], shapes: Mapping[str,
     """
     for module in planned:
         slots = {slot: info.name for slot, info in module.uses[0][1].patch.module.slots.items()}
-        if dict(_spans(module.uses, shapes)).keys() == claim.spans.keys() and {*claim.tensors, *claim.shared} == {*slots}:
+        if dict(_spans(module.uses, shapes)).keys() == claim.spans.keys() and {*claim.tensors, *claim.shared} == {
+            *slots
+        }:
             tensors, shared = ({slot: slots[slot] for slot in part} for part in (claim.tensors, claim.shared))
             return replace(claim, tensors=tensors, shared=shared)
     return claim
