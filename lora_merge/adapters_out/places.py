@@ -98,7 +98,7 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
     """Yield every parameter of the base in the words of a dialect."""
     encoders = names.known.text_encoders if names.known else {}
     for part in names.parts:
-        prefix = dialect.prefix(part, encoders)
+        prefix = "" if names.has_twins else dialect.prefix(part, encoders)
         views = part.views(dialect.layout(part))
         if dialect.table:
             views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}

@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import takewhile
 from typing import Final, NamedTuple
 
+from ..adapters.conv1d import known_types
 from ..adapters.file import Module
 from ..adapters.suffixes import split_row_part
 from ..algorithms import DoesNotFit
+from ..models.components import WITHIN
 from ..models.names import Names
 from ..models.prefixes import innermost
 from ..models.weights import WeightView
@@ -118,7 +121,17 @@ def _beginnings(bodies: Sequence[str]) -> Iterator[str]:
     same = takewhile(lambda letters: len({*letters}) == 1, zip(*bodies, strict=False))
     shared = "".join(letters[0] for letters in same)
     cuts = (shared[: m.end()] for m in _BOUNDARY.finditer(shared) if m.end() < min(map(len, bodies)))
-    yield from (cut for cut in cuts if not NUMBER.search(cut))
+    yield from (cut for cut in cuts if not NUMBER.search(cut) and not cut.replace(".", "_").startswith(_heads()))
+
+
+@cache
+def _heads() -> tuple[str, ...]:
+    """Return the first levels of transformers models with a head, flat, each of which names one kind of model.
+
+    Where the base is of this kind, its names are known without the level (models/components.py); else it is another.
+    """
+    levels = {kind.replace("-", "_") for kind in known_types()} | {level.removesuffix(".") for level in WITHIN.values()}
+    return tuple(f"{level}_" for level in sorted(levels))
 
 
 def _levels(names: Names) -> list[str]:

@@ -32,6 +32,9 @@ from .patch import Match, Patch
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
 TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
+TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
+"""The end of the class of a transformers model for a task: LlamaForCausalLM."""
+
 SHARED: Final = re.compile(r"(?:^|\.)shared$")
 
 OWN_BASE: Final = "use the base the adapter was trained on"
@@ -92,13 +95,14 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
     """Return what an adapter is for, by its names, where the base is not a model of images or videos; else "".
 
-    An unknown base is none if it has no weight of these shapes.
+    A base that neither a table nor its class knows is none if it has no weight of these shapes.
     """
     held = {flat(shape) for shape in names.weights().values()}
+    for_task = TASK_CLASS.search(names.architecture) is not None
     if (
         not names.known
         and any(m.startswith(UNET) for m in unmatched)
-        and not any(names.knows(m) or shapes.get(m) in held for m in unmatched)
+        and not any(names.knows(m) or (not for_task and shapes.get(m) in held) for m in unmatched)
     ):
         return f"the denoiser of an image or video model ({UNET[0]}…)"
     if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):

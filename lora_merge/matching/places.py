@@ -119,6 +119,8 @@ class Places:
         view = self.named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
             view = self.look(*split_parameter(name))
+        if view is not None and "diff" in module.slots and len(view.shape) == 3:
+            view = self.names.value(view)
         if view is None or number is None:
             return view
         try:

@@ -29,6 +29,7 @@ from ..text import Note, listed, plural, quoted
 
 NO_PLACE: Final = "no tensor of the base has these names"
 LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
+IS_BASE: Final = "it is the base"
 MOST_LEVELS: Final = 6  # of a name that are taken off
 
 
@@ -46,8 +47,12 @@ def with_trained_weights(
     uses, index = [], adapter.index
     tensors, headers = dict(index.tensors), dict(index.headers)
     strange, notes = [*adapter.strange], [*adapter.notes]
+    of_base = {path.resolve() for path in {info.file for info in base.values()}}
     for use in (f for f in (folder.files if folder else ()) if f.why == UNPLACED):
         path = index.path / use.name
+        if path.resolve() in of_base:
+            uses.append(use._replace(why=IS_BASE))
+            continue
         try:
             header = read_header(path)
         except InputError as e:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,6 +23,7 @@ from ..shapes import Shape
 from ..text import Note
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
+from .experts import as_matrices
 from .fused import Split, parts_of, splits
 from .guess import architectures, described, seen
 from .prefixes import DENOISERS, PREFIXES, TRAINING, innermost, numbers, prefixed, unwrapped, wrapper_notes
@@ -156,11 +158,15 @@ class Names:
     def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
         """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its
         layers are that network's: one model may hold two, such as `self_attn` and `nar_self_attn` of YuE2."""
-        unlabelled = len(self.parts) == 1 and self.parts[0].label == "model"
-        if not unlabelled or innermost(module)[0] == "any":
+        if not self.has_twins or innermost(module)[0] == "any":
             return []
         keys = {key for piece in view.row_slices for key in self._twins.get(piece.key, ())}
         return [whole(key, self.shapes[key]) for key in sorted(keys)]
+
+    @cached_property
+    def has_twins(self) -> bool:
+        """Whether the prefix of a network may mean either of two like layers in the only network of the base."""
+        return len(self.parts) == 1 and self.parts[0].label == "model" and bool(self._twins)
 
     @cached_property
     def _twins(self) -> Mapping[str, Sequence[str]]:
@@ -210,9 +216,14 @@ class Names:
     def value(self, view: WeightView) -> WeightView:
         """Return the view in the layout of the stored parameter, in which an adapter stores a value of it.
 
-        It differs from the layout of factors only for GPT-2's Conv1D: a LoRA sees `[out, in]`, stored is `[in, out]`.
+        It differs from the layout of factors for GPT-2's Conv1D, where a LoRA sees `[out, in]` and stored is
+        `[in, out]`, and for such stacks of experts.
         """
         piece = view.row_slices[0]
+        shape = self.shapes.get(self.without_wrappers(piece.key), ())
+        if len(shape) == len(view.shape) == 3 and all(p.transposed and p.key == piece.key for p in view.row_slices):
+            every = sum(p.size for p in view.row_slices) == prod(shape)
+            return as_matrices(whole(piece.key, shape)) if every else view
         part = self._part(piece.key)
         own = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and own and self.as_stored(own) == view else view

@@ -58,7 +58,8 @@ class Component:
         base stores stacked, one by one, or as a part of another."""
         (view, known), stack = self._named(module, parameter), None
         if experts := layer_of(module) if parameter == "weight" else None:
-            stack = self._stack(experts)
+            alone = known and view is not None and len(self.shapes[view.row_slices[0].key]) < 3
+            stack = None if alone else self._stack(experts)
             if not known or (stack and stack.in_out):
                 kind = self.architecture.file.stem if self.architecture else ""
                 other = weight_of(experts, self._weight, stack, kind)

@@ -24,6 +24,7 @@ from ..files.side_texts import side_texts
 from ..job import Job
 from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
+from ..shapes import Shape
 from ..text import listed, quoted
 from .findings import NAMED, REPORT
 from .reference.claims import Base, Claim, Span, Strength, claims
@@ -97,9 +98,9 @@ def compare(
         factor = partial(strength, ref.strength, ref.parts, seen.places.blocks)
         for claim in claims(index.tensors, numbers, seen, factor):
             if copies.issuperset(claim.tensors.values()):
-                claim = _of_original(claim, own)
+                claim = _of_original(claim, own, shapes)
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
-            _compare(claim, list(found.values()), ref.path)
+            _compare(claim, list(found.values()), ref.path, shapes)
             known.update(found)
         left = {id(p): t for (at, t), p in planned.items() if at == n and id(p) not in known}
         why.update(_unknown(left, index, seen, factor) if left else {})
@@ -146,7 +147,7 @@ def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Plann
     return found
 
 
-def _of_original(claim: Claim, planned: Sequence[_Planned]) -> Claim:
+def _of_original(claim: Claim, planned: Sequence[_Planned], shapes: Mapping[str, Shape]) -> Claim:
     """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
 
     They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
@@ -154,19 +155,21 @@ def _of_original(claim: Claim, planned: Sequence[_Planned]) -> Claim:
     """
     for module in planned:
         slots = {slot: info.name for slot, info in module.uses[0][1].patch.module.slots.items()}
-        if dict(_spans(module.uses)).keys() == claim.spans.keys() and {*claim.tensors, *claim.shared} == {*slots}:
+        if dict(_spans(module.uses, shapes)).keys() == claim.spans.keys() and {*claim.tensors, *claim.shared} == {
+            *slots
+        }:
             tensors, shared = ({slot: slots[slot] for slot in part} for part in (claim.tensors, claim.shared))
             return replace(claim, tensors=tensors, shared=shared)
     return claim
 
 
-def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:
+def _compare(claim: Claim, planned: Sequence[_Planned], path: Path, shapes: Mapping[str, Shape]) -> None:
     """Raise VerificationFailed unless the plan has the claim's places, tensors and numbers."""
     if len(planned) > 1:
         raise _disagreement(claim, path, "the tensors of one module are applied as those of several",
                             ", ".join(quoted(p.name) for p in planned), claim.name)  # fmt: skip
     uses = planned[0].uses if planned else []
-    applied = dict(_spans(uses))
+    applied = dict(_spans(uses, shapes))
     if len(applied) < len(uses):
         raise _disagreement(claim, path, "how often an adapter's module is applied", "twice", "once")
     for span in sorted({*applied, *claim.spans}):
@@ -199,9 +202,9 @@ def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
         raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")
 
 
-def _spans(uses: Sequence[tuple[str, PatchPart]]) -> Iterator[tuple[Span, float]]:
+def _spans(uses: Sequence[tuple[str, PatchPart]], shapes: Mapping[str, Shape]) -> Iterator[tuple[Span, float]]:
     for name, use in uses:
-        p, shape = use.piece, use.patch.view.shape
+        p, shape = use.piece, shapes.get(name, use.patch.view.shape)
         if len(shape) == 3 and (p.start, p.size) == (0, prod(shape)):  # experts, seen as matrices or as rows of all
             p = p._replace(stop=shape[0], cols=prod(shape[1:]))
         yield Span(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength

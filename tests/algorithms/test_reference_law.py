@@ -35,6 +35,7 @@ MODULES = ("lycoris", "peft", "recent", "rotations", "transforms")
 EXTRA: dict[str, list[Example]] = {
     "lora_fused": [Example("three parts", (18, 10), {"up": (10, 3), "down": (9, 10)}, alpha=6.0,
                            settings={"parts": ((1, 4), (6, 10), (13, 16))})],
+    "bora": [Example("short rows", (12, 2), {"up": (12, 1), "down": (1, 2), "rows": (12,), "columns": (2,)})],
     "lora_switch": [Example("not over the rank", (3, 8, 10), {"up": (3, 8, 2), "down": (3, 2, 10)},
                             settings={"lora_alpha": 4.0, "over_rank": False})],
     "tlora": [Example("middle", (10, 12), {"p": (10, 3), "q": (3, 12), "lambdas": (1, 3)},

@@ -134,16 +134,16 @@ def test_a_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> Non
 def test_an_fp8_file_becomes_gguf_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From scaled fp8 to Q8_0 with a name by default, and that file as a base again."""
     base, lora, want = inputs(tmp_path, "flux")
-    scaled, none = (
+    scaled, little = (
         tmp_path / "scaled.safetensors",
-        save({k: v * 0 for k, v in load(lora).items()}, tmp_path / "n.safetensors"),
+        save({k: v * 1e-3 for k, v in load(lora).items()}, tmp_path / "n.safetensors"),
     )
     monkeypatch.chdir(tmp_path)
-    lora_merge.merge(base, none, scaled, dtype="fp8_scaled")
+    lora_merge.merge(base, little, scaled, dtype="fp8_scaled")
     report = lora_merge.merge(scaled, lora, dtype="q8_0")
     assert Path(report.output).name == "scaled+lora.gguf"
     assert prove(Path(report.output), full=True)["full"]
-    lora_merge.merge(report.output, none, tmp_path / "plain.safetensors", dtype="fp32")
+    lora_merge.merge(report.output, little, tmp_path / "plain.safetensors", dtype="fp32")
     found = load(tmp_path / "plain.safetensors")[f"{QKV}.weight"].double()
     assert (found - want[f"{QKV}.weight"]).norm() < 0.04 * want[f"{QKV}.weight"].norm()
 

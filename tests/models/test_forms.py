@@ -116,6 +116,7 @@ def one_by_one(found: Names, module: str, parameter: str) -> Any:
             views += denoisers or [view for _, view, known in places if known]
         if views:
             one = None not in views and all(view == views[0] for view in views)
+            one = one and not found._twins_of(views[0], module)
             return found.as_stored(views[0]) if one else AmbiguousName
     return None
 
