@@ -153,6 +153,16 @@ def test_name_that_several_networks_have_is_refused() -> None:
         lora_merge.merge_state_dict(base, adapter(base, keys, lambda k: k.removeprefix("model.diffusion_model."))[0])
 
 
+@pytest.mark.parametrize("spelling", [str, lambda k: k.replace(".", "_")], ids=["dotted", "flat"])
+@pytest.mark.parametrize("head", ["bert", "deberta", "xlm_roberta", "clip_text_model"])
+def test_first_level_of_another_kind_of_model_is_no_change(head: str, spelling: Spelling) -> None:
+    """BERT's names fit another encoder by name and shape; an unknown word at the same place is a change."""
+    base = {f"encoder.layer.{i}.attention.self.query.weight": rand(H, H, seed=i) for i in range(2)}
+    with pytest.raises(UnmatchedModules):
+        lora_merge.merge_state_dict(base, adapter(base, [*base], lambda k: spelling(f"{head}.{k}"))[0])
+    expect_merged(base, *adapter(base, [*base], lambda k: spelling(f"trunk.{k}")))
+
+
 def test_prefix_of_a_network_does_not_choose_between_twins() -> None:
     """YuE2 has `self_attn` and `nar_self_attn` in one layer; `diffusion_model.` means the second, which no name says."""
     base = language_model("model.")
