@@ -99,7 +99,7 @@ def components(n: int) -> Files:
     config = {f"c{i}.{k}": v for i in range(n) for k, v in PEFT.items()}
     stored = {f"c{i}.x{end}": [1, 1] for i in range(n) for end in PAIR}
     entries = {"lora_adapter_metadata": json.dumps(config)}
-    return {"base": flat(f"c{i}.x.weight" for i in range(n)), "a": tensors(stored, "BF16", entries)}
+    return {"base": flat(f"c{i}.x.weight" for i in range(n)), "a": tensors(stored, "BF16", entries, b"\x80?")}
 
 
 WAYS: dict[str, Callable[[int], Files]] = {

@@ -286,7 +286,7 @@ def test_sparse_and_ia3_are_known(tmp_path: Path) -> None:
               "a.bias_indices": torch.tensor([[0, 63], [5, 31]], dtype=torch.int16), "a.bias_values": rand(2),
               "a.bias_size": torch.tensor([64, 32], dtype=torch.int16)}  # fmt: skip
     ia3 = {"b.weight": rand(64), "b.on_input": torch.tensor(0), "c.weight": rand(32), "c.on_input": torch.tensor(1)}
-    assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": []}
+    assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": [], "why": {}}
 
 
 @pytest.mark.parametrize("kind", ["IA3", "LOHA", "LOKR"])
@@ -424,7 +424,7 @@ def test_whole_values_under_the_names_of_the_base_are_known(kind: str, at: str, 
     report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "out.safetensors")
     assert report.verified is not None
     count = 3 if kind == "LORA" else 2
-    assert report.verified["matching"] == {"modules": count, "proven": count, "alone": []}
+    assert report.verified["matching"] == {"modules": count, "proven": count, "alone": [], "why": {}}
 
 
 def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> None:
