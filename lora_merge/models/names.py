@@ -169,8 +169,10 @@ class Names:
         for key, shape in self.shapes.items():
             levels = key.split(".")
             for n, level in enumerate(levels if len(levels) <= MOST_LEVELS else ()):
+                if "_" not in level:
+                    continue
                 plain = ".".join((*levels[:n], level.partition("_")[2], *levels[n + 1 :]))
-                if "_" in level and self.shapes.get(plain) == shape:
+                if self.shapes.get(plain) == shape:
                     found.setdefault(plain, []).append(key)
                     found.setdefault(key, []).append(plain)
         return found

@@ -201,21 +201,21 @@ def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter(
 
 
 @pytest.mark.parametrize(
-    ("stem", "part"),
-    [("te", "te"), ("te", "unet"), *((stem, part) for stem in ("te1", "te2") for part in ("te", "te1", "te2", "unet"))],
+    ("encoders", "part"), [(1, "te"), (1, "unet"), *((2, part) for part in ("te", "te1", "te2", "unet"))]
 )
-def test_strengths_by_encoder_are_proven_on_pipelines(stem: str, part: str) -> None:
+def test_strengths_by_encoder_are_proven_on_pipelines(encoders: int, part: str) -> None:
     """Of two, each by its own name and both by the common one; what a single one is called depends on the denoiser."""
     small, large = header("transformers/clip-l.text_model"), header("transformers/clip-bigg")
-    if stem == "te":
+    if encoders == 1:
         base = pipeline(unet=header("diffusers/sd15"), text_encoder=small)
     else:
         base = pipeline(unet=header("diffusers/sdxl"), text_encoder=small, text_encoder_2=large)
-    width = 1280 if stem == "te2" else 768
-    tensors = lora((width, width), f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj", KOHYA, alpha=True)
+    tensors = lora((1280, 320), "lora_unet_time_embedding_linear_1", KOHYA, alpha=True)
+    for stem, width in {1: {"te": 768}, 2: {"te1": 768, "te2": 1280}}[encoders].items():
+        name = f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj"
+        tensors |= lora((width, width), name, KOHYA, alpha=True)
     found = read(base, tensors, parts=((part, 0.5),))
-    assert found.modules == 1
-    assert found.proven or stem == "te"
+    assert found.proven == found.modules == encoders + 1
 
 
 FAMILIES: dict[str, dict[str, Shape]] = {
@@ -670,7 +670,8 @@ def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
     stored, words, prefix, named, parts = row
     config, base = (LLAMA if stored.startswith("transformers") else {}), index(header(stored))
     tensors: dict[str, Shape] = {}
-    for name, shape in [*layers(words).items()][::7]:
+    modules = [*layers(words).items()]
+    for name, shape in (*modules[::7], modules[1], modules[-1]):  # with an input, and the output
         tensors |= lora(shape, prefix + named(name), KOHYA if prefix == "lora_unet_" else PEFT, alpha=not config)
     for part in parts:
         found = read(base, tensors, config, ((part, 0.5),))
