@@ -216,7 +216,8 @@ class _Chooser:
         override = self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
             alpha = self.context.given.get(ALPHA)
-            if alpha is None and not configured and override is None and _matters(row, shapes, shape):
+            unknown = alpha is None and not configured and override is None
+            if unknown and self.context.stated.settles and _matters(row, shapes, shape):
                 alpha = self.context.stated.alpha(row.rank(shapes) if row.rank else 0)
         weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:

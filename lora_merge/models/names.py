@@ -119,7 +119,8 @@ class Names:
 
         A fused layer that the base does not have is the rows of its layers, in order.
         """
-        module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
+        if self._renames:
+            module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
         if (view := self._find(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
@@ -156,11 +157,10 @@ class Names:
     def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
         """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its
         layers are that network's: one model may hold two, such as `self_attn` and `nar_self_attn` of YuE2."""
-        unlabelled = len(self.parts) == 1 and self.parts[0].label == "model"
-        if not unlabelled or innermost(module)[0] == "any":
+        if len(self.parts) > 1 or self.parts[0].label != "model" or not self._twins:
             return []
         keys = {key for piece in view.row_slices for key in self._twins.get(piece.key, ())}
-        return [whole(key, self.shapes[key]) for key in sorted(keys)]
+        return [whole(key, self.shapes[key]) for key in sorted(keys)] if innermost(module)[0] != "any" else []
 
     @cached_property
     def _twins(self) -> Mapping[str, Sequence[str]]:
