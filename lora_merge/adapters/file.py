@@ -383,7 +383,7 @@ def weight_shape(slots: Mapping[str, Shape]) -> Shape:
 def rank_of(module: Module) -> int:
     """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
     complete = module.complete
-    slot = next(filter(module.slots.__contains__, RANK_SLOTS), None)
+    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
     if slot is None or not (shape := module.slots[slot].shape):
         return 0
     stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)

@@ -212,7 +212,7 @@ def rules_of(file: AdapterFile) -> PeftRules:
 
 def statement(file: AdapterFile) -> Statement:
     """Return what the header of an adapter says about the scale of its modules, else the files next to it."""
-    tables = [table for table in _tables(file) if not (table.is_pefts and table.certain)]
+    tables = [table for table in _tables(file) if table.entries and not (table.is_pefts and table.certain)]
     ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))})) if tables else ()
     header = _read([table for table in tables if table.header], ranks)
     return header if header.settles else _read(tables, ranks)

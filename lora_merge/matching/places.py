@@ -139,8 +139,8 @@ class Places:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        asking = (beside for name in module.complete if (beside := ALGORITHMS[name].beside))
-        asked = {parameter for beside in asking for parameter in beside.values()}
+        rows = (ALGORITHMS[name] for name in module.complete)
+        asked = {parameter for row in rows if row.beside for parameter in row.beside.values()}
         if not asked and not relatives:
             return {}
         found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(asked)}

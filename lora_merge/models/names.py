@@ -157,7 +157,7 @@ class Names:
     def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
         """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its
         layers are that network's: one model may hold two, such as `self_attn` and `nar_self_attn` of YuE2."""
-        if len(self.parts) > 1 or self.parts[0].label != "model" or not self._twins:
+        if not self._twins or len(self.parts) > 1 or self.parts[0].label != "model":
             return []
         keys = {key for piece in view.row_slices for key in self._twins.get(piece.key, ())}
         return [whole(key, self.shapes[key]) for key in sorted(keys)] if innermost(module)[0] != "any" else []
@@ -166,12 +166,14 @@ class Names:
     def _twins(self) -> Mapping[str, Sequence[str]]:
         """Key → the keys of equal shape that differ from it by a word at the front of one level, in both directions."""
         found: dict[str, list[str]] = {}
-        for key, shape in self.shapes.items():
+        known = {level for key in self.shapes for level in key.split(".")}
+        shorter = {level: rest for level in known if "_" in level and (rest := level.partition("_")[2]) in known}
+        for key, shape in self.shapes.items() if shorter else ():
             levels = key.split(".")
             for n, level in enumerate(levels if len(levels) <= MOST_LEVELS else ()):
-                if "_" not in level:
+                if level not in shorter:
                     continue
-                plain = ".".join((*levels[:n], level.partition("_")[2], *levels[n + 1 :]))
+                plain = ".".join((*levels[:n], shorter[level], *levels[n + 1 :]))
                 if self.shapes.get(plain) == shape:
                     found.setdefault(plain, []).append(key)
                     found.setdefault(key, []).append(plain)

@@ -214,8 +214,8 @@ class Recomputation:
     def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
         self, target: OutputTensor, rows: Array, found: Array, grid: Grid, value: Array, error: Array, lost: Array
     ) -> Array:
-        """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose another
-        number, even for an exact value that is off by `lost`."""
+        """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose
+        another number, even for an exact value that is off by `lost`."""
         beyond = error - 1.0000002 * self.steps * grid.step(value)
         if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
             return beyond
