@@ -139,8 +139,8 @@ class Places:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        rows = (ALGORITHMS[name] for name in module.complete)
-        asked = {parameter for row in rows if row.beside for parameter in row.beside.values()}
+        rows = module.complete
+        asked = {of for name in rows if (beside := ALGORITHMS[name].beside) for of in beside.values()}
         if not asked and not relatives:
             return {}
         found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(asked)}
