@@ -44,8 +44,8 @@ BYPASS: Final = "bypass_mode"
 has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py. DyLoRA leaves
 its scale out: `bypass_forward_diff` in dylora.py."""
 
-NORM_LIMITS: Final = ((DIAG_OFT.name, "diffusion_model.", 1.0),)
-"""Row of ALGORITHMS, beginning of a module's name, α: together the sign of a trainer that stores the limit of the norm
+NORM_LIMITS: Final = {DIAG_OFT.name: ("diffusion_model.", 1.0)}
+"""Row of ALGORITHMS → beginning of a module's name, α: together the sign of a trainer that stores the limit of the norm
 itself as α, where others mean α times the number of outputs. ComfyUI's own node stores 1 under dotted names
 (comfy_extras/nodes_train.py, comfy/weight_adapter/oft.py); LyCORIS and sd-scripts write flat names."""
 
@@ -81,8 +81,10 @@ class Trained:
 def is_norm_limit(row: str, module: str, alpha: float | None, metadata: Mapping[str, str]) -> bool:
     """Return whether α of a rotation is the limit of its norm itself: by the names, in a file of neither LyCORIS nor
     sd-scripts."""
-    named = any(row == of and module.startswith(start) and alpha == at for of, start, at in NORM_LIMITS)
-    return named and metadata.keys().isdisjoint((*READ, "ss_network_module"))
+    if row not in NORM_LIMITS:
+        return False
+    start, at = NORM_LIMITS[row]
+    return module.startswith(start) and alpha == at and metadata.keys().isdisjoint((*READ, "ss_network_module"))
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,12 +145,12 @@ class Statement:
     problem: MergeError | None = None  # an entry that cannot be used for a scale
     variant: MergeError | None = None  # an entry of an unknown formula
 
-    @property
+    @cached_property
     def used(self) -> str:
         """The place of the number that is used; "" without one."""
         return next(iter({**self.numbers[Meaning.ALPHA], **self.numbers[Meaning.SCALE]}), "")
 
-    @property
+    @cached_property
     def settles(self) -> bool:
         """Whether it states a scale, or something that may be one."""
         return bool(self.used or self.problem)
@@ -211,8 +212,8 @@ def rules_of(file: AdapterFile) -> PeftRules:
 
 def statement(file: AdapterFile) -> Statement:
     """Return what the header of an adapter says about the scale of its modules, else the files next to it."""
-    tables = [table for table in _tables(file) if not (table.is_pefts and table.certain)]
-    ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))}))
+    tables = [table for table in _tables(file) if table.entries and not (table.is_pefts and table.certain)]
+    ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))})) if tables else ()
     header = _read([table for table in tables if table.header], ranks)
     return header if header.settles else _read(tables, ranks)
 

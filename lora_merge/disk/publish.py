@@ -58,8 +58,8 @@ def replacing(
     Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
     a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
-    with suppress(OSError):  # first, as it may give an earlier output its name back
-        sweep(target.parent)
+    with failures(target), suppress(FileNotFoundError, NotADirectoryError):
+        sweep(target.parent)  # first, as it may give an earlier output its name back
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
     old: Path | None = None
@@ -69,7 +69,6 @@ def replacing(
             for left in range(TRIES)[::-1]:
                 with uninterrupted():
                     make_parents(target.parent, made)
-                sweep(target.parent)
                 try:
                     with uninterrupted():
                         part, lock = create(target, folder=folder)

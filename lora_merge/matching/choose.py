@@ -136,12 +136,14 @@ class _Chooser:
                 magnitude = self._magnitude(name, tried.shape)
                 self._check(name, settings, shapes, tried.shape)
                 self._check_groups(name, shapes, tried.shape)
-                numbers = self._numbers(name, shapes, tried.shape)
+                configured = self._configured(name, shapes)
+                numbers = self._numbers(name, shapes, tried.shape, configured)
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
             self._check_factors(full, name)
             self._add_remarks(name, shapes, tried.shape)
+            self._add_scale_remarks(name, shapes, tried.shape, configured)
             in_order = tuple(sorted(settings.items()))
             patch = Patch(context.number, full, name, shapes, numbers, in_order, tried, magnitude, beside)
             return Choice(patch, tuple(self.remarks), frozenset(self.settings))
@@ -190,11 +192,12 @@ class _Chooser:
         if text := rebuilt(name, shapes):
             self.remarks.append(text)
         self.settings |= self.context.given.keys() & row.settings.keys()
-        self._add_scale_remarks(name, shapes, shape)
 
-    def _add_scale_remarks(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
+    def _add_scale_remarks(
+        self, name: str, shapes: Mapping[str, Shape], shape: Shape, configured: Mapping[str, float]
+    ) -> None:
         """Add the remarks on the place that the scale is from."""
-        row, configured = ALGORITHMS[name], self._configured(name, shapes)
+        row = ALGORITHMS[name]
         if self.rules.aside and configured.get("scale", 1.0) != 1:
             self.remarks.append(aside_remark(self.rules.fields.where))
         known = {"alpha", "scale_override"} & self.module.shared.keys() or configured
@@ -209,14 +212,16 @@ class _Chooser:
         else:
             self.remarks.append(NO_ALPHA)
 
-    def _numbers(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
+    def _numbers(
+        self, name: str, shapes: Mapping[str, Shape], shape: Shape, configured: Mapping[str, float]
+    ) -> Mapping[str, float]:
         row = ALGORITHMS[name]
         alpha = self._number("alpha")
-        configured = self._configured(name, shapes)
         override = self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
             alpha = self.context.given.get(ALPHA)
-            if alpha is None and not configured and override is None and _matters(row, shapes, shape):
+            unknown = alpha is None and not configured and override is None
+            if unknown and self.context.stated.settles and _matters(row, shapes, shape):
                 alpha = self.context.stated.alpha(row.rank(shapes) if row.rank else 0)
         weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:

@@ -107,7 +107,11 @@ class AdapterContext:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, FROM_THE_TRAINING) from e
         if chosen is None:
-            return [n for n in complete if _has_required(self.with_shared(module, n), n, near)], None
+            stored = module.slots.keys()
+            return [
+                n for n in complete
+                if ALGORITHMS[n].required <= stored or _has_required(self.with_shared(module, n), n, near)
+            ], None  # fmt: skip
         if chosen in EXPERTS and len(module.shapes.get("up", ())) == 3:  # other programs' form of the same factors
             return [row.name for row in STACKED if row.name in complete], None
         left = ALGORITHMS[chosen].starts_in_base and view.row_slices[0].key in self.without_start

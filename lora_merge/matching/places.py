@@ -66,9 +66,10 @@ class Places:
         """The common change of names with which the modules match that have no place under their own names."""
         alike: dict[str, list[Module]] = {}
         for module in self._modules:
-            if module.parameter == "weight" and not self.pair.is_end(module.name):
+            if module.parameter == "weight":
                 alike.setdefault(NUMBER.sub("#", module.name), []).append(module)
-        lost = [some for some in alike.values() if not self._is_known(some[0])]
+        others = (some for some in alike.values() if not self.pair.is_end(some[0].name))
+        lost = [some for some in others if not self._is_known(some[0])]
         return common_change(self.names, lost, self._called) if lost and not self._lone else None
 
     def _called(self, module: Module) -> str:
@@ -140,7 +141,8 @@ class Places:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        asked = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
+        rows = module.complete
+        asked = {of for name in rows if (beside := ALGORITHMS[name].beside) for of in beside.values()}
         if not asked and not relatives:
             return {}
         found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(asked)}

@@ -121,7 +121,8 @@ class Names:
 
         A fused layer that the base does not have is the rows of its layers, in order.
         """
-        module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
+        if self._renames:
+            module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
         if (view := self._find(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
@@ -158,10 +159,10 @@ class Names:
     def _twins_of(self, view: WeightView, module: str) -> list[WeightView]:
         """Return the twins of a weight, if a name has the prefix of a network and the base does not show which of its
         layers are that network's: one model may hold two, such as `self_attn` and `nar_self_attn` of YuE2."""
-        if not self.has_twins or innermost(module)[0] == "any":
+        if not self.has_twins:
             return []
         keys = {key for piece in view.row_slices for key in self._twins.get(piece.key, ())}
-        return [whole(key, self.shapes[key]) for key in sorted(keys)]
+        return [whole(key, self.shapes[key]) for key in sorted(keys)] if innermost(module)[0] != "any" else []
 
     @cached_property
     def has_twins(self) -> bool:
@@ -172,11 +173,15 @@ class Names:
     def _twins(self) -> Mapping[str, Sequence[str]]:
         """Key → the keys of equal shape that differ from it by a word at the front of one level, in both directions."""
         found: dict[str, list[str]] = {}
-        for key, shape in self.shapes.items():
+        known = {level for key in self.shapes for level in key.split(".")}
+        shorter = {level: rest for level in known if "_" in level and (rest := level.partition("_")[2]) in known}
+        for key, shape in self.shapes.items() if shorter else ():
             levels = key.split(".")
             for n, level in enumerate(levels if len(levels) <= MOST_LEVELS else ()):
-                plain = ".".join((*levels[:n], level.partition("_")[2], *levels[n + 1 :]))
-                if "_" in level and self.shapes.get(plain) == shape:
+                if level not in shorter:
+                    continue
+                plain = ".".join((*levels[:n], shorter[level], *levels[n + 1 :]))
+                if self.shapes.get(plain) == shape:
                     found.setdefault(plain, []).append(key)
                     found.setdefault(key, []).append(plain)
         return found

@@ -57,6 +57,8 @@ class Component:
         """Return (view or None, whether the name is known); dotted names first, then flat ones, then layers that the
         base stores stacked, one by one, or as a part of another."""
         (view, known), stack = self._named(module, parameter), None
+        if view is not None and not self.shapes[view.row_slices[0].key][2:]:  # no stack: each expert is stored alone
+            return view, known
         if experts := layer_of(module) if parameter == "weight" else None:
             alone = known and view is not None and len(self.shapes[view.row_slices[0].key]) < 3
             stack = None if alone else self._stack(experts)

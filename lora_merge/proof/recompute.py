@@ -187,11 +187,7 @@ class Recomputation:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
-        beyond = error - 1.0000002 * self.steps * units
-        if self.stochastic and target.name not in self.outputs and ITEM_BYTES[target.dtype] < LEAST_DRAWN:
-            places = rows[:, None] * found.shape[1] + np.arange(found.shape[1])
-            drawn = _as_drawn(found, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
-            beyond = np.where(drawn, beyond, error)
+        beyond = self._beyond(target, rows, found, grid, value, error, lost)
         bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
@@ -203,7 +199,8 @@ class Recomputation:
         )  # fmt: skip
         if bad.any():
             products = self._products(target, rows, found.shape[1]).max(axis=1, initial=0.0, keepdims=True)
-            explained = error <= self.steps * units + lost + exact.loss * rounding * products
+            more = lost + exact.loss * rounding * products
+            explained = self._beyond(target, rows, found, grid, value, error, more) <= more
             cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
             where = (
@@ -213,6 +210,18 @@ class Recomputation:
             )
             findings.fail(target.name, where, cancelled=cancelled)
         return findings
+
+    def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
+        self, target: OutputTensor, rows: Array, found: Array, grid: Grid, value: Array, error: Array, lost: Array
+    ) -> Array:
+        """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose
+        another number, even for an exact value that is off by `lost`."""
+        beyond = error - 1.0000002 * self.steps * grid.step(value)
+        if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
+            return beyond
+        places = rows[:, None] * found.shape[1] + np.arange(found.shape[1])
+        drawn = _as_drawn(found, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
+        return np.where(drawn, beyond, error)
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return the rows of the written tensor, and the numbers that it could hold instead."""

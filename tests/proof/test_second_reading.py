@@ -201,21 +201,21 @@ def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter(
 
 
 @pytest.mark.parametrize(
-    ("stem", "part"),
-    [("te", "te"), ("te", "unet"), *((stem, part) for stem in ("te1", "te2") for part in ("te", "te1", "te2", "unet"))],
+    ("encoders", "part"), [(1, "te"), (1, "unet"), *((2, part) for part in ("te", "te1", "te2", "unet"))]
 )
-def test_strengths_by_encoder_are_proven_on_pipelines(stem: str, part: str) -> None:
+def test_strengths_by_encoder_are_proven_on_pipelines(encoders: int, part: str) -> None:
     """Of two, each by its own name and both by the common one; what a single one is called depends on the denoiser."""
     small, large = header("transformers/clip-l.text_model"), header("transformers/clip-bigg")
-    if stem == "te":
+    if encoders == 1:
         base = pipeline(unet=header("diffusers/sd15"), text_encoder=small)
     else:
         base = pipeline(unet=header("diffusers/sdxl"), text_encoder=small, text_encoder_2=large)
-    width = 1280 if stem == "te2" else 768
-    tensors = lora((width, width), f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj", KOHYA, alpha=True)
+    tensors = lora((1280, 320), "lora_unet_time_embedding_linear_1", KOHYA, alpha=True)
+    for stem, width in {1: {"te": 768}, 2: {"te1": 768, "te2": 1280}}[encoders].items():
+        name = f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj"
+        tensors |= lora((width, width), name, KOHYA, alpha=True)
     found = read(base, tensors, parts=((part, 0.5),))
-    assert found.modules == 1
-    assert found.proven or stem == "te"
+    assert found.proven == found.modules == encoders + 1
 
 
 FAMILIES: dict[str, dict[str, Shape]] = {
@@ -286,7 +286,7 @@ def test_sparse_and_ia3_are_known(tmp_path: Path) -> None:
               "a.bias_indices": torch.tensor([[0, 63], [5, 31]], dtype=torch.int16), "a.bias_values": rand(2),
               "a.bias_size": torch.tensor([64, 32], dtype=torch.int16)}  # fmt: skip
     ia3 = {"b.weight": rand(64), "b.on_input": torch.tensor(0), "c.weight": rand(32), "c.on_input": torch.tensor(1)}
-    assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": []}
+    assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": [], "why": {}}
 
 
 @pytest.mark.parametrize("kind", ["IA3", "LOHA", "LOKR"])
@@ -424,7 +424,7 @@ def test_whole_values_under_the_names_of_the_base_are_known(kind: str, at: str, 
     report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "out.safetensors")
     assert report.verified is not None
     count = 3 if kind == "LORA" else 2
-    assert report.verified["matching"] == {"modules": count, "proven": count, "alone": []}
+    assert report.verified["matching"] == {"modules": count, "proven": count, "alone": [], "why": {}}
 
 
 def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> None:
@@ -670,7 +670,8 @@ def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
     stored, words, prefix, named, parts = row
     config, base = (LLAMA if stored.startswith("transformers") else {}), index(header(stored))
     tensors: dict[str, Shape] = {}
-    for name, shape in [*layers(words).items()][::7]:
+    modules = [*layers(words).items()]
+    for name, shape in (*modules[::7], modules[1], modules[-1]):  # with an input, and the output
         tensors |= lora(shape, prefix + named(name), KOHYA if prefix == "lora_unet_" else PEFT, alpha=not config)
     for part in parts:
         found = read(base, tensors, config, ((part, 0.5),))
