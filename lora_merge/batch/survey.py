@@ -81,8 +81,9 @@ class _Outputs:
         folded: dict[str, BatchJob] = {}
         self._makers: dict[Path, BatchJob | None] = {}
         clashes = []
+        folders: dict[Path, str] = {}  # thousands of outputs have a few folders
         for e in entries:
-            real = os.path.realpath(e.job.output)
+            real = _real(e.job.output, folders)
             other = self._by_path.setdefault(real, e)
             alike = folded.setdefault(real.casefold(), e) if other is e else e
             if alike is not e and ignores_case(Path(real).parent):
@@ -173,12 +174,23 @@ class _Sources:
     def _entered(self) -> Iterator[str]:
         """Yield a line for each output in a model folder that another job reads."""
         models = {os.path.realpath(path): path for path in self.readers if is_folder(path) and _is_model(path)}
+        folders: dict[Path, str] = {}
         for e in self.writers if models else ():
-            for above in Path(os.path.realpath(e.job.output)).parents:
+            for above in Path(_real(e.job.output, folders)).parents:
                 path = models.get(str(above))
                 if path is not None and (reader := self._reader(path, e)) is not None:
                     yield f"{e.where} would write {e.job.output} into a folder that {reader.where} reads"
                     break
+
+
+def _real(path: Path, folders: dict[Path, str]) -> str:
+    """Return the real path of an output. `folders`: real paths of the folders that were looked at before."""
+    if path.is_symlink():
+        return os.path.realpath(path)
+    folder = path.parent
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder).rstrip(os.sep)
+    return f"{folders[folder]}{os.sep}{path.name}"
 
 
 def _files(path: Path) -> list[Path]:
