@@ -185,7 +185,7 @@ class _Sources:
 
 def _real(path: Path, folders: dict[Path, str]) -> str:
     """Return the real path of an output. `folders`: real paths of the folders that were looked at before."""
-    if path.is_symlink():
+    if os.path.islink(path):  # noqa: PTH114  # False where the system refuses to look
         return os.path.realpath(path)
     folder = path.parent
     if folder not in folders:
