@@ -53,6 +53,7 @@ KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
 
 MOST_PATTERNS: Final = 1000  # of names of the base that are compared with a module's; a comparison takes 0.1 ms
 LONGEST_NAME: Final = 120  # letters at the end of a name that are compared
+MOST_ROWS: Final = 12  # of a map in a message
 SHOWN_NAMES: Final = 2  # nearest names in a message
 LETTERS: Final = "ijklmn"
 """The numbers in a row of a map, in order."""
@@ -217,10 +218,12 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     if not alike:
         return f"{base}, in which no weight is {list(shape)} as {name} needs it; {OWN_BASE}"
     near = nearest(innermost(name)[1], alike)
-    of_shape = f"of {list(shape)} " if shape else ""
-    why = f"{base}, with no such name as {name}: the nearest {of_shape}are {' and '.join(near)}"
-    line = next(filter(None, (_map_line(name, unmatched, key, stored) for key in near)), "")
-    fix = f"if they are the same, write `spellings: {{{line}}}` to names.yaml and add --map names.yaml" if line else ""
+    of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
+    why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
+    patterns = {NUMBER.sub("#", other): other for other in reversed([*unmatched])}
+    rows = [row for other in reversed([*patterns.values()]) if (row := _row(other, unmatched, stored))][:MOST_ROWS]
+    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml"
+    fix = fix if rows else ""
     return f"{why}; {fix or OWN_BASE}"
 
 
@@ -237,6 +240,13 @@ def nearest(name: str, stored: Iterable[str]) -> list[str]:
 def _words(name: str) -> list[str]:
     """Return the last words of a name, in which modules of one kind are alike."""
     return re.findall("[a-z]+|[0-9]+|{i}", name[-LONGEST_NAME:].lower())
+
+
+def _row(name: str, unmatched: Mapping[str, Shape], stored: Mapping[str, Shape]) -> str:
+    """Return the row of a map for the modules of one pattern, by the nearest names of their shape; "" if none fits."""
+    shape = unmatched[name]
+    alike = [key for key, of in stored.items() if not shape or flat(of) == shape]
+    return next(filter(None, (_map_line(name, unmatched, k, stored) for k in nearest(innermost(name)[1], alike))), "")
 
 
 def _map_line(name: str, unmatched: Mapping[str, Shape], key: str, stored: Mapping[str, Shape]) -> str:

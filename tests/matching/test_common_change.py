@@ -183,13 +183,26 @@ def test_error_of_an_unmatched_adapter_has_a_map_that_matches(tmp_path: Path) ->
     ):
         tensors, merged = adapter(base, [k for k in base if "wq" in k], spelling)
         model, file = save(base, tmp_path / "base.safetensors"), save(tensors, tmp_path / "a.safetensors")
-        with pytest.raises(UnmatchedModules, match=r"nearest of \[24, 24\] are trunk\.0\.mixer\.wq") as error:
+        with pytest.raises(UnmatchedModules, match=r"nearest of \[24, 24\] is trunk\.0\.mixer\.wq") as error:
             lora_merge.plan(model, file)
         row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
         assert row is not None
         (tmp_path / "names.yaml").write_text(row[1])
         result = lora_merge.merge_state_dict(base, tensors, map=tmp_path / "names.yaml")
         torch.testing.assert_close({k: result[k] for k in base}, base | merged)
+
+
+def test_map_of_an_error_has_a_row_for_every_pattern(tmp_path: Path) -> None:
+    base = language_model("model.")
+    keys = [k for k in base if "attn" in k]
+    tensors, merged = adapter(base, keys, lambda k: k.replace("self_attn", "attention"))
+    with pytest.raises(UnmatchedModules) as error:
+        lora_merge.merge_state_dict(base, tensors)
+    row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
+    assert row is not None
+    (tmp_path / "names.yaml").write_text(row[1])
+    result = lora_merge.merge_state_dict(base, tensors, map=tmp_path / "names.yaml")
+    torch.testing.assert_close({k: result[k] for k in base}, base | merged)
 
 
 def test_error_of_an_unmatched_adapter_names_the_shape_that_the_base_lacks() -> None:
