@@ -220,8 +220,8 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     near = nearest(innermost(name)[1], alike)
     of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
-    patterns = {NUMBER.sub("#", other): other for other in reversed([*unmatched])}
-    rows = [row for other in reversed([*patterns.values()]) if (row := _row(other, unmatched, stored))][:MOST_ROWS]
+    groups = [*by_pattern(unmatched).values()][:MOST_ROWS]
+    rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
     fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml"
     fix = fix if rows else ""
     return f"{why}; {fix or OWN_BASE}"
@@ -242,26 +242,21 @@ def _words(name: str) -> list[str]:
     return re.findall("[a-z]+|[0-9]+|{i}", name[-LONGEST_NAME:].lower())
 
 
-def _row(name: str, unmatched: Mapping[str, Shape], stored: Mapping[str, Shape]) -> str:
-    """Return the row of a map for the modules of one pattern, by the nearest names of their shape; "" if none fits."""
-    shape = unmatched[name]
-    alike = [key for key, of in stored.items() if not shape or flat(of) == shape]
-    return next(filter(None, (_map_line(name, unmatched, k, stored) for k in nearest(innermost(name)[1], alike))), "")
+def _row(modules: Sequence[str], unmatched: Mapping[str, Shape], stored: Mapping[str, Shape]) -> str:
+    """Return the row of a map with which all modules of one pattern match the base's of another; "" if none does that.
 
-
-def _map_line(name: str, unmatched: Mapping[str, Shape], key: str, stored: Mapping[str, Shape]) -> str:
-    """Return the row of a map with which all unmatched modules of one pattern match the base's of another; "" if no row
-    does that."""
-    body = innermost(name)[1]
+    The nearest names of their shape are tried.
+    """
+    shape, body = unmatched[modules[0]], innermost(modules[0])[1]
     count = len(NUMBER.findall(body))
-    if len(NUMBER.findall(key)) != count or count > len(LETTERS):
-        return ""
-    for module in (m for m in unmatched if NUMBER.sub("#", m) == NUMBER.sub("#", name)):
-        target = _numbered(key, NUMBER.findall(innermost(module)[1]))
-        if target not in stored or (unmatched[module] and flat(stored[target]) != unmatched[module]):
-            return ""
-    letters = [f"{{{letter}}}" for letter in LETTERS]
-    return f'"{_numbered(body, letters)}": "{_numbered(key, letters)}"'
+    for key in nearest(body, (key for key, of in stored.items() if not shape or flat(of) == shape)):
+        if len(NUMBER.findall(key)) != count or count > len(LETTERS):
+            continue
+        targets = [(_numbered(key, NUMBER.findall(innermost(m)[1])), unmatched[m]) for m in modules]
+        if all(target in stored and (not of or flat(stored[target]) == of) for target, of in targets):
+            letters = [f"{{{letter}}}" for letter in LETTERS]
+            return f'"{_numbered(body, letters)}": "{_numbered(key, letters)}"'
+    return ""
 
 
 def _numbered(name: str, numbers: Sequence[str]) -> str:
