@@ -27,12 +27,11 @@ import jinja2
 import numpy as np
 import pytest
 import torch
-import typer.testing
 from hypothesis import HealthCheck, settings
 
 from lora_merge.process import NUMBERS, collect_rarely
-
-from .fixes import TYPED
+from tests.kit.fixes import TYPED
+from tests.kit.pairs import mark_products
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,7 +40,6 @@ settings.register_profile(
 )
 settings.load_profile("the same everywhere")
 
-typer.testing._get_command = functools.cache(typer.testing._get_command)  # 16 ms a run, as in `cli/main.py`
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
 """PEFT saves a model card with every adapter, from one template that it compiles anew: half of the time of saving."""
 
@@ -161,7 +159,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         subprocess.run([gcc, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
         env["LD_PRELOAD"] = str(library)
     process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("nursery.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "tests.kit.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env=env,
     )  # fmt: skip
     assert process.stdin is not None
@@ -189,7 +187,7 @@ def _fixes_typed(request: pytest.FixtureRequest, _caches: Iterator[Path]) -> Ite
     if not texts:
         yield
         return
-    from .typed_fixes import expect_typed, taken_down
+    from tests.kit.typed_fixes import expect_typed, taken_down
 
     with taken_down() as failures:
         yield
@@ -203,6 +201,12 @@ def _signals_restored() -> Iterator[None]:
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before cases are chosen by their marks, those that repeat pairs of others are marked."""
+    mark_products(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -37,7 +37,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Final
 
-from tests.mistakes import Mistake, mistakes
+from tests.kit.mistakes import Mistake, mistakes
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CACHE: Final = ROOT / ".pytest_cache" / "lines"

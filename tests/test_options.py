@@ -19,8 +19,10 @@ from lora_merge.job import Job, make_job
 from lora_merge.keywords import MergeOptions
 from lora_merge.options import OPTIONS, Option, beginning, shown
 from lora_merge.planning.recipe import blanks, recipe
-
-from .support import kohya, save, sd1, steps
+from tests.kit.adapters import kohya
+from tests.kit.cost import steps
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 ROOT = Path(__file__).parent.parent
 JOB = {f.name: f.default for f in fields(Job)[3:]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_structure import LIBRARIES
+from tests.kit.package import LIBRARIES
 
 ROOT = Path(__file__).parent.parent
 tomllib = pytest.importorskip("tomllib")  # Python 3.11

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lora_merge.cli import main as program
-
-from .readme import PAGES, README, ROOT, current
-from .support import kohya, load, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.readme import PAGES, README, ROOT, current
 
 TEXT = README.read_text(encoding="utf-8")
 

@@ -13,9 +13,10 @@ from types import ModuleType
 import pytest
 
 from lora_merge.cli import main as program
-
-from .readme import ROOT
-from .support import kohya, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.kit.readme import ROOT
 
 SITE = ROOT / "configs" / "site"
 PAGES = sorted((SITE / "pages").glob("*.md"))

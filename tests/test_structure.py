@@ -13,10 +13,7 @@ from pathlib import Path
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "lora_merge"
-
+from tests.kit.package import LIBRARIES, PACKAGE, ROOT
 
 ROOMS = (
     "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "memory", "batch",
@@ -26,26 +23,6 @@ ROOMS = (
 
 FACE = ("lora_merge", "lora_merge.__main__", "lora_merge.api", "lora_merge.looking")
 """Modules that show the rooms to the outside. They may import every room; no room imports them."""
-
-LIBRARIES = {
-    "typing_extensions": {"memory", "adapters_out", "", "face"},
-    "yaml": {"files", "models", "planning", "batch"},
-    "torch": {"engine", "adapters_out", "memory", "files", "viewing", "cli"},
-    "numpy": {"proof", "adapters", "engine", "adapters_out", "cli"},
-    "typer": {"cli"},
-    "tqdm": {"cli", ""},
-    "plotly": {"viewing"},
-    "matplotlib": {"viewing"},
-    "rich": {"cli"},
-    "pydantic": {"batch"},
-    "ray": {"batch"},
-    "filelock": {"disk"},
-    "platformdirs": {"disk"},
-    "safetensors": {"proof"},
-    "threadpoolctl": {"proof"},
-    "ml_dtypes": {"proof"},
-}
-"""Library → the rooms that may import it, at the top of a file or inside a function."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:

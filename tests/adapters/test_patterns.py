@@ -26,8 +26,8 @@ from lora_merge.limits import Refused, Steps, pattern
 from lora_merge.models.names import Names
 from lora_merge.models.strengths import Strengths
 from lora_merge.module_patterns import Ends
-
-from ..support import in_process, slowness
+from tests.kit.command_line import run
+from tests.kit.cost import slowness
 
 atoms = st.sampled_from(
     [*("a", "b", "ab", ".", "_", r"\.", r"\d", r"\w", r"\s", r"\W", r"\D", r"\S", "[ab]", "[^a]", "[a-c0-9]", r"[^\w.]"),
@@ -246,7 +246,7 @@ def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
     if field == "target_modules":
         config["target_parameters"] = ["weight"]
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    assert in_process(tmp_path / "base", folder, "-o", tmp_path / "o", "--device", "cpu", "--dry-run")[0] == 0
+    assert run(tmp_path / "base", folder, "-o", tmp_path / "o", "--device", "cpu", "--dry-run").code == 0
 
 
 @pytest.mark.parametrize(

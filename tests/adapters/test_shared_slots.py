@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.adapters.suffixes import ANY, SUFFIXES
-
-from ..support import Tensors, rand, save
+from tests.kit.files import save
+from tests.kit.tensors import Tensors, rand
 
 X = "model.layers.0.mlp.up_proj"
 ENDINGS = [

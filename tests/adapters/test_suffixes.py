@@ -22,8 +22,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import Index
-
-from ..support import save
+from tests.kit.files import save
 
 
 def test_every_row_names_slots_that_exist() -> None:

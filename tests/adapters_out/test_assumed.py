@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.errors import UsageError
-from tests.support import Tensors, in_process, rand
-
-from .test_convert import flux, of_flux
+from tests.kit.command_line import run
+from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import Tensors, rand
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_without_a_base_every_step_writes_what_it_writes_with_one(
     for to in chain:
         ending = "" if to == "peft" else ".safetensors"
         alone, based = tmp_path / f"{to}-alone{ending}", tmp_path / f"{to}-based{ending}"
-        code, told = in_process("convert", before, "-o", alone, "--to", to)
+        code, _, told = run("convert", before, "-o", alone, "--to", to)
         assert code == 0, told
         lora_merge.convert(before, based, to=to, base=folder / "flux.safetensors")
         files = [p / "adapter_model.safetensors" if p.is_dir() else p for p in (alone, based)]

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import lora_merge
 from lora_merge.adapters_out import written
 from lora_merge.adapters_out.average.weights import average_weights
-from lora_merge.cli.main import app
 from lora_merge.errors import FitError, MergeError, UsageError
-from tests.support import kohya, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.models import sd1
 
 
 @pytest.mark.parametrize(("sigma", "power"), [(12**-0.5, 0.0), (0.1, 6.94), (0.05, 16.97)])
@@ -69,8 +69,8 @@ def test_the_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> No
     save_file(kohya(sd1(), te=False), tmp_path / "a.safetensors")
     output = tmp_path / "out.safetensors"
     given = [str(tmp_path / "a.safetensors")] * 2
-    found = CliRunner().invoke(app, ["average", *given, "-o", str(output), "-q", *options])
-    assert found.exit_code == 0, found.exception
+    found = run("average", *given, "-o", output, "-q", *options)
+    assert found.code == 0, found.err
     assert output.exists()
 
 
@@ -80,12 +80,11 @@ def test_a_bias_is_a_vector_in_whatever_shape_its_change_is_stored(shape: tuple[
     save_file({"b.diff_b": torch.ones(shape)}, tmp_path / "a.safetensors")
     save_file({"b.diff_b": torch.zeros(4)}, tmp_path / "b.safetensors")
     output = tmp_path / "mean.safetensors"
-    done = CliRunner().invoke(app, ["average", *map(str, tmp_path.glob("*.safetensors")), "-o", str(output)])
+    done = run("average", *tmp_path.glob("*.safetensors"), "-o", output)
     if shape in ((4,), (4, 1)):
-        assert torch.equal(load_file(output)["b.diff_b"].flatten(), torch.full((4,), 0.5)), done.output
+        assert torch.equal(load_file(output)["b.diff_b"].flatten(), torch.full((4,), 0.5)), done.err
     else:
-        assert isinstance(done.exception, MergeError)
-        assert done.exception.exit_code == 4
+        assert done.code == 4
         assert not output.exists()
 
 
@@ -125,7 +124,7 @@ def test_averaged_factors_are_those_of_musubi_bit_for_bit(
         betas = [(1 - 1 / t) ** power for t in (1, 2)]
     paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
     given = [*map(str, paths), "-o", str(output), "--space", "factors", "-q", *options]
-    assert CliRunner().invoke(app, ["average", *given]).exit_code == 0
+    assert run("average", *given).code == 0
     made = load_file(output)
     for name, value in recursion(paths, betas).items():
         assert torch.equal(made[name], value), name
@@ -164,12 +163,12 @@ def test_a_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(t
     paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
     output.write_bytes(b"")
     given = [*map(str, paths), "-o", str(output), "--space", "factors", "--dry-run"]
-    assert CliRunner().invoke(app, ["average", *given]).exit_code == 0
+    assert run("average", *given).code == 0
     convert = ["convert", str(paths[0]), "-o", str(output), "--to", "keep", "--dtype", "bf16", "--dry-run"]
-    assert CliRunner().invoke(app, convert).exit_code == 0
+    assert run(*convert).code == 0
     one = load_file(paths[1])
     save_file({name: value for name, value in list(one.items())[3:]}, paths[1])
-    assert isinstance(CliRunner().invoke(app, ["average", *given]).exception, FitError)
+    assert run("average", *given).code == FitError.exit_code
 
 
 @pytest.mark.parametrize("wrong", ["shape", "alpha", "name", "rank", "space", "strength"])
@@ -197,10 +196,8 @@ def test_each_snapshot_is_needed_to_name_once(tmp_path: Path) -> None:
     """A pattern stands for its files, in the order of their names; weights are those of the files."""
     paths, output = snapshots(tmp_path), tmp_path / "out" / "mean.safetensors"
     output.parent.mkdir()
-    found = CliRunner().invoke(
-        app, ["average", str(tmp_path / "*.safetensors"), "-o", str(output), "--weights", "1,0,0"]
-    )
-    assert found.exit_code == 0, found.exception
+    found = run("average", tmp_path / "*.safetensors", "-o", output, "--weights", "1,0,0")
+    assert found.code == 0, found.err
     base = sd1(torch.float32)
     one, other = (lora_merge.merge_state_dict(base, [p]) for p in (paths[0], output))
     assert all(torch.allclose(one[n], other[n], atol=1e-6) for n in base)

@@ -14,9 +14,9 @@ import lora_merge
 from lora_merge.adapters_out.truncation.storing import Grams
 from lora_merge.cli.making.look import lines
 from lora_merge.errors import InputError, MergeError, UsageError
-from tests.support import Tensors, rand, save
-
-from .test_convert import flux, of_flux
+from tests.kit.files import save
+from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import Tensors, rand
 
 MODULE = "lora_unet_double_blocks_0_img_attn_proj"
 DOWN, UP, ALPHA = f"{MODULE}.lora_down.weight", f"{MODULE}.lora_up.weight", f"{MODULE}.alpha"

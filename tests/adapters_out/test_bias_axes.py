@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import lora_merge
-
-from ..support import in_process, rand, save
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 MODULE = "model.diffusion_model.input_blocks.1.1.proj_in"
 SHAPES = [(1, 12, 1, 1), (3, 4), (12, 1), (12,)]
@@ -49,7 +50,7 @@ def test_the_output_changes_the_base_as_its_input_does(
     base, adapter = files(tmp_path, shape)
     inputs = [adapter] if command in ("resize", "convert") else [adapter, adapter]
     on = ["--base", base] if with_base else []
-    code, said = in_process(command, *inputs, "-o", tmp_path / "made.safetensors", *options, *on)
+    code, _, said = run(command, *inputs, "-o", tmp_path / "made.safetensors", *options, *on)
     assert code == 0, said
     for name, used in (("made", tmp_path / "made.safetensors"), ("same", adapter)):
         lora_merge.merge(base, [used], tmp_path / f"merged-{name}.safetensors")
@@ -68,7 +69,7 @@ def test_biases_of_several_axes_are_whole_values_or_have_no_place(
     """PEFT and diffusers keep the change in the bias of the layer lora_B, which is [out]; PEFT has new values too."""
     base, adapter = files(tmp_path, shape)
     output = tmp_path / ("made" if to == "peft" else "made.safetensors")
-    code, said = in_process("convert", adapter, "--to", to, "--base", base, "-o", output)
+    code, _, said = run("convert", adapter, "--to", to, "--base", base, "-o", output)
     if shape[0] == 12 or to == "peft":
         assert code == 0, said
         if shape[0] != 12:

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 import lora_merge
 from lora_merge.adapter_options import TAKES, WRITERS
 from lora_merge.errors import UsageError
-
-from ..support import in_process, kohya, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "combine": ("a", "b"), "resize": ("a", "--rank", "2"), "convert": ("a", "--to", "lycoris"),
@@ -34,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(files: Path, output: Path, command: str, *more: object) -> dict[str, torch.Tensor]:
     name, *given = (command.partition(" ")[0], *COMMANDS[command])
     paths = [str(files / f"{word}.safetensors") if word in ("a", "b", "base", "tuned") else word for word in given]
-    code, told = in_process(name, *paths, "-o", output, "--overwrite", *more)
+    code, _, told = run(name, *paths, "-o", output, "--overwrite", *more)
     assert code == 0, told
     return load_file(output)
 
@@ -79,7 +81,7 @@ def test_what_is_made_of_a_choice_is_made_again_and_proven(files: Path, tmp_path
     out, again = tmp_path / "o.safetensors", tmp_path / "p.safetensors"
     made(files, out, "combine", "--include", "te", "--compute-dtype", "fp64")
     for step in (("verify", out, "--search", files), ("replay", out, "-o", again, "--search", files)):
-        code, told = in_process(*step)
+        code, _, told = run(*step)
         assert code == 0, told
     assert out.read_bytes() == again.read_bytes()
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 import lora_merge
 from lora_merge.adapters_out.job import make_adapter_job
 from lora_merge.adapters_out.outcome.planned import plan
-from lora_merge.cli.main import app
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.viewing.inspect import inspect
-from tests.hostile_commands import ADAPTER, LLAMA, gguf
-from tests.support import metadata, steps, strays
+from tests.kit.command_line import run
+from tests.kit.cost import steps
+from tests.kit.files import metadata, strays
+from tests.kit.hostile_commands import ADAPTER, LLAMA, gguf
 
 LINEAR, CONV = "down_blocks_0_attentions_0_proj_in", "mid_block_resnets_0_conv1"
 
@@ -47,11 +47,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return kohya(tmp_path / "a.safetensors", 4, 2.0, 1), kohya(tmp_path / "b.safetensors", 8, 8.0, 100)
 
 
-def called(*arguments: object) -> Result:
-    """The command line in this process."""
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 def delta(path: Path) -> dict[str, np.ndarray]:
     """What a file of plain factors means, by layer; independent of the package."""
     stored, found = load_file(path), {}
@@ -65,9 +60,9 @@ def delta(path: Path) -> dict[str, np.ndarray]:
 
 def test_the_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
-    done = called("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json")
-    assert done.exit_code == 0, done.exception
-    report = json.loads(done.stdout)
+    done = run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
     a, b, c = delta(pair[0]), delta(pair[1]), delta(out)
     for name, value in c.items():
         np.testing.assert_array_equal(value, a[name] + 0.5 * b[name])
@@ -226,9 +221,8 @@ WRONG = [
 def test_wrong_options_are_refused_and_nothing_is_written(
     options: list[str], code: int, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    done = called("combine", *pair, "-o", tmp_path / "c.safetensors", *options)
-    assert isinstance(done.exception, MergeError)
-    assert done.exception.exit_code == code
+    done = run("combine", *pair, "-o", tmp_path / "c.safetensors", *options)
+    assert done.code == code
     assert not strays(tmp_path)
     assert not (tmp_path / "c.safetensors").exists()
 
@@ -255,8 +249,8 @@ def test_bad_inputs_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
-    done = called("combine", *pair, "-o", out, "--dry-run", "--json")
-    assert {layer["rank"] for layer in json.loads(done.stdout)["layers"].values()} == {12}
+    done = run("combine", *pair, "-o", out, "--dry-run", "--json")
+    assert {layer["rank"] for layer in json.loads(done.out)["layers"].values()} == {12}
     assert not out.exists()
 
 
@@ -284,36 +278,34 @@ def test_a_plan_tells_ranks_that_headers_tell(
     command: str, options: dict[str, Any], told: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     given = [word for name, value in options.items() for word in (f"--{name}", value)]
-    done = called(command, pair[0], "-o", tmp_path / "c.safetensors", "--dry-run", *given)
-    assert done.exit_code == 0 and told in done.stdout, done.stdout
+    done = run(command, pair[0], "-o", tmp_path / "c.safetensors", "--dry-run", *given)
+    assert done.code == 0 and told in done.out, done.out
     assert not (tmp_path / "c.safetensors").exists()
 
 
 def test_a_plan_refuses_what_has_no_factors(tmp_path: Path) -> None:
     save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")
     for word in ("-q", "--dry-run"):
-        failed = called("combine", tmp_path / "w.safetensors", "-o", tmp_path / "c.safetensors", word).exception
-        assert isinstance(failed, FitError) and "not low-rank" in failed.what
+        failed = run("combine", tmp_path / "w.safetensors", "-o", tmp_path / "c.safetensors", word)
+        assert failed.code == FitError.exit_code and "not low-rank" in failed.err
 
 
 def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out, copy = tmp_path / "c.safetensors", tmp_path / "copy.safetensors"
-    assert called("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
-                  "energy:0.9", "--rank-for", "conv1=3").exit_code == 0  # fmt: skip
-    proof = json.loads(called("verify", out, "--json").stdout)
+    assert run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
+                  "energy:0.9", "--rank-for", "conv1=3").code == 0  # fmt: skip
+    proof = json.loads(run("verify", out, "--json").out)
     assert proof["same_bytes"] and proof["recomputed"] == proof["layers"] == 2
     inputs = [path.rename(path.with_name(f"now-{path.name}")) for path in pair]
-    assert json.loads(called("verify", out, "--json").stdout)["same_bytes"]
+    assert json.loads(run("verify", out, "--json").out)["same_bytes"]
     for path in inputs:
         path.rename(path.with_name(path.name.removeprefix("now-")))
-    assert called("replay", out, "-o", copy).exit_code == 0
+    assert run("replay", out, "-o", copy).code == 0
     assert copy.read_bytes() == out.read_bytes()
     raw = bytearray(out.read_bytes())
     raw[-1] ^= 1
     out.write_bytes(raw)
-    failed = called("verify", out).exception
-    assert isinstance(failed, MergeError)
-    assert failed.exit_code == 6
+    assert run("verify", out).code == 6
 
 
 @pytest.mark.parametrize("change", [
@@ -331,8 +323,7 @@ def test_a_recipe_that_cannot_be_followed_is_damaged(
     for step in ("replay", "verify"):
         save_file(load_file(out), out, {"lora_merge.recipe": json.dumps(changed)})
         more = ["-o", tmp_path / "again.safetensors"] if step == "replay" else []
-        found = called(step, out, *more)
-        assert isinstance(found.exception, InputError), found.exception
+        assert run(step, out, *more).code == InputError.exit_code
 
 
 def test_an_adapter_is_no_merged_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -348,9 +339,9 @@ def test_a_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], t
     told["options"] |= {"overwrite": True, "no_such": 1, "output": str(there), "map": str(pair[0])}
     save_file(load_file(out), out, {"lora_merge.recipe": json.dumps(told)})
     there.write_bytes(b"mine")
-    assert isinstance(called("replay", out, "-o", there).exception, UsageError)
+    assert run("replay", out, "-o", there).code == UsageError.exit_code
     assert there.read_bytes() == b"mine"
-    assert called("replay", out, "-o", tmp_path / "again.safetensors").exit_code == 0
+    assert run("replay", out, "-o", tmp_path / "again.safetensors").code == 0
 
 
 def test_a_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path) -> None:
@@ -364,7 +355,7 @@ def test_a_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path
         ["convert", adapter, "--to", "peft"],
     ):
         out = tmp_path / (command[0] if command[0] == "convert" else f"{command[0]}.safetensors")
-        assert called(*command, "--base", base, "-o", out).exit_code == 0
+        assert run(*command, "--base", base, "-o", out).code == 0
         found = load_file(next(out.glob("*.safetensors")) if out.is_dir() else out)
         assert sorted(tuple(t.shape) for t in found.values() if t.ndim == 2) == [(1, 6), (4, 1)]
 

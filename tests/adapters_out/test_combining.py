@@ -21,20 +21,9 @@ from lora_merge.engine.combining import combined, gram
 from lora_merge.errors import VerificationFailed
 from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS
-from tests.support import kohya, sd1
-
-SHAPE = (12, 20)
-
-
-def changes(count: int = 3) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(count)]
-
-
-def run(method: str, given: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
-    return combined(
-        method, [t.clone() for t in given], strengths, Numbers(**numbers), [f"seed {n}" for n in range(len(given))]
-    )  # type: ignore[arg-type]
+from tests.kit.adapters import kohya
+from tests.kit.combining import SHAPE, changes, run
+from tests.kit.models import sd1
 
 
 def thinned(how: str, change: torch.Tensor, n: Numbers, seed: str) -> torch.Tensor:

@@ -22,7 +22,8 @@ from lora_merge.adapters_out.layers import stacked
 from lora_merge.adapters_out.outcome import single
 from lora_merge.adapters_out.outcome.single import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
-from tests.support import rand, strays
+from tests.kit.files import strays
+from tests.kit.tensors import rand
 
 SHAPES = {"lora_unet_a": (12, 7), "lora_unet_b": (5, 9), "lora_unet_c": (6, 4, 3, 3)}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -22,47 +22,14 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.planning.cache import CheckpointCache
-from tests.support import Tensors, in_process, kohya, load, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.flux import H, flux, of_flux
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 HEADERS = Path(__file__).parents[1] / "headers"
-H = 8
-
-
-def flux() -> Tensors:
-    """A tiny Flux in its authors' layout, with fused q, k, v and swapped halves at the end."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "img_in.weight": (H, 4), "txt_in.weight": (H, 6), "final_layer.linear.weight": (4, H),
-        "final_layer.adaLN_modulation.1.weight": (2 * H, H), "vector_in.in_layer.weight": (H, 6),
-        "single_blocks.0.linear1.weight": (7 * H, H), "single_blocks.0.linear2.weight": (H, 5 * H),
-        "single_blocks.0.modulation.lin.weight": (3 * H, H),
-    }  # fmt: skip
-    for stream in ("img", "txt"):
-        block = f"double_blocks.0.{stream}_"
-        shapes |= {f"{block}attn.qkv.weight": (3 * H, H), f"{block}attn.proj.weight": (H, H)}
-        shapes |= {f"{block}mod.lin.weight": (6 * H, H), f"{block}attn.norm.query_norm.scale": (4,)}
-        shapes |= {f"{block}mlp.0.weight": (4 * H, H), f"{block}mlp.2.weight": (H, 4 * H)}
-    return {name: rand(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
-
-
-def of_flux(*, dora: bool = False, loha: bool = False) -> Tensors:
-    """An adapter for every layer of the tiny Flux, in kohya's names; α is not the rank."""
-    found: Tensors = {}
-    for n, (key, weight) in enumerate(flux().items()):
-        if weight.ndim < 2:
-            continue
-        out, cols = weight.shape
-        name = "lora_unet_" + key.removesuffix(".weight").replace(".", "_")
-        found[f"{name}.alpha"] = torch.tensor(1.5)
-        if loha:
-            for half in ("w1", "w2"):
-                found[f"{name}.hada_{half}_a"] = rand(out, 2, seed=n)
-                found[f"{name}.hada_{half}_b"] = rand(2, cols, seed=n + 50)
-            continue
-        found[f"{name}.lora_up.weight"] = rand(out, 3, seed=n)
-        found[f"{name}.lora_down.weight"] = rand(3, cols, seed=n + 50)
-        if dora:
-            found[f"{name}.dora_scale"] = rand(out, 1, seed=n).abs()
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +234,7 @@ def test_a_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp
     lora_merge.convert(folder / "flux-lora.safetensors", out, to="peft", base=folder / "flux.safetensors",
                        include=["transformer"])  # fmt: skip
     for step in (("verify", out, "--search", folder), ("replay", out, "-o", again, "--search", folder)):
-        code, told = in_process(*step)
+        code, _, told = run(*step)
         assert code == 0, told
     assert all((again / made.name).read_bytes() == made.read_bytes() for made in out.iterdir())
 
@@ -275,7 +242,7 @@ def test_a_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp
 def test_rules_for_kernels_and_parts_hold_for_conversions(folder: Path, tmp_path: Path) -> None:
     base, adapter = folder / "sd1.safetensors", folder / "sd1-lora.safetensors"
     output = tmp_path / "a.safetensors"
-    code, told = in_process("convert", adapter, "-o", output, "--to", "lycoris", "--base", base, "--rank", "3",
+    code, _, told = run("convert", adapter, "-o", output, "--to", "lycoris", "--base", base, "--rank", "3",
                             "--conv-rank", "2", "--rank-for", "re:attn2=1", "--alpha", "rank")  # fmt: skip
     assert code == 0, told
     for name, down in load_file(output).items():
@@ -363,7 +330,7 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     for name in downs:
         own[name].view(-1)[0] = -0.0  # equal to zero, but not the same bits
     save_file(own, tmp_path / "in.safetensors")
-    in_process("convert", tmp_path / "in.safetensors", "-o", tmp_path / "out.safetensors", "--to", to,
+    run("convert", tmp_path / "in.safetensors", "-o", tmp_path / "out.safetensors", "--to", to,
                "--base", folder / "sd1.safetensors")  # fmt: skip
     stored = load_file(tmp_path / "out.safetensors")
     bits = {tuple(t.reshape(-1).view(torch.uint8).tolist()) for t in stored.values()}

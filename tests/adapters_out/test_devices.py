@@ -19,9 +19,9 @@ from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
 from lora_merge.engine.by_rows.rows import Rows
 from lora_merge.engine.placement import Placement
 from lora_merge.errors import ResourceError
-from tests.adapters_out.test_truncation import SPECTRA, example
-from tests.pretended_cuda import Pretended, pretended_cuda
-from tests.support import rand
+from tests.kit.pretended_cuda import Pretended, pretended_cuda
+from tests.kit.spectra import SPECTRA, example
+from tests.kit.tensors import rand
 
 
 @pytest.fixture

@@ -9,21 +9,15 @@ from functools import cache
 
 import pytest
 
-from lora_merge.adapters_out.dialects import DIALECTS, Dialect
+from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import Place, places
 from lora_merge.models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete
-from lora_merge.models.names import Names, names
+from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
-from tests.models.test_architectures import ALL, header
-from tests.models.test_layouts import few_blocks
-from tests.support import index
+from tests.kit.architectures import ALL
+from tests.kit.dialects import EVERY, base, matrices, named
 
 MODELS = [n for n in ALL if n.split("/")[0] in ("native", "diffusers") and "vae" not in n and "openclip" not in n]
-
-
-@cache
-def base(model: str) -> Names:
-    return names(index(few_blocks(header(model))))
 
 
 @cache
@@ -32,13 +26,6 @@ def written(model: str, to: str) -> tuple[Place, ...]:
     return tuple(places(found, DIALECTS[to].of(found.known)))
 
 
-def named(to: Dialect, place: Place) -> str:
-    """The module as the file names it."""
-    return to.key(place.prefix, place.module, "")
-
-
-EVERY = ("native/flux-dev", "native/hunyuanvideo", "native/zimage-fused", "diffusers/sd3", "diffusers/wan-i2v-14B")
-"""Models that are written in every dialect; the others in one, which changes from model to model."""
 WRITTEN = [(model, to) for n, model in enumerate(MODELS) for m, to in enumerate(DIALECTS)
            if model in EVERY or (n - m) % len(DIALECTS) == 0]  # fmt: skip
 
@@ -91,12 +78,6 @@ class Words:
                 elif low < high:
                     found.append((name, first, end))
         return found
-
-
-def matrices(found: Names, to: str) -> dict[str, WeightView]:
-    """Module, as a dialect names it → its rows."""
-    dialect = DIALECTS[to].of(found.known)
-    return {named(dialect, p): p.view for p in places(found, dialect) if len(p.view.shape) > 1}
 
 
 def alone(adapter: Mapping[str, WeightView], to: str) -> Iterator[dict[str, Rows]]:

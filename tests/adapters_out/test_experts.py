@@ -12,7 +12,7 @@ import torch
 import lora_merge
 from lora_merge.adapters_out.convert import make_conversion, plan
 from lora_merge.errors import FitError, UsageError
-from tests.support import Tensors
+from tests.kit.tensors import Tensors
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -19,8 +19,11 @@ from lora_merge.adapters_out.extract import proving
 from lora_merge.adapters_out.extract.kronecker import factored
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.cache import CheckpointCache
-from tests.adapters_out.test_convert import flux
-from tests.support import Tensors, in_process, kohya, rand, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.flux import flux
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def merged(base: Path, adapter: Path) -> Tensors:
 
 def test_a_known_lora_is_found_again_with_its_rank(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "found.safetensors"
-    code, told = in_process("extract", folder / "base.safetensors", folder / "tuned.safetensors", "-o", output,
+    code, _, told = run("extract", folder / "base.safetensors", folder / "tuned.safetensors", "-o", output,
                             "--rank", "exact")  # fmt: skip
     assert code == 0, told
     found, known = load_file(output), load_file(folder / "lora.safetensors")
@@ -227,7 +230,7 @@ def test_it_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Pat
         ("replay", out, "-o", again, "--search", folder),
     )
     for step in steps:
-        code, told = in_process(*step)
+        code, _, told = run(*step)
         assert code == 0, told
     for made in [*out.iterdir()] if out.is_dir() else [out]:
         assert made.read_bytes() == (again / made.name if out.is_dir() else again).read_bytes()
@@ -488,7 +491,7 @@ def test_the_proof_reads_whole_matrices_as_the_file_stores_them(
     tensors[name][0, 0] += 1
     with safe_open(given[2], "pt") as f:
         save_file(tensors, given[2], f.metadata())
-    code, told = in_process("verify", given[2], "--search", folder)
+    code, _, told = run("verify", given[2], "--search", folder)
     assert code == 6, told
 
 
@@ -506,10 +509,10 @@ def test_a_full_proof_of_a_written_adapter_computes_every_layer(
     inputs = {"extract": [base, folder / "tuned.safetensors"], "convert": [lora, "--base", base], "resize": [lora],
               "combine": [f"{lora}:0.5", lora, "--base", base]}.get(command, [lora, lora])  # fmt: skip
     output = tmp_path / ("o" if "peft" in options else "o.safetensors")
-    code, said = in_process(command, *inputs, *options, "-o", output)
+    code, _, said = run(command, *inputs, *options, "-o", output)
     assert code == 0, said
     sample, full = (lora_merge.verify(output, search=[folder], full=full) for full in (False, True))
     assert (sample["full"], full["full"]) == (False, True)
     assert 1 <= sample["recomputed"] < sample["layers"] == full["recomputed"] == full["layers"]
-    code, said = in_process("verify", output, "--search", folder, "--on-overflow", "saturate")
+    code, _, said = run("verify", output, "--search", folder, "--on-overflow", "saturate")
     assert code == 2 and "--on-overflow" in said, said

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lora_merge
 from tests.files.quantised_forms import FORMS, SHAPE
-from tests.files.test_quantised_bases import NAMES, base, parts
-from tests.gguf_files import read, write
-from tests.support import Tensors, rand
+from tests.kit.gguf_files import read, write
+from tests.kit.quantised import NAMES, base, parts
+from tests.kit.tensors import Tensors, rand
 
 
 def product(found: Tensors, layer: str) -> Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.errors import FitError
-from tests.support import rand
+from tests.kit.tensors import rand
 
 
 def llama(vocabulary: int = 20, *, tied: bool = False) -> Any:

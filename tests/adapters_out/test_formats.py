@@ -17,8 +17,8 @@ from lora_merge.adapters_out.job import AdapterJob, make_adapter_job
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.cache import CheckpointCache
-from tests.adapters_out.test_convert import flux, of_flux
-from tests.support import in_process
+from tests.kit.command_line import run
+from tests.kit.flux import flux, of_flux
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, t
 )
 def test_the_commands_take_it(folder: Path, command: str, more: list[str], tmp_path: Path) -> None:
     words: list[Any] = [command, folder / "a.safetensors", "--base", folder / "base.safetensors", *more]
-    code, told = in_process(*words, "--format", "diffusers", "-o", tmp_path / "out.safetensors")
+    code, _, told = run(*words, "--format", "diffusers", "-o", tmp_path / "out.safetensors")
     assert code == 0, told
     assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
 

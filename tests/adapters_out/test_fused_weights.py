@@ -13,8 +13,9 @@ import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.models.names import names
-from tests.adapters_out.test_convert import flux, of_flux
-from tests.support import Tensors, index, rand
+from tests.kit.files import index
+from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import Tensors, rand
 
 
 @pytest.fixture(scope="module")

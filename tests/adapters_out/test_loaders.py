@@ -15,10 +15,11 @@ import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.models.names import names
-from tests.models.test_architectures import header
-from tests.models.test_layouts import few_blocks
-from tests.support import Tensors, index, rand
-from tests.whole.test_diffusers import CONFIGS
+from tests.kit.architectures import header
+from tests.kit.diffusers_models import CONFIGS
+from tests.kit.files import index
+from tests.kit.layouts import few_blocks
+from tests.kit.tensors import Tensors, rand
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore")

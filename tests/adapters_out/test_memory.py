@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from lora_merge.adapters_out.rank_rules import Rule
 from lora_merge.adapters_out.truncation.need import bytes_for
-
-from ..support import rand
+from tests.kit.tensors import rand
 
 OUT, COLS = 3072, 768
 MOST = 2 * OUT * COLS * 8 // 2**20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.adapters_out.test_combining import SHAPE, changes, run
+from tests.kit.combining import SHAPE, changes, run
 
 STRENGTHS = (0.5, 2.0, 1.25)
 

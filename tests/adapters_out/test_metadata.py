@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import lora_merge
-from tests.support import Tensors, metadata, rand
-
-from .test_convert import flux, of_flux
+from tests.kit.files import metadata
+from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import Tensors, rand
 
 TOLD = {"ss_network_module": "networks.lora_flux", "ss_network_dim": "3", "ss_network_alpha": "1.5", "ss_seed": "7",
         "ss_base_model_version": "flux1", "ss_network_args": json.dumps({"train_t5xxl": "True"}), "sshs_model_hash": "old",

@@ -19,9 +19,9 @@ from lora_merge.adapters_out.conversion.made import Made
 from lora_merge.adapters_out.job import make_adapter_job
 from lora_merge.adapters_out.outcome.layer import Kept
 from lora_merge.errors import FitError, VerificationFailed
-from tests.support import Tensors, in_process, rand
-
-from .test_convert import flux, of_flux
+from tests.kit.command_line import run
+from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import Tensors, rand
 
 
 def stored(folder: Path, tensors: Tensors) -> Path:
@@ -49,7 +49,7 @@ def test_a_file_keeps_its_words_in_another_dtype(kind: str, tmp_path: Path) -> N
     """The model need not be known."""
     tensors = {f"some.layer.{ending}": rand(*shape, seed=n) + 1 for n, (ending, shape) in enumerate(ROWS[kind].items())}
     out = tmp_path / "b.safetensors"
-    code, told = in_process("convert", stored(tmp_path, tensors), "-o", out, "--dtype", "bf16")
+    code, _, told = run("convert", stored(tmp_path, tensors), "-o", out, "--dtype", "bf16")
     assert code == 0, told
     found = load_file(out)
     assert found.keys() == tensors.keys()

@@ -16,7 +16,7 @@ from lora_merge.adapters_out.convert import make_conversion, opened, plan, plann
 from lora_merge.errors import FitError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.cache import CheckpointCache
-from tests.support import Tensors, rand
+from tests.kit.tensors import Tensors, rand
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")

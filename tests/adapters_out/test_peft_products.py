@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters_out.peft.products import split
 from lora_merge.errors import FitError
-from tests.support import rand
-from tests.whole.test_diffusers import CONFIGS
+from tests.kit.diffusers_models import CONFIGS
+from tests.kit.tensors import rand
 
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")

@@ -20,9 +20,8 @@ from lora_merge.adapters_out import convert
 from lora_merge.adapters_out.outcome.single import WIDEN, is_finite
 from lora_merge.disk.draft import Draft, Drafted
 from lora_merge.errors import InputError, VerificationFailed
-from tests.support import strays
-
-from .test_convert import flux, of_flux
+from tests.kit.files import strays
+from tests.kit.flux import flux, of_flux
 
 LAYER = "lora_unet_double_blocks_0_img_attn_proj"
 

@@ -15,6 +15,7 @@ from lora_merge.adapters_out.truncation.factored import of_factors, orthonormal
 from lora_merge.adapters_out.truncation.storing import apart_from, squares_of, stored
 from lora_merge.adapters_out.truncation.triples import Triples
 from lora_merge.engine.by_rows.rows import Rows
+from tests.kit.spectra import SPECTRA, example
 
 
 def pair(rank: int, out: int = 30, cols: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,25 +61,6 @@ def test_directions_that_cancel_are_not_stored() -> None:
     assert found.values.numel() == 0 or float(found.values[0]) < 1e-12
     (found,) = of_factors(torch.cat((left, left), 1)[None], torch.cat((right, right), 0)[None])
     assert len(found.values) == 5
-
-
-SPECTRA = {
-    "flat": torch.ones(96),
-    "slow": torch.arange(1, 97).float().pow(-0.7),
-    "steep": torch.arange(1, 97).float().pow(-2),
-    "signal above noise": torch.cat((torch.full((3,), 100.0), torch.linspace(1, 0.2, 93))),
-    "equal signals": torch.cat((torch.full((6,), 3.0), torch.linspace(1, 0.2, 90))),
-    "signals far above noise": torch.cat((torch.linspace(2000, 1000, 7), torch.linspace(1, 0.2, 89))),
-    "nothing but signals": torch.cat((torch.linspace(3, 1, 5), torch.zeros(91))),
-}
-"""Singular values of an example, by what is hard about it."""
-
-
-def example(spectrum: str, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.linalg.qr(torch.randn(120, 96, generator=generator, dtype=torch.float64)).Q
-    v = torch.linalg.qr(torch.randn(130, 96, generator=generator, dtype=torch.float64)).Q
-    return (u * SPECTRA[spectrum]) @ v.mT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -14,9 +14,11 @@ from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.joining.names import expect_one_layout
 from lora_merge.errors import UsageError
 from lora_merge.models.assumed import Change
-from tests.adapters_out.test_convert import flux, of_flux
-from tests.adapters_out.test_dialects import EVERY, base, matrices
-from tests.support import Tensors, kohya, sd1
+from tests.kit.adapters import kohya
+from tests.kit.dialects import EVERY, base, matrices
+from tests.kit.flux import flux, of_flux
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors
 
 WORDS = ("kohya", "comfy", "diffusers", "onetrainer")
 

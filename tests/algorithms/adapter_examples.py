@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pipeline import Stacked, stack
 from torch import Tensor
 
 from lora_merge.algorithms import ALGORITHMS, Shape
+from tests.algorithms.pipeline import Stacked, stack
 
 Maker = Callable[[torch.Generator], Tensor]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_examples import EXAMPLES, INPUTS, Example, Maker
 from torch import Tensor
 
 from lora_merge.algorithms import ALGORITHMS
+from tests.algorithms.adapter_examples import EXAMPLES, INPUTS, Example, Maker
 
 Stored = dict[str, Tensor]
 PAIR = {"up": (12, 3), "down": (3, 10)}

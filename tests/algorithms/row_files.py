@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_examples import Example
-from peft_examples import ALL_EXAMPLES
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +15,8 @@ from lora_merge.adapters.peft.methods import METHODS, MLX, SHARED
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.job import Job, make_job
+from tests.algorithms.adapter_examples import Example
+from tests.algorithms.peft_examples import ALL_EXAMPLES
 
 MODULES = ("m.layers.0.a", "m.layers.1.a")
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft_examples import ALL_EXAMPLES
-from pipeline import stack
 
 from lora_merge.algorithms import ALGORITHMS, COUNT, SEED, Bounds, DoesNotFit, below
 from lora_merge.engine.placement import whole
@@ -19,6 +17,8 @@ from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.proof.examples import EXAMPLES, tensors, weight
 from lora_merge.proof.examples import given as asked
 from lora_merge.proof.reference import REFERENCE
+from tests.algorithms.peft_examples import ALL_EXAMPLES
+from tests.algorithms.pipeline import stack
 
 INDEXED = [
     (name, example, slot)

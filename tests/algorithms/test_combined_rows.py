@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from row_files import STATED, write
 from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.job import Job
+from tests.algorithms.row_files import STATED, write
 
 KEPT = ("dtype", "compute_dtype", "setting")
 

@@ -6,14 +6,14 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from adapter_examples import Example, stacked
-from peft_examples import ALL_EXAMPLES as EXAMPLES
-from peft_examples import every
-from pipeline import Stacked, stack
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_merge.algorithms import ALGORITHMS
+from tests.algorithms.adapter_examples import Example, stacked
+from tests.algorithms.peft_examples import ALL_EXAMPLES as EXAMPLES
+from tests.algorithms.peft_examples import every
+from tests.algorithms.pipeline import Stacked, stack
 
 AWAY = "cuda:0" if torch.cuda.is_available() else "meta"
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}

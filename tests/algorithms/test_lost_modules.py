@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from row_files import MODULES, write
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.reader import Reader
@@ -18,6 +17,7 @@ from lora_merge.matching.match import MatchBuilder
 from lora_merge.planning import cache, make_plan
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.proof.account import Account, account
+from tests.algorithms.row_files import MODULES, write
 
 Break = Callable[[pytest.MonkeyPatch], None]
 LOST = MODULES[0]

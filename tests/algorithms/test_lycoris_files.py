@@ -20,7 +20,8 @@ import lora_merge
 
 pytest.importorskip("lycoris.modules", reason="lycoris-lora is not installed")
 from lycoris import kohya, wrapper
-from test_lycoris_oracle import LAYERS, build, inputs, table
+
+from tests.algorithms.lycoris_layers import LAYERS, build, inputs, table
 
 NAMINGS = ("lycoris_blocks_{}", "lora_unet_blocks_{}", "blocks.{}")
 

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_examples import Example
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_examples import ALL_EXAMPLES as EXAMPLES
-from peft_examples import every
-from pipeline import candidates, stack
 
 from lora_merge.adapters.file import Module
 from lora_merge.adapters.peft.rules import rules
@@ -22,6 +18,10 @@ from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from lora_merge.disk.files import StoredTensor
 from lora_merge.matching.incomplete import gaps
+from tests.algorithms.adapter_examples import Example
+from tests.algorithms.peft_examples import ALL_EXAMPLES as EXAMPLES
+from tests.algorithms.peft_examples import every
+from tests.algorithms.pipeline import candidates, stack
 
 MISSING_IS_FINE = {
     ("lora", "tucker", "mid"): False,

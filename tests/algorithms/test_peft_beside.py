@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.proof.replay import prove
-from tests.peft_oracle import assert_close, save, train
+from tests.kit.peft_oracle import assert_close, save, train
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "glora": (peft.GloraConfig, {"r": 4}),

@@ -17,7 +17,7 @@ import torch
 import lora_merge
 from lora_merge.errors import MergeError
 from lora_merge.models.module_order import in_order, tables
-from tests.peft_oracle import assert_close, save, train
+from tests.kit.peft_oracle import assert_close, save, train
 
 UNET = {
     "block_out_channels": (8, 16), "norm_num_groups": 4, "cross_attention_dim": 8, "attention_head_dim": 4,

@@ -20,8 +20,8 @@ from lora_merge.algorithms.joint_basis import drawn_places, joint_basis
 from lora_merge.engine.rebuilding import cast
 from lora_merge.errors import MergeError
 from lora_merge.proof.replay import prove
-from tests.algorithms.test_peft_order import MODELS
-from tests.peft_oracle import assert_close, save, train
+from tests.algorithms.peft_models import MODELS
+from tests.kit.peft_oracle import assert_close, save, train
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
 PATTERNS: dict[str, dict[str, Any]] = {

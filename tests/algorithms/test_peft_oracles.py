@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 
 import lora_merge
 from lora_merge.algorithms.peanut import ACTIVATIONS
-from tests.peft_oracle import (
+from tests.kit.peft_oracle import (
     assert_close,
     assert_same_function,
     assert_same_merge,

@@ -20,7 +20,7 @@ from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.matching.patch import ZEROS
 from lora_merge.proof.replay import prove
-from tests.peft_oracle import merged, save, train
+from tests.kit.peft_oracle import merged, save, train
 
 LINEAR = ["wide", "tall", "square"]
 

@@ -13,9 +13,6 @@ from types import MappingProxyType, ModuleType
 
 import pytest
 import torch
-from adapter_examples import Example
-from peft_examples import ALL_EXAMPLES, unseen
-from pipeline import stack
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +21,9 @@ from lora_merge import algorithms
 from lora_merge.adapters import suffixes as conventions
 from lora_merge.algorithms import ALGORITHMS, Algorithm
 from lora_merge.engine.placement import Placement, move
+from tests.algorithms.adapter_examples import Example
+from tests.algorithms.peft_examples import ALL_EXAMPLES, unseen
+from tests.algorithms.pipeline import stack
 
 README = Path(__file__).parents[2] / "algorithms" / "README.md"
 TABLE = re.compile(r"(?<=<!-- accuracy -->\n).*(?=<!-- /accuracy -->)", re.DOTALL)

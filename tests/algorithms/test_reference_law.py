@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_examples import Example, stacked
-from peft_examples import ALL_EXAMPLES
-from pipeline import Stacked
 
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.algorithms.peanut import ACTIVATIONS
 from lora_merge.proof.reference import REFERENCE, FormulaInput
+from tests.algorithms.adapter_examples import Example, stacked
+from tests.algorithms.peft_examples import ALL_EXAMPLES
+from tests.algorithms.pipeline import Stacked
 from tests.mutator import Change, changes
 
 MODULES = ("lycoris", "peft", "recent", "rotations", "transforms")

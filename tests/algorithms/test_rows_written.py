@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import row_files
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +12,7 @@ import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.errors import FitError, MergeError
 from lora_merge.job import Job
+from tests.algorithms import row_files
 
 OF_ITS_BASE = ("adamss",)
 """Rows that take only what training from this very base gives; the files of these tests hold random numbers."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import row_files
 import torch
 from safetensors.torch import load_file, save_file
 from threadpoolctl import threadpool_limits
@@ -22,8 +21,10 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.engine.fold import StackedPatch, new_weights
 from lora_merge.engine.placement import CACHE_LINE
 from lora_merge.job import Job
+from tests.algorithms import row_files
 from tests.kernels import SETTINGS, run
-from tests.support import Tensors, rand, save
+from tests.kit.files import save
+from tests.kit.tensors import Tensors, rand
 
 OF_ITS_BASE = ("adamss",)
 """Rows that take only what training from this very base gives; the files of these tests hold random numbers."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from row_files import write
 from safetensors.torch import save_file
 
 import lora_merge
@@ -23,6 +22,7 @@ from lora_merge.planning.cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
 from lora_merge.proof.second_reading import Reading, read_again
+from tests.algorithms.row_files import write
 
 NO_OTHERS = ()
 """Rows whose places and numbers are the plan's alone, as the report says of them by name."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import trainers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lora_merge
 from lora_merge.viewing.inspect import inspect
+from tests.algorithms import trainers
 
 Make = Callable[[Any], trainers.Trained]
 

@@ -24,13 +24,11 @@ from typing import Any, Final
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lora_merge
 from lora_merge.batch import groups, survey
 from lora_merge.batch.report import JobReport
 from lora_merge.batch.run import make_batch
-from lora_merge.cli.main import app
 from lora_merge.disk import locks as claims
 from lora_merge.disk import pages
 from lora_merge.disk import writer as disk
@@ -44,8 +42,13 @@ from lora_merge.engine.buffers import WindowTask
 from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.files import safetensors as header
-
-from ..support import assert_rounded, expected, kohya, load, rand, save, sd1, steps, strays
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.cost import steps
+from tests.kit.files import load, save, strays
+from tests.kit.models import sd1
+from tests.kit.oracles import assert_rounded, expected
+from tests.kit.tensors import rand
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -954,34 +957,34 @@ jobs:
   - {adapters: ["{a}:{s}"], matrix: {a: [ink.safetensors, oil.safetensors], s: [0.5, 1.0]}, output: "out/{a.stem}-{s}"}
   - {adapters: [inkk.safetensors], output: out/x}
 """)
-    command, runner = ["batch", str(models / "jobs.yaml")], CliRunner()
-    dry = runner.invoke(app, [*command, "--dry-run"])
-    assert "would write" in dry.stdout
-    assert re.search(r"4 to run \((.*) to write\)(?s:.*)disk     .*/out: \1 needed, .* free", dry.stdout)
-    assert "cannot run" in dry.stdout
+    command = ["batch", str(models / "jobs.yaml")]
+    dry = command_line.run(*command, "--dry-run")
+    assert "would write" in dry.out
+    assert re.search(r"4 to run \((.*) to write\)(?s:.*)disk     .*/out: \1 needed, .* free", dry.out)
+    assert "cannot run" in dry.out
     assert not (models / "out").exists()
-    done = runner.invoke(app, [*command, "--report", str(models / "report.jsonl")])
-    assert getattr(done.exception, "exit_code", None) == 7
-    assert "did you mean ink.safetensors" in done.stdout
-    assert "jobs.yaml:5" in done.stdout
-    assert done.stdout.count("] merged  ") == 4
+    done = command_line.run(*command, "--report", str(models / "report.jsonl"))
+    assert done.code == 7
+    assert "did you mean ink.safetensors" in done.out
+    assert "jobs.yaml:5" in done.out
+    assert done.out.count("] merged  ") == 4
     lines = [json.loads(t) for t in (models / "report.jsonl").read_text().splitlines()]
     assert Counter(one["status"] for one in lines) == {"merged": 4, "failed": 1}
     assert all(one["report"]["written"] > 0 for one in lines if one["status"] == "merged")
-    again = runner.invoke(app, [*command, "--json"])
-    assert Counter(json.loads(t)["status"] for t in again.stdout.splitlines()) == {"skipped": 4, "failed": 1}
-    told = runner.invoke(app, [*command, "--dry-run", "--json"])
-    assert Counter(json.loads(t)["status"] for t in told.stdout.splitlines()) == {"done": 4, "failed": 1}
-    quiet = runner.invoke(app, [*command, "--dry-run", "-q", "--report", str(models / "dry.jsonl")])
-    assert (models / "dry.jsonl").read_text() == told.stdout
-    assert quiet.stdout.startswith("[5/5] cannot run") and "[4/5]" not in quiet.stdout
-    over = runner.invoke(app, [*command, "--dry-run", "--report", str(models / "base.safetensors")])
-    assert "over an input" in str(over.exception)
-    told = (json.loads(runner.invoke(app, line).stdout) for line in (["batch", "--schema"], ["schema", "jobs"]))
+    again = command_line.run(*command, "--json")
+    assert Counter(json.loads(t)["status"] for t in again.out.splitlines()) == {"skipped": 4, "failed": 1}
+    told = command_line.run(*command, "--dry-run", "--json")
+    assert Counter(json.loads(t)["status"] for t in told.out.splitlines()) == {"done": 4, "failed": 1}
+    quiet = command_line.run(*command, "--dry-run", "-q", "--report", str(models / "dry.jsonl"))
+    assert (models / "dry.jsonl").read_text() == told.out
+    assert quiet.out.startswith("[5/5] cannot run") and "[4/5]" not in quiet.out
+    over = command_line.run(*command, "--dry-run", "--report", str(models / "base.safetensors"))
+    assert "over an input" in over.err
+    told = (json.loads(command_line.run(*line).out) for line in (["batch", "--schema"], ["schema", "jobs"]))
     assert next(told) == next(told)
-    assert isinstance(runner.invoke(app, ["batch"]).exception, UsageError)
-    assert isinstance(runner.invoke(app, [*command, "--executor", "slurm"]).exception, UsageError)
-    assert isinstance(runner.invoke(app, [*command, "--workers", "0"]).exception, UsageError)
+    assert command_line.run("batch").code == 2
+    assert command_line.run(*command, "--executor", "slurm").code == 2
+    assert command_line.run(*command, "--workers", "0").code == 2
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
@@ -1025,9 +1028,9 @@ def test_a_quiet_plan_names_every_job_that_cannot_run_and_no_other(models: Path,
     text = json.dumps({"version": 1, "defaults": {"base": "base.safetensors"}, "jobs": jobs})
     (models / "jobs.yaml").write_text(text)
     command = ["batch", str(models / "jobs.yaml"), "--dry-run"]
-    quiet, loud = (CliRunner().invoke(app, [*command, *how]) for how in (["-q"], []))
-    assert getattr(quiet.exception, "exit_code", None) == getattr(loud.exception, "exit_code", None) == 7
-    for text, shown in ((quiet.stdout, broken), (loud.stdout, {1, 2, 3})):
+    quiet, loud = (command_line.run(*command, *how) for how in (["-q"], []))
+    assert quiet.code == loud.code == 7
+    for text, shown in ((quiet.out, broken), (loud.out, {1, 2, 3})):
         told = dict(zip(*[iter(re.split(r"^\[(\d)/3\] ", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
         assert {*map(int, told)} == shown
         for number, lines in told.items():

@@ -35,9 +35,11 @@ from lora_merge.errors import DeviceFailed, MergeError, ResourceError, UsageErro
 from lora_merge.job import Adapter
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.progress import Step
-
-from ..conftest import Nursery
-from ..support import kohya, rand, save, sd1, strays
+from tests.conftest import Nursery
+from tests.kit.adapters import kohya
+from tests.kit.files import save, strays
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,9 +20,11 @@ from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, FORMATS
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
 from lora_merge.spellings import in_jobs_file
-
-from ..support import kohya, rand, save, sd1
-from .test_json_schema import fits
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.json_schema import fits
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 
 def read(folder: Path, text: str) -> tuple[BatchJob, ...]:

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator
 
 from lora_merge.batch.jobs_file import load
 from lora_merge.errors import MergeError
-from lora_merge.viewing.schemas import JOBS, schema_of
+from tests.kit.json_schema import fits
 
 ROOT = Path(__file__).parents[2]
-
-
-@cache
-def validator() -> Draft202012Validator:
-    """The schema, which is one itself."""
-    schema = schema_of(JOBS)
-    Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema)
-
-
-def fits(value: Any) -> bool:
-    """Whether the schema allows the content of a jobs file."""
-    return bool(validator().is_valid(value))
 
 
 def taken(folder: Path, text: str) -> bool:

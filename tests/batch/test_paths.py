@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from lora_merge.batch import paths
 from lora_merge.batch.paths import Search
 from lora_merge.batch.templates import NoSuchName
-
-from ..support import in_process
+from tests.kit.command_line import run
 
 FILES = ("a", "b.x", "ab.x", ".h.x", "[c].x", "s/a.x", "s/b", "s/t/a.x", "s/.t/a.x", ".s/a.x", "s/t/u/a", "t/s/t/b.x")
 
@@ -95,7 +94,7 @@ def test_the_command_answers(tmp_path: Path, pattern: str) -> None:
     """On this disk; stopped where it hangs."""
     job = f"{{base: b, adapters: [a], output: 'o-{{f}}', matrix: {{f: {{glob: '{pattern}'}}}}}}"
     (tmp_path / "jobs.yaml").write_text(f"version: 1\njobs: [{job}]\n")
-    code, told = in_process("batch", tmp_path / "jobs.yaml", "--dry-run")
+    code, _, told = run("batch", tmp_path / "jobs.yaml", "--dry-run")
     assert code == 2, told
     assert "jobs.yaml:2 (jobs[0].matrix.f.glob)" in told
     assert "Traceback" not in told

@@ -24,9 +24,8 @@ from statistics import median
 from typing import Any, Final
 
 from lora_merge.disk.volumes import file_system
-
-from . import adapters_out, batch, gpu, host, inputs, many, quantised
-from .measure import Cache, Run, prepare, run
+from tests.bench import adapters_out, batch, gpu, host, inputs, many, quantised
+from tests.bench.measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
 FIRST: Final = "first"  # begins the names of runs that have to hash their inputs, as nobody did before

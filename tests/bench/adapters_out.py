@@ -16,11 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from . import inputs
-from .measure import Run, prepare, run
+from tests.bench import inputs
+from tests.bench.measure import Run, prepare, run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 SMALL: Final = r"model\.diffusion_model\.input_blocks\..*"
 LARGE: Final = r"model\.diffusion_model\..*"

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from . import inputs
-from .measure import Cache, Run, prepare, run
+from tests.bench import inputs
+from tests.bench.measure import Cache, Run, prepare, run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 STRENGTHS: Final = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import inputs
-from .measure import run
+from tests.bench import inputs
+from tests.bench.measure import run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 FIGURES = {
     "seconds": ("s, all folds", 1.0), "gb_per_s": ("GB/s of the base", 1.0), "kernels": ("kernels", 1.0),

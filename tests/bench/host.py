@@ -31,13 +31,12 @@ from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.job import make_job
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
-
-from . import inputs
-from .device import GB, Folding
-from .measure import run
+from tests.bench import inputs
+from tests.bench.device import GB, Folding
+from tests.bench.measure import run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 META: Final = Placement(torch.device("meta"), torch.float32)
 

@@ -15,11 +15,11 @@ from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from . import inputs
-from .measure import Run, prepare, run
+from tests.bench import inputs
+from tests.bench.measure import Run, prepare, run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 MIB: Final = 2**20
 EXPERTS: Final = 256

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from . import inputs
-from .inputs import Table
-from .measure import Run, prepare, run
+from tests.bench import inputs
+from tests.bench.inputs import Table
+from tests.bench.measure import Run, prepare, run
 
 if TYPE_CHECKING:
-    from .__main__ import Bench
+    from tests.bench.__main__ import Bench
 
 FLUX: Final = ("double_blocks.0.img", "img_in")
 """The part of Flux that is the small image model: 0.3 GB in bf16."""

@@ -18,7 +18,7 @@ def load_all(base: Path, adapter: Path, out: Path) -> None:
     """Everything in memory with the safetensors library: load, merge layer by layer in fp32, save."""
     from safetensors.torch import load_file, save_file
 
-    from .inputs import MODELS, layers, table
+    from tests.bench.inputs import MODELS, layers, table
 
     weights, lora = load_file(base), load_file(adapter)
     model = next(name for name, row in MODELS.items() if table(row.table).keys() == weights.keys())

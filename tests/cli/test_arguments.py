@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge.cli.main import app
 from lora_merge.errors import UsageError
+from tests.kit.command_line import run
 
 OPTIONS: list[dict[str, Any]] = [
     {"dtype": 7}, {"dtype": None}, {"dtype": ["bf16"]}, {"compute_dtype": 32}, {"compute_dtype": torch.int8},
@@ -181,6 +180,6 @@ def test_what_is_right_in_other_words(files: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["x", "1.5", "", "-1", "0", "9" * 5000, "١"])
 def test_a_number_of_workers_that_is_none_is_a_usage_error(workers: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["batch", str(tmp_path / "jobs.yaml"), "--workers", workers])
-    assert isinstance(done.exception, UsageError), done.output
-    assert "--workers" in str(done.exception)
+    done = run("batch", tmp_path / "jobs.yaml", "--workers", workers)
+    assert done.code == UsageError.exit_code
+    assert "--workers" in done.err

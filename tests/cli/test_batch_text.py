@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import lora_merge
-from lora_merge.cli import main as program
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.command_line import Answer
+from tests.kit.files import save
+from tests.kit.models import sd1
 
-from ..support import kohya, save, sd1
-
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Answer]
 
 JOBS = """
 version: 1
@@ -39,20 +41,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, made: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, made: Path) -> Run:
     monkeypatch.chdir(made)
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", "batch", *map(str, arguments)])
-        try:
-            program.main()
-            code: object = 0
-        except SystemExit as e:
-            code = e.code or 0
-        out, err = capsys.readouterr()
-        return int(str(code)), out, err
-
-    return call
+    return partial(command_line.run, "batch")
 
 
 def test_a_plan_shows_the_strengths_that_are_applied(run: Run) -> None:

@@ -18,8 +18,7 @@ from lora_merge.cli import main as program
 from lora_merge.cli.doctor import MIXTURES, deviation, examine, lines
 from lora_merge.engine.placement import Placement
 from lora_merge.proof.reference import REFERENCE, Reference
-
-from ..support import cli
+from tests.kit.command_line import run
 
 
 def test_a_sound_machine_is_well(tmp_path: Path) -> None:
@@ -92,9 +91,9 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(
 
 
 def test_a_folder_that_is_missing_is_an_error_as_of_other_commands(tmp_path: Path) -> None:
-    done = cli("doctor", "--json", tmp_path / "none")
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["error"]["where"] == str(tmp_path / "none")
+    done = run("doctor", "--json", tmp_path / "none")
+    assert done.code == 2
+    assert json.loads(done.out)["error"]["where"] == str(tmp_path / "none")
 
 
 def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from lora_merge.cli import main as program
-
-from ..matching.test_wrong_pairs import hollow
-from ..models.test_architectures import header
-from ..support import Tensors, kohya, rand, save, sd1
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.architectures import header
+from tests.kit.files import save
+from tests.kit.hollow import hollow
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 Run = Callable[..., tuple[int, str]]
 
@@ -66,15 +67,12 @@ def _llm() -> Tensors:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     monkeypatch.chdir(files)
 
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", *arguments])
-        with pytest.raises(SystemExit) as end:
-            program.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), err + out
+    def call(*arguments: object) -> tuple[int, str]:
+        code, out, err = command_line.run(*arguments)
+        return code, err + out
 
     return call
 

@@ -13,11 +13,13 @@ import pytest
 from lora_merge import errors
 from lora_merge.models.chosen import leave_out
 from lora_merge.text import expression
-
-from ..fixes import BY_HAND, TYPED, UNTYPED
-from ..readme import ROOT
-from ..support import TE, cli, rand, save, sd1
-from ..typed_fixes import OURS, Failure, expect_typed, pattern, scene, taken_down, typed, ways
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.fixes import BY_HAND, TYPED, UNTYPED
+from tests.kit.models import TE, sd1
+from tests.kit.readme import ROOT
+from tests.kit.tensors import rand
+from tests.kit.typed_fixes import OURS, Failure, expect_typed, pattern, scene, taken_down, typed, ways
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +89,13 @@ def test_a_refused_command_runs_as_its_fix_says(
     (tmp_path / "wrong.yaml").write_text("version: 1\njobs:\n- {base: b, adapters: [a], output: o, unmatched: 5}\n")
     files["WRONG.yaml"] = "wrong.yaml"
     with taken_down() as failures:
-        done = cli(
+        done = run(
             *(
                 files.get(w.partition(":")[0], w.partition(":")[0]) + "".join(w.partition(":")[1:])
                 for w in words.split()
             )
         )
-    assert done.returncode, done.stdout
+    assert done.code, done.out
     expect_typed(failures, [text])
 
 

@@ -19,14 +19,17 @@ from lora_merge.cli.habits.words import COMMANDS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.command_line import Answer
+from tests.kit.files import load, save
+from tests.kit.models import sd1
 
-from ..support import kohya, load, save, sd1
-
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Answer]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """The program in this process, in a folder with base.safetensors and two adapters: exit code, stdout, stderr."""
     save(sd1(), tmp_path / "base.safetensors")
     save(kohya(sd1()), tmp_path / "lora.safetensors")
@@ -34,17 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     save(kohya(sd1(), seed=3), tmp_path / "loras" / "ink.safetensors")
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
-        try:
-            program.main()
-            code: object = 0
-        except SystemExit as e:
-            code = e.code or 0
-        out, err = capsys.readouterr()
-        return int(str(code)), out, err
-
-    return call
+    return command_line.run
 
 
 @pytest.mark.parametrize("words", [["-h"], ["--help"], ["help"]])

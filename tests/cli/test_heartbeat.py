@@ -18,8 +18,9 @@ from lora_merge import progress
 from lora_merge.cli import main as program
 from lora_merge.cli import stages
 from lora_merge.disk import reader
-
-from ..support import kohya, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 COMMANDS = (
     "base ink -o o", "base ink oil --method ties -o o", "base ink -o o --html o.html", "combine ink oil -o o",

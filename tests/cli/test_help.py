@@ -17,26 +17,22 @@ from lora_merge.cli.look import FLAG
 from lora_merge.errors import UsageError
 from lora_merge.models.architectures import shipped
 from lora_merge.options import OPTIONS
+from tests.cli.terminal import played_here
+from tests.kit import command_line
+from tests.kit.command_line import Answer
+from tests.kit.files import save
+from tests.kit.models import sd1
 
-from ..support import save, sd1
-from .terminal import played_here
-
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Answer]
 
 COMMANDS = program.typer.main.get_command(program.app).commands  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", *arguments])
-        with pytest.raises(SystemExit) as end:
-            program.main()
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return call
+    return command_line.run
 
 
 def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> None:

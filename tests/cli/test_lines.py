@@ -16,8 +16,8 @@ from lora_merge.cli.main import app
 from lora_merge.cli.streams import SafeStream
 from lora_merge.errors import InputError, MergeError
 from lora_merge.text import CONTROLS, Lines, one_line
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
 """Where str.splitlines begins another line."""

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from lora_merge.cli import merge_look
-
-from ..support import kohya, process, rand, save, sd1
-from .terminal import played_here
+from tests.cli.terminal import played_here
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run_anew
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 MERGE = ["base.safetensors", "style.safetensors:0.8,te=0", "-o", "o.safetensors", "--overwrite"]
 
@@ -81,7 +84,7 @@ def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "modules_to_save": ["lm_head"]}
     (tmp_path / "a/adapter_config.json").write_text(json.dumps(config))
     words = ["b.safetensors", "a", "-o", "o.safetensors", "--overwrite"]
-    told = process(*words, cwd=tmp_path).stdout
+    told = run_anew(*words, cwd=tmp_path).out
     assert "verified all tensors were copied" in told
     found = played_here(words, monkeypatch, columns=160)
     assert any("proven" in row and "all tensors were copied" in row for row in found.screen)
@@ -184,10 +187,8 @@ def test_pipes_get_plain_text_and_no_rich(monkeypatch: pytest.MonkeyPatch) -> No
         assert "rich" not in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert (
-        done.stdout.partition("\n\n")[2].splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
-    )
-    assert done.stderr == ""
+    assert done.out.partition("\n\n")[2].splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
+    assert done.err == ""
 
 
 def test_always_is_for_pipes_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

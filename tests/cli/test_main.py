@@ -19,16 +19,19 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.cli import main as program
 from lora_merge.cli import streams
 from lora_merge.cli import text as cli_text
 from lora_merge.disk import publish
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
 from lora_merge.progress import Step
-
-from ..conftest import Nursery
-from ..support import Tensors, kohya, load, metadata, process, rand, save, sd1, strays
+from tests.conftest import Nursery
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.command_line import Answer, run_anew
+from tests.kit.files import load, metadata, save, strays
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 
 @pytest.fixture
@@ -42,23 +45,12 @@ def style(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """The program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
-        try:
-            program.main()
-            code: object = 0
-        except SystemExit as e:
-            code = e.code or 0
-        out, err = capsys.readouterr()
-        return int(str(code)), out, err
-
-    return call
+def run() -> Run:
+    """The program in this process."""
+    return command_line.run
 
 
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Answer]
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
@@ -82,13 +74,13 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 
 def test_two_paths_and_a_dtype_are_enough(tmp_path: Path, model: Path, style: Path) -> None:
-    done = process(model, style, "--dtype", "bf16", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_anew(model, style, "--dtype", "bf16", cwd=tmp_path)
+    assert done.code == 0, done.err
     out = tmp_path / "base+style.safetensors"
     assert {t.dtype for t in load(out).values() if t.is_floating_point()} == {torch.bfloat16}
     for word in ("Stable Diffusion 1", "32 of 32 modules matched", "wrote", "verified"):
-        assert word in done.stdout
-    assert done.stderr == ""  # no progress bar without a terminal
+        assert word in done.out
+    assert done.err == ""  # no progress bar without a terminal
 
 
 def test_options_may_stand_before_the_paths(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
@@ -837,12 +829,12 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
     said = ""
     for arguments, code in (([], 4), (["--unmatched", "skip", "-v"], 0), (["--unmatched", "skip", "--json"], 0)):
         argv = ["b.safetensors", "a.safetensors", "-o", "o.safetensors", "--dry-run", *arguments]
-        done = process(*argv, cwd=tmp_path)
-        said = done.stdout + done.stderr
-        assert done.returncode == code, said
+        done = run_anew(*argv, cwd=tmp_path)
+        said = done.out + done.err
+        assert done.code == code, said
         assert "\\u009b0m\\u0085" in said
         assert not {*said} & {"\x1b", "\x07", "\x9b", "\x85"}, said
-        assert "\nerror: forged" not in done.stderr
+        assert "\nerror: forged" not in done.err
     assert f"q{evil}" in json.loads(said)["coverage"]["a.safetensors"]["skipped"]
 
 

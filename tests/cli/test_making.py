@@ -11,9 +11,11 @@ import lora_merge
 from lora_merge.cli import main as program
 from lora_merge.cli import stages
 from lora_merge.progress import Step
-
-from ..support import in_process, kohya, save, sd1
-from .terminal import played_here
+from tests.cli.terminal import played_here
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 COMMANDS = {
     "combine": ["style.safetensors", "other.safetensors"],
@@ -86,16 +88,16 @@ def test_an_output_gets_its_ending_or_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, found: str
 ) -> None:
     monkeypatch.chdir(folder)
-    assert in_process("resize", "style.safetensors", "--rank", 2, "-o", output, "-q")[0] == 0
+    assert run("resize", "style.safetensors", "--rank", 2, "-o", output, "-q").code == 0
     assert Path(found).is_file()
-    assert in_process("replay", found, "-o", f"{output}again", "-q")[0] == 0
+    assert run("replay", found, "-o", f"{output}again", "-q").code == 0
     assert Path(f"{output}again.safetensors").read_bytes() == Path(found).read_bytes()
 
 
 def test_made_again_and_proven_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "BEAT", 0.0001)
     monkeypatch.chdir(folder)
-    assert in_process("resize", "style.safetensors", "--rank", 2, "-o", "small.safetensors")[0] == 0
+    assert run("resize", "style.safetensors", "--rank", 2, "-o", "small.safetensors").code == 0
     found = played_here(["replay", "small.safetensors", "-o", "twice.safetensors"], monkeypatch)
     assert " make " in found.text and any("✓ made again" in row for row in found.screen)
     found = played_here(["verify", "small.safetensors"], monkeypatch)

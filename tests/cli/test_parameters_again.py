@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lora_merge.cli import main, parameters
-
-from ..support import in_process
+from tests.kit.command_line import run
 
 
 def test_each_run_reads_its_options_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +25,7 @@ def test_each_run_reads_its_options_in_one_step(monkeypatch: pytest.MonkeyPatch)
     main._program.cache_clear()  # the commands are made again, with the counting function
     try:
         for _ in range(4):
-            in_process("merge", "no-such-base", "no-such-adapter", "-o", "out", "--overwrite")
+            run("merge", "no-such-base", "no-such-adapter", "-o", "out", "--overwrite")
     finally:
         main._program.cache_clear()
     assert max(depths) == 1

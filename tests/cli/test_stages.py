@@ -27,9 +27,10 @@ from lora_merge.errors import UsageError
 from lora_merge.progress import APART, GRACE, Gathered, Progress, Stage, Step, watched
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
-
-from ..support import kohya, save, sd1
-from .terminal import fcntl, played_here, screen, terminal, termios
+from tests.cli.terminal import fcntl, played_here, screen, terminal, termios
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 GIB = 1 << 30
 

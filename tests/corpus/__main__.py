@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lora_merge
-
-from .calls import digest, refusal, restored, tensors_digest
+from tests.corpus.calls import digest, refusal, restored, tensors_digest
 
 
 def record(folder: Path, arguments: list[str]) -> int:

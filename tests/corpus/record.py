@@ -13,8 +13,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import lora_merge
-
-from .calls import Keeper, NotKept, digest, refusal, tensors_digest
+from tests.corpus.calls import Keeper, NotKept, digest, refusal, tensors_digest
 
 FOLDER = Path(os.environ["LORA_MERGE_CORPUS"])
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ..conftest import to_disk
+from tests.conftest import to_disk
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from lora_merge.engine.admission import disk_bytes, plan_merge
 from lora_merge.engine.merge import run, run_together
 from lora_merge.errors import ResourceError
 from lora_merge.job import make_job
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 ROWS, COLS = 512, 512  # 512 KiB a weight in fp16
 LAYERS = 6

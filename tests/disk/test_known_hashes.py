@@ -19,8 +19,9 @@ from lora_merge.disk.known_hashes import MOST, cache_file, recall, remember, sta
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import prove
-
-from ..support import kohya, save, sd1, sha
+from tests.kit.adapters import kohya
+from tests.kit.files import save, sha
+from tests.kit.models import sd1
 
 LATER = known_hashes.SETTLED + 1
 DIGEST = "0123456789abcdef" * 4

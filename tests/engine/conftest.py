@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..pretended_cuda import Pretended, pretended_cuda
+from tests.kit.pretended_cuda import Pretended, pretended_cuda
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
-
-from ..support import load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import rand
 
 LIMIT = 8 * 2**20
 

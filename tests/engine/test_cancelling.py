@@ -12,9 +12,10 @@ import torch
 import lora_merge
 from lora_merge.engine import fold_blocks
 from lora_merge.errors import InputError, VerificationFailed
-
-from ..pretended_cuda import Pretended
-from ..support import Tensors, assert_rounded, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.oracles import assert_rounded
+from tests.kit.pretended_cuda import Pretended
+from tests.kit.tensors import Tensors, rand
 
 LAYERS, ROWS, COLS = 4, 96, 64
 

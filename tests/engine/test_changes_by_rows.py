@@ -16,9 +16,8 @@ import lora_merge
 from lora_merge.engine import blocks
 from lora_merge.engine.by_rows import rows
 from lora_merge.engine.fold import StackedPatch
-
-from ..support import rand
-from .test_methods import FUSED, KINDS, MODULES, flux, module
+from tests.kit.methods import FUSED, KINDS, MODULES, flux, module
+from tests.kit.tensors import rand
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "ties": {"density": 0.4},

@@ -1,109 +1,30 @@
 """Folds on a CUDA device against the same folds on the CPU: `python -m pytest -m gpu`.
 
-`DEVICE` is the only word that makes it one: with `cpu` in its place the tests of values run anywhere.
+`DEVICE` in kit/cuda.py is the only word that makes it one: with `cpu` in its place the tests of values run anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.adapters.file import Module
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
-from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import STAGED, BlockMerger
-from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
-from lora_merge.engine.tensors import Item
-from lora_merge.matching.choose import Patch
-from lora_merge.matching.patch import PatchPart
-from lora_merge.models.weights import RowSlice, Weight, WeightView
-from lora_merge.planning.plan import OutputTensor
-from lora_merge.proof.examples import EXAMPLES, tensors, weight
-
-from ..support import Tensors, load, rand, save
+from lora_merge.engine.fold_blocks import STAGED
+from tests.kit.cuda import DEVICE, FEW, Layers, close, expect_windows_apart, lora, oft
+from tests.kit.files import load, save
+from tests.kit.tensors import rand
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-DEVICE = "cuda"
-LAYERS = 24  # of one shape each: eight for every lane, in batches
-FEW = 2**11  # bytes of one call, with which few layers go into it
-STACKED = (
-    "lora_experts",
-    "lora_experts_transposed",
-    "lora_stacked",
-    "lora_stacked_down",
-    "lora_stacked_up",
-    "lora_switch",
-)
-
 
 # ------------------------------------------------ every formula, three lanes
-
-
-def held(name: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
-
-
-class Layers:
-    """An example's weight and factors many times over, each layer's numbers scaled otherwise."""
-
-    def __init__(self, name: str, stored: str) -> None:
-        example, row = EXAMPLES[name], ALGORITHMS[name]
-        whole, slots = weight(example), tensors(name, example)
-        if name in STACKED:
-            whole = whole.reshape(-1, example.shape[2])
-        self.tensors: Tensors = {}
-        self.targets: list[OutputTensor] = []
-        for n in range(LAYERS):
-            mine = {
-                slot: torch.from_numpy(t if slot in row.integer_slots else t * (1 - n / 99))
-                for slot, t in slots.items()
-            }
-            mine = {s: t if s in row.integer_slots else t.to(TORCH_DTYPES[stored]) for s, t in mine.items()}
-            base = torch.from_numpy(np.roll(whole, n)).to(TORCH_DTYPES[stored])
-            self.tensors |= {f"{n}.base": base, **{f"{n}.{slot}": t for slot, t in mine.items()}}
-            module = Module(str(n), "weight", {s: held(f"{n}.{s}", t) for s, t in mine.items()}, {}, (name,))
-            piece, info = RowSlice(f"{n}.base", 0, *whole.shape), held(f"{n}.base", base)
-            shapes = {s: tuple(t.shape) for s, t in mine.items()}
-            settings = tuple(sorted(example.settings.items()))
-            patch = Patch(0, module, name, shapes, example.numbers, settings, WeightView((piece,), example.shape))
-            self.targets.append(
-                OutputTensor(
-                    f"{n}.base",
-                    f"{n}.base",
-                    "F32",
-                    Weight(info.shape, info),
-                    0,
-                    base.numel() * 4,
-                    (PatchPart(patch, piece, 0, 0.7),),
-                )
-            )
-        self.base = {t.name: t.weight for t in self.targets}
-
-    def folded(self, device: str, compute: str, staged: int = STAGED) -> Tensor:
-        """[layers, rows, cols] in fp32, by three threads. `staged`: the bytes of one call."""
-        found = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
-        with ThreadPoolExecutor(3) as pool:
-            at = places(device, compute)
-            tensors = PatchTensors(lambda info: self.tensors[info.name], self.base)
-            folder = BlockMerger(at, tensors, pool, staged=staged)
-            folder.fold([
-                Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
-                for t, into in zip(self.targets, found, strict=True) for b in blocks.blocks(t)
-            ])  # fmt: skip
-        assert not folder.notes, "nothing was folded elsewhere"
-        return torch.stack(found)
 
 
 @pytest.mark.parametrize("staged", [STAGED, FEW], ids=["batched", "few at a time"])
@@ -129,19 +50,6 @@ def test_weights_of_several_blocks_are_what_they_are_on_the_cpu(name: str, monke
 # ------------------------------------------------ whole files
 
 
-def oft(n: int, out: int) -> Tensors:
-    blocks_of = 8
-    skew = rand(out // blocks_of, blocks_of, blocks_of, seed=n)
-    return {f"layer.{n}.oft_blocks": skew - skew.transpose(1, 2)}
-
-
-def lora(n: int, out: int, width: int) -> Tensors:
-    return {
-        f"layer.{n}.lora_up.weight": rand(out, 8, seed=n),
-        f"layer.{n}.lora_down.weight": rand(8, width, seed=n + 50),
-    }
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     """Sixty layers, one in three of several blocks, some with rotations: many windows in flight."""
@@ -153,27 +61,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return save(base, tmp_path / "base.safetensors"), save(adapter, tmp_path / "adapter.safetensors")
 
 
-def close(got: Tensors, want: Tensors) -> None:
-    """16 bits as near as rounding allows to the exact values, which `want` holds in fp32."""
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        exact, rounded = value.double(), value.to(got[key].dtype)
-        error, least = (got[key].double() - exact).abs(), (rounded.double() - exact).abs()
-        assert (error <= least + 4e-6 * exact.abs().max()).all(), key
-        assert (got[key] != rounded).sum() <= rounded.numel() // 500, key
-
-
 @pytest.mark.parametrize("memory", ["16MiB", "1GiB"])
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 def test_windows_that_follow_each_other_do_not_meet(files: tuple[Path, Path], tmp_path: Path, dtype: str, memory: str) -> None:  # fmt: skip
     """Factors are kept for a window and dropped while the next one is folded; on a GPU kernels may still want them."""
-    lora_merge.merge(*files, tmp_path / "want.safetensors", device="cpu", compute_dtype="fp64", dtype="fp32")
-    want = load(tmp_path / "want.safetensors")
-    for n in range(3):
-        out = tmp_path / f"{n}.safetensors"
-        report = lora_merge.merge(*files, out, device=DEVICE, dtype=dtype, max_memory=memory)
-        assert report.device.startswith(DEVICE) and report.verified is not None
-        close(load(out), want)
+    expect_windows_apart(files, tmp_path, dtype, memory)
 
 
 def lists() -> Iterator[str]:

@@ -13,13 +13,12 @@ import torch
 import lora_merge
 from lora_merge.engine import tensors
 from lora_merge.files.codecs.arithmetic import TABLES
-
-from .. import gguf_files as by_library
-from ..files.quantised_forms import FORMS
-from ..files.test_gguf import flux, style
-from ..files.test_quantised_bases import adapter, base
-from ..pretended_cuda import Pretended, pretended_cuda
-from ..support import load, save
+from tests.files.quantised_forms import FORMS
+from tests.kit import gguf_files as by_library
+from tests.kit.files import load, save
+from tests.kit.gguf_models import flux, style
+from tests.kit.pretended_cuda import Pretended, pretended_cuda
+from tests.kit.quantised import adapter, base
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 STOCHASTIC = ("ComfyUI int8 rows", "ComfyUI nvfp4", "bitsandbytes nf4")

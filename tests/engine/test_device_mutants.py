@@ -18,14 +18,14 @@ from lora_merge.engine.device.placement import upload
 from lora_merge.engine.placement import DeviceStream, Placement, stage
 from lora_merge.engine.tensors import DeviceCache
 from lora_merge.errors import DeviceFailed
-
-from ..pretended_cuda import Pretended, pretended_cuda
-from ..support import Tensors, load, rand, save
-from . import test_lanes
+from tests.kit import lanes as watched
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import Pretended, pretended_cuda
+from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
-device = test_lanes.device
+device = watched.device
 Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
 """(stand-in, folder, patch, what puts the fault into the code) → whether all is right."""
 
@@ -132,19 +132,19 @@ def pieces(_cuda: Pretended, _folder: Path, _patch: pytest.MonkeyPatch, spoil: C
     return all(torch.equal(t.cpu(), own) for t, own in zip(there, host, strict=True))
 
 
-def lanes(device: test_lanes.Device, folder: Path, patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
+def lanes(device: watched.Device, folder: Path, patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
     """Three lanes that share factors, whose memory is given back while others use them."""
     spoil()
-    test_lanes.test_lanes_share_factors_without_races("oft", 9, device, folder, patch)
+    watched.expect_no_races("oft", 9, device, folder, patch)
     return not device.races
 
 
-def freed(device: test_lanes.Device, _folder: Path, _patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
+def freed(device: watched.Device, _folder: Path, _patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
     """A tensor of one lane is given up by all but another lane, in and after the turn in which that lane uses it."""
     spoil()
-    one, other = (DeviceStream(test_lanes.META, n) for n in range(2))
+    one, other = (DeviceStream(watched.META, n) for n in range(2))
     with one.turn():
-        theirs = stage([torch.zeros(1, 4)], test_lanes.META, one)
+        theirs = stage([torch.zeros(1, 4)], watched.META, one)
     with other.turn():
         other.hold(theirs).add(1)
         del theirs
@@ -153,12 +153,12 @@ def freed(device: test_lanes.Device, _folder: Path, _patch: pytest.MonkeyPatch, 
     return not device.races
 
 
-def shared(device: test_lanes.Device, _folder: Path, _patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
+def shared(device: watched.Device, _folder: Path, _patch: pytest.MonkeyPatch, spoil: Callable[[], None]) -> bool:
     """One lane makes a tensor that is kept for all, and another uses it at once."""
     spoil()
-    one, other = (DeviceStream(test_lanes.META, n) for n in range(2))
+    one, other = (DeviceStream(watched.META, n) for n in range(2))
     with torch.cuda.stream(one.stream):  # type: ignore[arg-type]
-        theirs = DeviceCache().get("", lambda: stage([torch.zeros(1, 4)], test_lanes.META, one), one.settle)
+        theirs = DeviceCache().get("", lambda: stage([torch.zeros(1, 4)], watched.META, one), one.settle)
     with other.turn():
         theirs.add(1)
     return not device.races

@@ -20,10 +20,10 @@ from lora_merge.engine.device.adapters import AdaptersOnDevice
 from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
-
-from ..bench import host, inputs
-from ..pretended_cuda import Pretended, There, pretended_cuda
-from ..support import Tensors, load, rand, save
+from tests.bench import host, inputs
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import Pretended, There, pretended_cuda
+from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 

@@ -15,8 +15,8 @@ from lora_merge.engine.devices import nth_device, place, places, unusable
 from lora_merge.engine.windows import DEVICE_SLOTS, SLOTS, slots
 from lora_merge.errors import device_full
 from lora_merge.job import make_job
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 
 @pytest.fixture

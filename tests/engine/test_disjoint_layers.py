@@ -17,9 +17,9 @@ import lora_merge
 from lora_merge.engine.measuring.sampling import Sampling
 from lora_merge.errors import FitError
 from lora_merge.methods import COMBINATIONS, METHODS
-
-from ..pretended_cuda import Pretended
-from ..support import Tensors, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import Pretended
+from tests.kit.tensors import Tensors, rand
 
 LAYERS = {"x": (0, 3, 4, 6, 7), "y": (1, 3, 5, 6, 7), "z": (2, 4, 5, 6)}
 """Adapter → layers; 6 by all, 7 by x and y whole."""

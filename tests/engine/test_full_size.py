@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ..bench import inputs
+from tests.bench import inputs
 
 DATA = Path("bench-data")
 

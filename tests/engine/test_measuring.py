@@ -15,9 +15,10 @@ from lora_merge.engine.measuring import run_sample
 from lora_merge.engine.measuring.row_sample import RowSample
 from lora_merge.engine.measuring.sampling import Sampling
 from lora_merge.measure import Measured
-
-from ..proof.test_numbers import NAMES, STRENGTHS, assert_same, lora, numbers_of
-from ..support import Tensors, load, rand, save, sd1
+from tests.kit.files import load, save
+from tests.kit.measured import NAMES, STRENGTHS, assert_same, lora, numbers_of
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 KEYS = [f"{name}.weight" for name in NAMES]
 

@@ -33,8 +33,11 @@ from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-
-from ..support import TE, UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
+from tests.kit.adapters import kohya, kohya_names
+from tests.kit.files import load, metadata, save
+from tests.kit.models import TE, UNET, sd1
+from tests.kit.oracles import assert_rounded, expected
+from tests.kit.tensors import rand
 
 DTYPES = {"keep": torch.float16, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

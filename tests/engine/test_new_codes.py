@@ -10,8 +10,8 @@ import torch
 
 import lora_merge
 from lora_merge.engine.measuring import row_sample
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 LAYERS, SHAPE = 3, (256, 64)
 BLOCKS = LAYERS * SHAPE[0] // 128  # whole tiles of rows, which are encoded together

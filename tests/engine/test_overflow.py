@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from math import inf, isfinite, nan, nextafter
 from pathlib import Path
@@ -33,8 +32,9 @@ from lora_merge.planning.recipe import KEY
 from lora_merge.proof.reference import floats
 from lora_merge.proof.replay import prove
 from lora_merge.proof.verify import verify
-
-from ..support import Tensors, load, rand, save, strays
+from tests.kit.command_line import run
+from tests.kit.files import load, save, strays
+from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* is in the output")  # changes that are too small
 
@@ -144,19 +144,6 @@ def test_one_number_too_large_among_many_is_seen_wherever_it_is(dtype: torch.dty
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            program.main()
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     """The reported case: an untouched tensor whose numbers fp16 cannot hold."""
     base = {"x.m.weight": rand(8, 8), "plain": torch.tensor([1e6, 1, -7e4])}
@@ -164,17 +151,17 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_untouched_numbers_too_large_are_refused_by_name_and_cut_on_demand(
-    files: tuple[Path, Path], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.safetensors"
-    code, _, told = cli(*files, "-o", out, "--dtype", "fp16")
+    code, _, told = run(*files, "-o", out, "--dtype", "fp16")
     assert code == 3
     assert "error: a number is too large for fp16: 1e+06" in told
     assert f"where: {out}: plain\n" in told
     assert "fix:   write --dtype bf16, or --on-overflow saturate" in told
     assert not out.exists()
     asked = ["-o", out, "--dtype", "fp16", "--on-overflow", "saturate", "--report", tmp_path / "r.json"]
-    code, said, told = cli(*files, *asked)
+    code, said, told = run(*files, *asked)
     assert code == 0, told
     assert "cut      2 numbers too large for the output's dtype: 2 of plain" in said
     assert json.loads((tmp_path / "r.json").read_text())["saturated"] == {"plain": 2}
@@ -182,7 +169,7 @@ def test_untouched_numbers_too_large_are_refused_by_name_and_cut_on_demand(
     assert json.loads(parse_file(out).metadata[KEY])["on_overflow"] == "saturate"
     proof = prove(out, full=True)
     assert (proof["saturated"], proof["warnings"]) == (2, [])
-    code, _, told = cli("replay", out, "-o", tmp_path / "again.safetensors")
+    code, _, told = run("replay", out, "-o", tmp_path / "again.safetensors")
     assert code == 0, told
     assert out.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
 
@@ -460,16 +447,14 @@ def test_a_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_
         prove(tmp_path / "old.safetensors")
 
 
-def test_a_file_without_a_recipe_is_proven_with_the_option(
-    files: tuple[Path, Path], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_file_without_a_recipe_is_proven_with_the_option(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     lora_merge.merge(*files, out, dtype="fp16", on_overflow="saturate")
     save(load(out), out)
     base, adapter = files
     named = ["verify", out, "--base", base, "--adapter", adapter]
-    assert cli(*named)[0] == 6
-    code, said, told = cli(*named, "--on-overflow", "saturate")
+    assert run(*named)[0] == 6
+    code, said, told = run(*named, "--on-overflow", "saturate")
     assert code == 0, told
     assert "cut      2 of the numbers compared" in said
 

@@ -33,8 +33,9 @@ from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
 from lora_merge.engine.tensors import Item
-
-from ..support import Tensors, assert_rounded, rand, save
+from tests.kit.files import save
+from tests.kit.oracles import assert_rounded
+from tests.kit.tensors import Tensors, rand
 
 ROOT = Path(__file__).parents[2]
 STORED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

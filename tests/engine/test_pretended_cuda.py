@@ -19,9 +19,9 @@ from lora_merge.engine.device import choice
 from lora_merge.engine.placement import odd
 from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
 from lora_merge.process import here
-
-from ..pretended_cuda import Pretended, Stream, pretended_cuda
-from ..support import Tensors, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import Pretended, Stream, pretended_cuda
+from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 

@@ -14,9 +14,8 @@ from lora_merge.engine.devices import places
 from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.windows import Fold
-
-from ..pretended_cuda import Pretended, pretended_cuda
-from . import test_cuda
+from tests.kit import cuda as gpu
+from tests.kit.pretended_cuda import Pretended, pretended_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 
@@ -24,16 +23,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """One device, and layers that are few."""
-    monkeypatch.setattr(test_cuda, "LAYERS", 3)
+    monkeypatch.setattr(gpu, "LAYERS", 3)
     with pretended_cuda(monkeypatch, 1) as found:
         yield found
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended) -> None:
-    layers = test_cuda.Layers(name, "F16")
+    layers = gpu.Layers(name, "F16")
     want = layers.folded("cpu", "F64")
-    for staged in (test_cuda.STAGED, test_cuda.FEW):
+    for staged in (gpu.STACKED, gpu.FEW):
         before = cuda.counts["up"] + cuda.counts["up and waited for"]
         got = layers.folded("cuda:0", "F32", staged)
         assert cuda.counts["up"] + cuda.counts["up and waited for"] > before and not cuda.races

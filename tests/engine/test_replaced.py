@@ -13,8 +13,8 @@ from torch import Tensor
 import lora_merge
 from lora_merge.engine.measuring import replaced
 from lora_merge.viewing.inspect import inspect
-
-from ..support import load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import rand
 
 NORM = "model.layers.0.input_layernorm.weight"
 EMBEDDINGS = "model.embed_tokens.weight"

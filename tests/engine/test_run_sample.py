@@ -12,9 +12,9 @@ import torch
 import lora_merge
 from lora_merge.engine.measuring import run_sample
 from lora_merge.engine.measuring.sampling import Sampling
-
-from ..pretended_cuda import Pretended
-from ..support import load, rand, save
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import Pretended
+from tests.kit.tensors import rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
 

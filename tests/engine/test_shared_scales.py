@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-
-from ..files.quantised_forms import FORMS
-from ..support import Tensors, load, rand, save
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 LAYER = "model.layers.0."
 GROUPS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))

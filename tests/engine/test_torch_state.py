@@ -12,8 +12,8 @@ import torch
 import lora_merge
 from lora_merge import MergeError
 from lora_merge.engine.torch_state import exact_products
-
-from ..support import Tensors, rand, save
+from tests.kit.files import save
+from tests.kit.tensors import Tensors, rand
 
 CUDA, MKLDNN = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
 newer = pytest.mark.skipif(not hasattr(CUDA, "fp32_precision"), reason="switches of torch 2.9")

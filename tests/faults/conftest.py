@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from lora_merge.disk.volumes import RESERVES, file_system
-
-from ..conftest import Nursery
-from ..support import sha
+from tests.conftest import Nursery
+from tests.kit.files import sha
 
 PART = "lora-merge.part"
 

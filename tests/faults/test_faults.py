@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from lora_merge.disk.volumes import CLONES, file_system
-
-from ..conftest import Nursery
-from ..support import sha
-from .conftest import PART, Scene, furnish, send
+from tests.conftest import Nursery
+from tests.faults.conftest import PART, Scene, furnish, send
+from tests.kit.files import sha
 
 STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync", 0), ("fsync", 1), ("name", 0)]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ..conftest import Nursery
-from ..support import sha
-from .conftest import PART
+from tests.conftest import Nursery
+from tests.faults.conftest import PART
+from tests.kit.files import sha
 
 
 @dataclass

@@ -15,9 +15,8 @@ import pytest
 
 from lora_merge import process
 from lora_merge.process import on_stop
-
-from ..conftest import ROOT
-from .conftest import PART, Scene, send
+from tests.conftest import ROOT
+from tests.faults.conftest import PART, Scene, send
 
 
 def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:

@@ -28,15 +28,14 @@ from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
 from lora_merge.proof.stored import Coded
-
-from ..gguf_files import Array, encoded
-from ..support import Tensors, rand
-from . import quantised_forms
-from .quantised_forms import FORMS, Form, note, rows
-from .sdnq_layers import ROWS as SDNQ
-from .sdnq_layers import stored as stored_by_sdnq
-from .test_other_formats import FORMS as BY_LIBRARIES
-from .test_torchao import STORED
+from tests.files import quantised_forms
+from tests.files.other_forms import FORMS as BY_LIBRARIES
+from tests.files.quantised_forms import FORMS, Form, note, rows
+from tests.files.sdnq_layers import ROWS as SDNQ
+from tests.files.sdnq_layers import stored as stored_by_sdnq
+from tests.files.torchao_forms import STORED
+from tests.kit.gguf_files import Array, encoded
+from tests.kit.tensors import Tensors, rand
 
 LAYER = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{LAYER}.weight"

@@ -25,8 +25,8 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save
 from torch import Tensor
 
-from ..support import Tensors, rand
-from .quantised_forms import FORMS, FP8, Form, fp8_half, spread
+from tests.files.quantised_forms import FORMS, FP8, Form, fp8_half, spread
+from tests.kit.tensors import Tensors, rand
 
 FILE = Path(__file__).with_name("libraries.safetensors.xz")
 MADE_WITH = ("aqlm 1.1.7", "auto-gptq 0.7.1", "autoawq 0.2.7.post3", "auto-round 0.16.1", "bitsandbytes 0.50.2",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..support import Tensors
+from tests.kit.tensors import Tensors
 
 SHAPE = (160, 192)
 """Ragged in every way: no multiple of 128 rows, 12 or 6 scales beside each other. Tests set others."""

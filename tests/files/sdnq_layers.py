@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..support import Tensors, rand
-from .libraries import layers_of
+from tests.files.libraries import layers_of
+from tests.kit.tensors import Tensors, rand
 
 FILE = Path(__file__).with_name("sdnq_layers.safetensors.xz")
 

@@ -32,9 +32,9 @@ from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.files.pickles import FORMAT_NAMES
 from lora_merge.files.safetensors import parse
-
-from ..conftest import to_disk
-from ..support import blob, steps
+from tests.conftest import to_disk
+from tests.kit.cost import steps
+from tests.kit.files import blob
 
 
 def library_accepts(content: bytes) -> bool:

@@ -25,13 +25,13 @@ from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart
 from lora_merge.proof.grids import Grid
-
-from ..gguf_files import Array
-from ..support import load, rand, save
-from . import quantised_forms
-from .every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight, weights
-from .quantised_forms import FORMS, note
-from .test_quantised_bases import NAMES, SIZES, adapter, base, same
+from tests.files import quantised_forms
+from tests.files.every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight, weights
+from tests.files.quantised_forms import FORMS, note
+from tests.kit.files import load, save
+from tests.kit.gguf_files import Array
+from tests.kit.quantised import NAMES, SIZES, adapter, base, same
+from tests.kit.tensors import rand
 
 
 def numbers(count: int) -> Iterator[tuple[str, Tensor]]:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 import lora_merge
 from lora_merge.errors import FitError
-
-from ..support import flux_control, load, load_all, rand, save
-from ..whole.test_diffusers import CONFIGS
+from tests.kit.adapters import flux_control
+from tests.kit.diffusers_models import CONFIGS
+from tests.kit.files import load, load_all, save
+from tests.kit.tensors import rand
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")

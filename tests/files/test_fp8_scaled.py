@@ -16,8 +16,9 @@ import lora_merge
 from lora_merge.errors import InputError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.viewing.inspect import inspect
-
-from ..support import Tensors, cli, load, metadata, rand, save
+from tests.kit.command_line import run
+from tests.kit.files import load, metadata, save
+from tests.kit.tensors import Tensors, rand
 
 COVERED = {torch.float8_e4m3fn: 464, torch.float8_e5m2: 61440}
 """Dtype → what still rounds to its largest number."""
@@ -149,7 +150,7 @@ def test_an_ordinary_checkpoint_comes_out_of_another_dtype(style: str, tmp_path:
         assert made[f"{layer}.weight"].dtype == torch.bfloat16
         torch.testing.assert_close(made[f"{layer}.weight"].double(), want, rtol=2.0**-8, atol=0)
     assert not open_checkpoint(out).packed
-    assert cli("verify", out, "--full").returncode == 0
+    assert run("verify", out, "--full").code == 0
 
 
 def test_windows_threads_and_memory_do_not_change_a_byte(tmp_path: Path) -> None:
@@ -302,8 +303,8 @@ def test_the_proof_finds_what_was_changed(what: str, tmp_path: Path) -> None:
     raw = bytearray(out.read_bytes())
     raw[info.offset + (2 if "scale" in what else 5)] ^= 0x10
     out.write_bytes(raw)
-    done = cli("verify", out, "--full")
-    assert done.returncode == VerificationFailed.exit_code, done.stderr + done.stdout
+    done = run("verify", out, "--full")
+    assert done.code == VerificationFailed.exit_code, done.err + done.out
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fnuz", "float8_e5m2fnuz"])

@@ -19,8 +19,7 @@ from lora_merge.files.gguf.types import READ, READ_ONLY, TYPES
 from lora_merge.proof.decoders import BadPart
 from lora_merge.proof.decoders.ggml import FORMS, blocks
 from lora_merge.proof.decoders.grids import points
-
-from ..gguf_files import SCALES, Array, encoded
+from tests.kit.gguf_files import SCALES, Array, encoded
 
 WRITTEN = sorted(READ - SCALES.keys())
 """Types that the library writes too."""

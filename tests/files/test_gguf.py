@@ -21,47 +21,12 @@ from lora_merge.files.gguf import container
 from lora_merge.files.gguf.types import READ
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
-
-from .. import gguf_files as by_library
-from ..gguf_files import Array
-from ..hostile_commands import ADAPTER, LLAMA
-from ..hostile_commands import gguf as container_of
-from ..support import Tensors, load, rand
-
-LAYERS = [f"double_blocks.{i}.{s}_attn.qkv" for i in range(2) for s in ("img", "txt")]
-TOUCHED = [name for name in LAYERS if "img" in name]
-
-
-def normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32)
-
-
-def flux(kind: str) -> dict[str, tuple[Array, str]]:
-    """A little of Flux as city96's converter writes it: four quantised layers, others in plain numbers."""
-    found = {f"{name}.weight": (normal(96, 256, seed=n), kind) for n, name in enumerate(LAYERS)}
-    found |= {f"{name}.bias": (normal(96, seed=n), "F32") for n, name in enumerate(LAYERS)}
-    found |= {f"double_blocks.{i}.img_attn.norm.query_norm.scale": (normal(37), "F32") for i in range(2)}
-    return found | {"img_in.weight": (normal(32, 16), "F16"), "final_layer.linear.weight": (normal(16, 32), "BF16")}
-
-
-def style(layers: list[str] = TOUCHED, rank: int = 4) -> Tensors:
-    found: Tensors = {}
-    for n, name in enumerate(layers):
-        stem = "lora_unet_" + name.replace(".", "_")
-        found[f"{stem}.lora_down.weight"] = rand(rank, 256, seed=n)
-        found[f"{stem}.lora_up.weight"] = rand(96, rank, seed=n + 50)
-    return found
-
-
-def change(name: str, layers: list[str] = TOUCHED) -> Array:
-    stem, adapter = "lora_unet_" + name.replace(".", "_"), style(layers)
-    return (adapter[f"{stem}.lora_up.weight"] @ adapter[f"{stem}.lora_down.weight"]).double().numpy()
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    save_file(style(), tmp_path / "style.safetensors")
-    return tmp_path / "style.safetensors"
+from tests.kit import gguf_files as by_library
+from tests.kit.files import load
+from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, normal, style
+from tests.kit.hostile_commands import ADAPTER, LLAMA
+from tests.kit.hostile_commands import gguf as container_of
+from tests.kit.tensors import rand
 
 
 def check_kept(base: Path, merged: Path) -> None:

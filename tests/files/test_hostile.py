@@ -24,8 +24,7 @@ from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.limits import from_json
 from lora_merge.planning.recipe import parsed
-
-from ..support import blob
+from tests.kit.files import blob
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import pytest
 
 import lora_merge
 from lora_merge.errors import MergeError
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 LAYER = "model.layers.0.self_attn.q_proj"
 HUGE = 2**31

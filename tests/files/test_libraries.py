@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..support import load, rand, save
-from . import quantised_forms
-from .libraries import LIBRARIES, stored
-from .quantised_forms import FORMS
-from .test_quantised_bases import kept, made_plain
+from tests.files import quantised_forms
+from tests.files.libraries import LIBRARIES, stored
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.quantised import kept, made_plain
+from tests.kit.tensors import rand
 
 STORED = stored()
 LAYER = "model.layers.0.self_attn.q_proj"

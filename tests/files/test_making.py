@@ -16,10 +16,10 @@ from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.proof.replay import plan_again, prove
-
-from ..support import Tensors, load, rand, save
-from .libraries import LIBRARIES
-from .quantised_forms import FORMS, SHAPE, Form
+from tests.files.libraries import LIBRARIES
+from tests.files.quantised_forms import FORMS, SHAPE, Form
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
 KEPT = "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight", "lm_head.weight"

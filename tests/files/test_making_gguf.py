@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.dtypes import GGUF_TYPES
 from lora_merge.proof.replay import prove
-
-from .. import gguf_files as by_library
-from .test_gguf import LAYERS, TOUCHED, change, flux, style
+from tests.kit import gguf_files as by_library
+from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, style
 
 THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
 """Types that the library quantises too."""

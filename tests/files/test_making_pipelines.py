@@ -12,9 +12,9 @@ import torch
 import lora_merge
 from lora_merge.errors import UsageError
 from lora_merge.files.checkpoint import open_checkpoint
-
-from ..support import Tensors, load, rand, save
-from .quantised_forms import FORMS
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 WIDTH = 64
 INNER = [f"transformer_blocks.{i}.attn.to_q" for i in range(2)]

@@ -14,10 +14,10 @@ from gguf import GGUFReader
 import lora_merge
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.proof.replay import prove
-
-from .. import gguf_files as by_library
-from ..hostile_inputs import command
-from ..support import Tensors, load, rand, save
+from tests.kit import gguf_files as by_library
+from tests.kit.files import load, save
+from tests.kit.hostile_inputs import command
+from tests.kit.tensors import Tensors, rand
 
 STEP = {"q8_0": 0.01, "q4_0": 0.15, "q4_k": 0.12, "fp16": 1e-3, "bf16": 8e-3, "keep": 8e-3, "fp32": 1e-6}
 """Value of `--dtype` → the error of the numbers, as a share of their root mean square."""

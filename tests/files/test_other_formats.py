@@ -8,35 +8,23 @@ numbers of deviation 0.02, a part of one row zeros, in groups of 32 columns.
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load as load_bytes
 
 import lora_merge
 from lora_merge.errors import InputError
 from lora_merge.viewing.inspect import inspect
-
-from ..hostile_inputs import command
-from ..support import Tensors, load, rand, save
+from tests.files.other_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.hostile_inputs import command
+from tests.kit.tensors import Tensors, rand
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-def stored() -> dict[str, Tensors]:
-    """Format → the tensors of its layer."""
-    found: dict[str, Tensors] = {}
-    packed = (Path(__file__).parent / "by_libraries.safetensors.xz").read_bytes()
-    for name, value in load_bytes(lzma.decompress(packed)).items():
-        form, _, last = name.partition("/")
-        found.setdefault(form, {})[last] = value
-    return found
-
-
-FORMS = stored()
 READ_ONLY = [name for name in FORMS if name.startswith(("hqq", "quanto int2", "quanto int4"))]
 
 

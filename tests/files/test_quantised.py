@@ -11,8 +11,11 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import Tensors, assert_rounded, expected, kohya, load, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.oracles import assert_rounded, expected
+from tests.kit.tensors import Tensors, rand
 
 ATTENTION = "model.layers.0.self_attn.q_proj"
 EXPERTS = "model.layers.0.mlp.experts"

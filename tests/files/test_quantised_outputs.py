@@ -15,8 +15,8 @@ from lora_merge.disk.files import Source
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.viewing.schemas import schema_of
-
-from ..support import load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import rand
 
 LAYERS = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
 SIDE = 256

@@ -11,11 +11,11 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import Tensors, load, rand, save
-from . import quantised_forms
-from .quantised_forms import FORMS, FP8, note
-from .test_quantised_bases import parts, same
+from tests.files import quantised_forms
+from tests.files.quantised_forms import FORMS, FP8, note
+from tests.kit.files import load, save
+from tests.kit.quantised import parts, same
+from tests.kit.tensors import Tensors, rand
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

@@ -13,10 +13,10 @@ from lora_merge.files.codecs.arithmetic import E2M1
 from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
 from lora_merge.files.codecs.ggml_kinds import IQ4
 from lora_merge.files.codecs.making import NF4
-
-from ..support import Tensors, load, rand, save
-from .quantised_forms import FORMS, SHAPE
-from .test_quantised_bases import NAMES, base, parts
+from tests.files.quantised_forms import FORMS, SHAPE
+from tests.kit.files import load, save
+from tests.kit.quantised import NAMES, base, parts
+from tests.kit.tensors import Tensors, rand
 
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.codecs.arithmetic import swizzle
 from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
-
-from ..support import save
-from .quantised_forms import FORMS
-from .test_quantised_bases import NAMES, base, parts
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import save
+from tests.kit.quantised import NAMES, base, parts
 
 NVFP4 = 16  # numbers with one scale
 ONE = 0x22  # two codes of 1.0

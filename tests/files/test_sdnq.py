@@ -13,9 +13,9 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import Tensors, load, rand, save
-from .sdnq_layers import ROWS, quantised, stored
+from tests.files.sdnq_layers import ROWS, quantised, stored
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 LAYER = "transformer_blocks.0.attn.to_q"
 OTHER = "transformer_blocks.1.attn.to_k"

@@ -19,8 +19,9 @@ from lora_merge.errors import FitError, InputError
 from lora_merge.files.side_files import configured
 from lora_merge.job import make_job
 from lora_merge.proof.replay import prove
-
-from ..support import cli, rand, save
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 NAME = "layers.0.weight"
 
@@ -75,9 +76,9 @@ def test_what_cannot_be_copied_is_refused_while_planning(model: Path, kind: str,
 
 def test_the_command_says_so(model: Path) -> None:
     os.mkfifo(model / "base" / "merges.txt")
-    done = cli(model / "base", model / "lora.safetensors", "-o", model / "out")
-    assert done.returncode == 3
-    assert str(model / "base" / "merges.txt") in done.stderr
+    done = run(model / "base", model / "lora.safetensors", "-o", model / "out")
+    assert done.code == 3
+    assert str(model / "base" / "merges.txt") in done.err
     assert not (model / "out").exists()
 
 
@@ -120,8 +121,8 @@ def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
     )
     names = {p.relative_to(model / "out").as_posix() for p in (model / "out").rglob("*") if p.is_file()}
     assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt", "README.md"}
-    done = cli(base, lora, "-o", model / "dry", "--dry-run")
-    assert "onnx (the same model in another format)" in done.stderr + done.stdout
+    done = run(base, lora, "-o", model / "dry", "--dry-run")
+    assert "onnx (the same model in another format)" in done.err + done.out
 
 
 def test_layers_that_sentence_transformers_put_behind_the_model_come_along(model: Path) -> None:

@@ -16,9 +16,8 @@ import torch
 
 from lora_merge.disk.reader import read_bytes
 from lora_merge.files.checkpoint import open_checkpoint
-
-from .. import hostile_inputs
-from ..support import slowness
+from tests.kit import hostile_inputs
+from tests.kit.cost import slowness
 
 ROOT = Path(__file__).parents[2]
 SECONDS, MEGABYTES = 5, 500

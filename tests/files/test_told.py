@@ -11,10 +11,10 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import load, rand, save
-from .quantised_forms import FORMS
-from .test_quantised_bases import NAMES, adapter, base, exact, same
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.quantised import NAMES, adapter, base, exact, same
+from tests.kit.tensors import rand
 
 
 def folder(tmp_path: Path, name: str, **section: Any) -> Path:

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import Tensors, load, rand, save
-from .test_quantised_bases import same
-from .torchao_layers import LAYERS, flat, read, stored
+from tests.files.torchao_forms import STORED
+from tests.files.torchao_layers import LAYERS, flat, read
+from tests.kit.files import load, save
+from tests.kit.quantised import same
+from tests.kit.tensors import Tensors, rand
 
 NAME = "model.layers.0.self_attn.q_proj"
 ROWS, COLS = 24, 32
@@ -98,9 +99,6 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     save_file(load(file), file, metadata)
     with pytest.raises(InputError, match="quantised: torchao"):
         lora_merge.merge(folder, lora(tmp_path / "lora.safetensors")[0], tmp_path / "out")
-
-
-STORED = stored()
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save
 from torch import Tensor
 
-from ..support import Tensors, rand
+from tests.kit.tensors import Tensors, rand
 
 FILE = Path(__file__).with_name("torchao.safetensors.xz")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..support import blob
+from tests.kit.files import blob
 
 text = st.text(st.characters(codec="utf-8"), max_size=8)
 numbers = st.one_of(

@@ -15,12 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from lora_merge.planning.recipe import KEY
-
-from ..hostile_commands import ADAPTER as GGUF_ADAPTER
-from ..hostile_commands import DIALECTS, LLAMA, gguf
-from ..support import in_process
-from . import strategies as s
-from .test_fuzz import (
+from tests.fuzz import strategies as s
+from tests.fuzz.targets import (
     BASE,
     ENDINGS,
     GROUPS,
@@ -37,6 +33,9 @@ from .test_fuzz import (
     run,
     run_long,
 )
+from tests.kit import command_line
+from tests.kit.hostile_commands import ADAPTER as GGUF_ADAPTER
+from tests.kit.hostile_commands import DIALECTS, LLAMA, gguf
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}
 B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w2_a": torch.ones(4, 2), "b.hada_w2_b": torch.ones(2, 4)}  # fmt: skip
@@ -93,7 +92,7 @@ def orders(*given: list[str]) -> st.SearchStrategy[bytes]:
 def carried_out(folder: Path) -> None:
     """Give the arguments in the folder to the command line, with its files named by their paths."""
     given = [str(folder / a[1:]) if a.startswith("@") else a for a in json.loads((folder / "arguments").read_bytes())]
-    code, told = in_process(*given)
+    code, _, told = command_line.run(*given)
     asked = any(
         word in told
         for word in (

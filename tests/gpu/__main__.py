@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..bench.gpu import names
-from .predictions import PREDICTIONS, table
-from .programs import ROOT
-from .speed import ROOM
-from .steps import MINUTES, STEPS, carry_out
+from tests.bench.gpu import names
+from tests.gpu.predictions import PREDICTIONS, table
+from tests.gpu.programs import ROOT
+from tests.gpu.speed import ROOM
+from tests.gpu.steps import MINUTES, STEPS, carry_out
 
 HERE = Path(__file__).parent
 NO_GPU = """no CUDA device here: nothing was checked.

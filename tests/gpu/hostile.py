@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import lora_merge
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 
 def main(device: str = "cuda") -> None:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import lora_merge
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 
 def main(device: str = "cuda", width: int = 1024) -> None:

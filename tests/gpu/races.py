@@ -19,8 +19,8 @@ from torch.cuda import _sanitizer
 
 import lora_merge
 from lora_merge.engine.placement import DeviceStream
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 
 class Watch(_sanitizer.CUDASanitizerDispatchMode):

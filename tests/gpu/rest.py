@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from .programs import ROOT, Figures, differences, merged, printed
-from .speed import Part, files
+from tests.gpu.programs import ROOT, Figures, differences, merged, printed
+from tests.gpu.speed import Part, files
 
 
 def rest(data: Path) -> Iterator[Part]:

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from . import results
-from .programs import Failed, Figures, differences, merged, printed, program, python
-from .speed import Part, files
+from tests.gpu import results
+from tests.gpu.programs import Failed, Figures, differences, merged, printed, program, python
+from tests.gpu.speed import Part, files
 
 FIRST: Final = "tests/engine/test_gpu.py"
 OTHERS: Final = ("tests/engine/test_cuda.py", "tests/engine/test_device_codecs.py", "tests/engine/test_placement.py",

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from .programs import ROOT, Figures, merged, printed, program, python
+from tests.gpu.programs import ROOT, Figures, merged, printed, program, python
 
 Part = Callable[[float], Figures]
 """Function of the seconds that are left that returns figures."""
@@ -22,7 +22,7 @@ ROOM: Final = {"sdxl": 23e9, "flux": 26e9, "flux, whole": 51e9}
 
 def files(data: Path, size: str, rank: int = 32) -> tuple[Path, Path]:
     """A checkpoint of full size and an adapter for it, made once."""
-    from ..bench import inputs
+    from tests.bench import inputs
 
     dtype = "BF16" if size == "flux" else "F16"
     lora = inputs.adapter(data / f"{size}-lora{'' if rank == 32 else rank}.safetensors", size, rank=rank)

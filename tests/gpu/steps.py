@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .programs import Figures, printed
-from .rest import rest
-from .rightness import machine, races, right, sanitizer, whole
-from .speed import Part, flux, sdxl
+from tests.gpu.programs import Figures, printed
+from tests.gpu.rest import rest
+from tests.gpu.rightness import machine, races, right, sanitizer, whole
+from tests.gpu.speed import Part, flux, sdxl
 
 LEAST: Final = 5.0
 """Seconds; with less a part is not begun."""

@@ -15,15 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ..engine import test_cuda, test_gpu
-from ..pretended_cuda import pretended_cuda
-from ..support import load, rand, save
-from . import __main__ as checklist
-from . import hostile, memory, outputs, probe, races, ready, rightness
-from .predictions import PREDICTIONS, Prediction, table
-from .programs import ROOT, Failed, Figures, differences, printed, python
-from .speed import Part
-from .steps import MINUTES, STEPS, Step, carry_out
+from tests.gpu import __main__ as checklist
+from tests.gpu import hostile, memory, outputs, probe, races, ready, rightness
+from tests.gpu.predictions import PREDICTIONS, Prediction, table
+from tests.gpu.programs import ROOT, Failed, Figures, differences, printed, python
+from tests.gpu.speed import Part
+from tests.gpu.steps import MINUTES, STEPS, Step, carry_out
+from tests.kit import cuda as gpu
+from tests.kit.files import load, save
+from tests.kit.pretended_cuda import pretended_cuda
+from tests.kit.tensors import rand
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
@@ -207,7 +208,7 @@ def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
     base, adapter = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for n in range(4):
         base[f"layer.{n}.weight"] = rand(320, 320, seed=n, scale=1.0).half()
-        adapter |= test_cuda.oft(n, 320) if n % 2 else test_cuda.lora(n, 320, 320)
+        adapter |= gpu.oft(n, 320) if n % 2 else gpu.lora(n, 320, 320)
     files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
     monkeypatch.setattr(
         memory, "load_file", lambda path, device: {k: t.to(f"{device}:0") for k, t in load(path).items()}
@@ -218,10 +219,10 @@ def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     with pretended_cuda(monkeypatch, 2) as cuda:
-        test_cuda.test_windows_that_follow_each_other_do_not_meet(files, tmp_path, "keep", "16MiB")
+        gpu.expect_windows_apart(files, tmp_path, "keep", "16MiB")
         for dtype, options in (("bf16", {"max_vram": "64MiB"}), ("fp16", {"device": "cuda:0,cuda:1"})):
             (own := tmp_path / dtype).mkdir()
-            test_gpu.test_many_layers_of_equal_shape_are_the_rounded_fp64_result(own, dtype, options)
+            gpu.expect_layers_rounded(own, dtype, options)
         hostile.main()
         memory.main()
         outputs.main("cuda:0", 96)

@@ -14,8 +14,8 @@ import torch
 
 import lora_merge
 from lora_merge.errors import AmbiguousName, FitError, UnmatchedModules
-
-from ..support import Tensors, rand, save
+from tests.kit.files import save
+from tests.kit.tensors import Tensors, rand
 
 H, R = 24, 4
 Spelling = Callable[[str], str]

@@ -18,8 +18,7 @@ from torch import nn
 
 import lora_merge
 from lora_merge.adapters.conv1d import Layer, base_types, conv1d_by_base, conv1d_by_shapes
-
-from ..support import load_all
+from tests.kit.files import load_all
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -285,6 +284,6 @@ def test_a_bias_says_what_the_outputs_of_its_layer_are(*, out_in: bool) -> None:
 
 def test_every_type_of_the_installed_transformers_is_listed() -> None:
     """Otherwise: python -m tests.models.model_types."""
-    from ..models.model_types import installed, listed
+    from tests.models.model_types import installed, listed
 
     assert installed() <= listed()

@@ -10,8 +10,8 @@ import torch
 
 import lora_merge
 from lora_merge.errors import InputError
-
-from ..support import Tensors, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 SPELLINGS = ("m.a", "diffusion_model.m.a")
 

@@ -11,8 +11,8 @@ import lora_merge
 from lora_merge.adapters.file import Module
 from lora_merge.disk.files import StoredTensor
 from lora_merge.matching.incomplete import _end_of_key
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 PAIRS = {  # the ends of one module's keys, with their shapes
     "kohya": {"lora_up.weight": (8, 2), "lora_down.weight": (2, 6)},

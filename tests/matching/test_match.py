@@ -20,9 +20,9 @@ from lora_merge.matching.context import AdapterContext
 from lora_merge.models.weights import whole
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
-
-from ..support import rand, save
-from ..test_structure import PACKAGE
+from tests.kit.files import save
+from tests.kit.package import PACKAGE
+from tests.kit.tensors import rand
 
 
 def written(tree: ast.AST) -> Iterator[ast.Attribute]:

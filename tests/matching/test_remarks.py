@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 
 @pytest.mark.parametrize("alphas", [("alpha", "lora_alpha"), ("alpha", "lora_alpha", "lora.alpha")], ids="+".join)

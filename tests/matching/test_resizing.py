@@ -13,8 +13,9 @@ from lora_merge.engine import blocks
 from lora_merge.errors import FitError, InputError
 from lora_merge.matching.resizing import bias_beside, sizes
 from lora_merge.models.weights import RowSlice, WeightView
-
-from ..support import Tensors, flux_control, index, load, rand, save
+from tests.kit.adapters import flux_control
+from tests.kit.files import index, load, save
+from tests.kit.tensors import Tensors, rand
 
 
 def flux() -> Tensors:

@@ -18,29 +18,12 @@ from lora_merge.adapters.suffixes import split_row_part
 from lora_merge.errors import ShapeMismatch, UnmatchedModules
 from lora_merge.models.fused import agreed, splits
 from lora_merge.models.weights import whole
+from tests.kit.files import load, save
+from tests.kit.fused_rows import FLUX, FLUX_DIFFUSERS, KV, PHI3, H
+from tests.kit.pipeline_names import STORED
+from tests.kit.pipeline_names import base as names_of
+from tests.kit.tensors import Tensors, rand
 
-from ..models.test_names import STORED
-from ..models.test_names import base as names_of
-from ..support import Tensors, load, rand, save
-
-H, KV = 16, 4
-
-PHI3 = {
-    "model.embed_tokens.weight": rand(20, H), "model.layers.0.self_attn.o_proj.weight": rand(H, H),
-    "model.layers.0.self_attn.qkv_proj.weight": rand(H + 2 * KV, H),
-    "model.layers.0.mlp.gate_up_proj.weight": rand(64, H),
-}  # fmt: skip
-FLUX = {
-    "img_in.weight": rand(H, 4), "double_blocks.0.img_mod.lin.weight": rand(6 * H, H),
-    "double_blocks.0.img_attn.qkv.weight": rand(3 * H, H), "single_blocks.0.linear1.weight": rand(7 * H, H),
-}  # fmt: skip
-FLUX_DIFFUSERS = {
-    "x_embedder.weight": rand(H, 4), "transformer_blocks.0.norm1.linear.weight": rand(6 * H, H),
-    "transformer_blocks.0.attn.norm_added_q.weight": rand(H), "single_transformer_blocks.0.proj_mlp.weight": rand(64, H),
-    "time_text_embed.text_embedder.linear_1.weight": rand(H, 8),
-    **{f"transformer_blocks.0.attn.to_{n}.weight": rand(H, H, seed=i) for i, n in enumerate("qkv")},
-    **{f"single_transformer_blocks.0.attn.to_{n}.weight": rand(H, H, seed=i + 5) for i, n in enumerate("qkv")},
-}  # fmt: skip
 THIRDS = {"model.blocks.0.attn.qkv.weight": rand(3 * H, H), "model.blocks.0.attn.proj.weight": rand(H, H)}
 UNTOLD = {"model.blocks.0.attn.qkv.weight": rand(3 * H, H)}
 OTHER = {"model.blocks.0.attn.to_kqv_mlp.weight": rand(3 * H + 8, H)}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..support import Tensors, load, rand, save
-from .test_row_parts import FLUX, FLUX_DIFFUSERS, PHI3
+from tests.kit.files import load, save
+from tests.kit.fused_rows import FLUX, FLUX_DIFFUSERS, PHI3
+from tests.kit.tensors import Tensors, rand
 
 H, R, ALPHA = 16, 2, 1.0
 SD3 = {

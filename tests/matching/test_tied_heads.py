@@ -10,8 +10,8 @@ import torch
 
 import lora_merge
 from lora_merge.errors import UnmatchedModules
-
-from ..support import Tensors, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 V, H = 10, 8
 TABLE, BIAS = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"

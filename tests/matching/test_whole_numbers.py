@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..support import Tensors, load, rand, save
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 BASE: Tensors = {
     "m.weight": rand(8, 6), "n.weight": rand(8, 6, 3, 3), "bn.weight": rand(8), "bn.num_batches_tracked": torch.tensor(7),

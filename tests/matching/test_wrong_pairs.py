@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ import torch
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, ShapeMismatch
-from lora_merge.files.headers import layout
-
-from ..support import load, rand, save
+from tests.kit.files import load, save
+from tests.kit.hollow import hollow
+from tests.kit.tensors import rand
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -23,15 +22,6 @@ HEADERS = Path(__file__).parents[1] / "headers"
 def shapes(inventory: str) -> dict[str, tuple[int, ...]]:
     table = json.loads(gzip.decompress((HEADERS / f"{inventory}.json.gz").read_bytes()))
     return {name: tuple(shape) for name, shape in table.items()}
-
-
-def hollow(tensors: dict[str, tuple[int, ...]], path: Path) -> Path:
-    """A file of full size without its data."""
-    header = layout([(name, "BF16", shape) for name, shape in tensors.items()], {}, 0)
-    with path.open("wb") as f:
-        f.write(header)
-        f.truncate(len(header) + sum(2 * prod(s) for s in tensors.values()))
-    return path
 
 
 def adapter(inventory: str, prefix: str, path: Path, keep: Callable[[str], bool] = lambda _: True) -> Path:

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.errors import UsageError
-from tests.support import kohya, load, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
 BASE = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"

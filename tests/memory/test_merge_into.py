@@ -21,10 +21,9 @@ import lora_merge
 from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
 from lora_merge.memory.live_model import live_model
-
-from ..support import Tensors, rand
-from ..whole.test_pipelines import PIPELINES, saved
-from ..whole.test_pipelines import model as flux
+from tests.kit.pipelines import PIPELINES, saved
+from tests.kit.pipelines import model as flux
+from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # those of transformers and diffusers
 KEEPS = ["host", "device", "compressed"]

@@ -16,10 +16,9 @@ from torch import Tensor
 import lora_merge
 from lora_merge.errors import InputError
 from lora_merge.memory.spans import repeats, shared
-
-from ..files.quantised_forms import FORMS
-from ..files.test_quantised_bases import NAMES, adapter, base, same
-from ..support import load, save
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.quantised import NAMES, adapter, base, same
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from pathlib import Path
 from lora_merge.models import forms as beside
 from lora_merge.models.forms import form
 from lora_merge.models.names import names
-
-from ..support import index
-from .test_architectures import ALL, header
+from tests.kit.architectures import ALL, header
+from tests.kit.files import index
 
 FILE = Path(beside.__file__).with_name("module_forms.json")
 ENCODERS = ("clip-l.text_model", "clip-h", "clip-bigg", "t5xxl-encoder", "umt5xxl-encoder")

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from tests.models.test_blocks import blocks_of, shapes_of
+from tests.kit.blocks import blocks_of, shapes_of
 
 INPUTS, OUTPUTS = [f"IN{n:02d}" for n in range(12)], [f"OUT{n:02d}" for n in range(12)]
 TABLE26 = ["BASE", *INPUTS, "M00", *OUTPUTS]

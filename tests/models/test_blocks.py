@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,30 +10,12 @@ import pytest
 from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
 from lora_merge.limits import Steps
-from lora_merge.models.blocks import SHORT_LISTS, Blocks, blocks
+from lora_merge.models.blocks import SHORT_LISTS, blocks
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.models.presets import CURVES, PRESETS
 from lora_merge.models.strengths import Strengths
-
-HEADERS = Path(__file__).parents[1] / "headers"
-
-
-def shapes_of(name: str) -> Mapping[str, tuple[int, ...]]:
-    return {
-        key: tuple(shape)
-        for key, shape in json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes())).items()
-    }
-
-
-def names_of(name: str) -> Names:
-    shapes = shapes_of(name)
-    return Names(components(shapes, {}, (), None), shapes)
-
-
-def blocks_of(name: str) -> Blocks:
-    return blocks(names_of(name))
-
+from tests.kit.blocks import HEADERS, blocks_of, names_of, shapes_of
 
 ALL = sorted(f"{p.parent.name}/{p.name.removesuffix('.json.gz')}" for p in HEADERS.rglob("*.json.gz"))
 TWO_LAYOUTS = ["sd15", "sd21", "sdxl", "sdxl-refiner", "flux-dev", "flux2", "auraflow:aura-flow", "chroma", "sd3", "sd35-large",

@@ -22,8 +22,7 @@ from lora_merge.models.names import Names, names, written
 from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
 from lora_merge.models.weights import WeightView
-
-from ..support import index
+from tests.kit.files import index
 
 HEADERS = Path(__file__).parents[1] / "headers"
 USUAL = ("model.", "transformer.", "bert.", "vit.", "deit.")

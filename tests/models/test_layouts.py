@@ -23,21 +23,16 @@ import torch
 
 import lora_merge
 from lora_merge.models.architectures import shipped
-
-from ..support import Tensors
-from .test_architectures import CONVERTERS, RECORDED, Shape, header, native_of, recorded
+from lora_merge.shapes import Shape
+from tests.kit.architectures import CONVERTERS, RECORDED, header, native_of, recorded
+from tests.kit.layouts import few_blocks
+from tests.kit.tensors import Tensors
 
 single_file_utils = pytest.importorskip("diffusers.loaders.single_file_utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RANK, ALPHA = 2, 3.0
 Dialect = Callable[[str, torch.Tensor, torch.Tensor], Tensors]
-STACK = re.compile(
-    r"(.*?(?<!ut_)(?<!mb_)(?<![np]_)(?:blocks|layers|refiner|norms)(?:\.image|\.image_cond)?\.)(\d+)(?=\.)"
-)
-LATER = re.compile(
-    r"(?:put_blocks|middle_block)\..*\.transformer_blocks\.(?:[2-9]|1\d)\.|(?:down|up)_blocks\.\d+\.(?:[6-9]|\d\d)\."
-)
 MEASURED = {c.key for a in shipped() for conditions in a.layouts.values() for c in conditions if c.shape}
 """Tensors whose shape tells the model: they keep it."""
 
@@ -51,22 +46,6 @@ PREFIXES = {
 def small(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """A narrow model of few blocks."""
     return {k: s if k in MEASURED else tuple(narrow(size) for size in s) for k, s in few_blocks(shapes).items()}
-
-
-def few_blocks(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The first and the last block of a stack, as 0 and 1; of a UNet's parts the first six."""
-    last: dict[str, int] = {}
-    for key in shapes:
-        if m := STACK.match(key):
-            last[m[1]] = max(last.get(m[1], 0), int(m[2]))
-    few: dict[str, Shape] = {}
-    for key, shape in shapes.items():
-        m = STACK.match(key)
-        if LATER.search(key) or (m and int(m[2]) not in (0, last[m[1]])):
-            continue
-        name = f"{m[1]}{min(int(m[2]), 1)}{key[m.end(2) :]}" if m else key
-        few[name] = shape
-    return few
 
 
 def narrow(size: int) -> int:

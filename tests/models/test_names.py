@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -24,17 +22,12 @@ from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.diagnosis import explain, missing_networks, variant_doubt
 from lora_merge.models.components import components
 from lora_merge.models.experts import as_matrices
-from lora_merge.models.names import Names, denoiser_of, guess, names
+from lora_merge.models.names import denoiser_of, guess, names
 from lora_merge.models.prefixes import innermost
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
-
-from ..support import blob, index, steps
-
-HEADERS = Path(__file__).parents[1] / "headers"
-
-STORED = sorted(
-    f"{p.parent.name}/{p.name[: -len('.json.gz')]}" for p in HEADERS.glob("*/*.json.gz") if "in-memory" not in p.name
-)
+from tests.kit.cost import steps
+from tests.kit.files import blob, index
+from tests.kit.pipeline_names import STORED, base, header, modules, pipeline
 
 PATCHES = ("img_in", "x_embedder", "final_layer.linear", "proj_out")
 
@@ -86,45 +79,6 @@ DENOISER = (*ANY, "diffusion_model.", "model.diffusion_model.", "transformer.", 
             "base_model.model.transformer.", "lora_unet_", "lora_unet__", "lora_transformer_", "oft_unet_",
             "transformer._orig_mod.", "module.", "pipe.dit.", "pipe.unet.", "pipe.vace.")  # fmt: skip
 ENCODER = (*ANY, "lora_te_")
-
-
-@cache
-def header(name: str) -> Mapping[str, Shape]:
-    table = json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes()))
-    shapes = {key: tuple(shape) for key, shape in table.items()}
-    openclip = {"native/openclip-bigg-text": "", "single-file/sdxl": "conditioner.embedders.1.model.",
-                "single-file/sd2": "cond_stage_model.model."}  # fmt: skip
-    if name in openclip:
-        complete_openclip(shapes, openclip[name])
-    return shapes
-
-
-def complete_openclip(shapes: dict[str, Shape], prefix: str) -> None:
-    """The table lacks what SDXL never runs: the last block and the head. Released files have them."""
-    block = f"{prefix}transformer.resblocks."
-    for key in [k for k in shapes if k.startswith(f"{block}30.")]:
-        shapes[key.replace(f"{block}30.", f"{block}31.")] = shapes[key]
-    shapes |= {f"{prefix}ln_final.{p}": (1280,) for p in ("weight", "bias")}
-    shapes[f"{prefix}text_projection"] = (1280, 1280)
-
-
-def pipeline(**parts: Mapping[str, Shape]) -> Index:
-    whole = index({f"{part}.{key}": shape for part, shapes in parts.items() for key, shape in shapes.items()})
-    return replace(whole, components={part: index(shapes) for part, shapes in parts.items()})
-
-
-@cache
-def base(name: str) -> Names:
-    return names(index(header(name)))
-
-
-def modules(shapes: Mapping[str, Shape]) -> dict[tuple[str, str], Shape]:
-    """(module, parameter) → shape, as adapters speak of them."""
-    found = {}
-    for key, shape in shapes.items():
-        module, _, leaf = key.rpartition(".")
-        found[(module, leaf) if leaf in ("weight", "bias", "scale") else (key, "weight")] = shape
-    return found
 
 
 def called(dialect: str, module: str) -> str:

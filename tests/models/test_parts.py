@@ -11,8 +11,11 @@ import torch
 
 import lora_merge
 from lora_merge.errors import AmbiguousName, UnmatchedModules, UsageError
-
-from ..support import TE, UNET, Tensors, in_process, kohya, load, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.models import TE, UNET, sd1
+from tests.kit.tensors import Tensors, rand
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--strength-for": ("merge", "{base}", "{lora}", "--strength-for", "{part}=0.5"),
@@ -54,7 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def called(option: str, part: str, files: dict[str, str], out: Path, *more: str) -> tuple[int, str]:
     words = (word.format(**files, part=part) for word in OPTIONS[option])
-    return in_process(*words, "-o", out, *more)
+    return run(*words, "-o", out, *more)[::2]
 
 
 @pytest.mark.parametrize("part", ["re:no_such_name", "te7", "no_such_stack"])

@@ -12,8 +12,7 @@ from lora_merge.limits import Steps
 from lora_merge.models.names import Names
 from lora_merge.models.parts import networks
 from lora_merge.models.strengths import Strengths, on_base
-
-from .test_blocks import names_of
+from tests.kit.blocks import names_of
 
 BASES = {name: names_of(f"single-file/{name}") for name in ("sd1", "sdxl", "sd3", "flux1-dev-all-in-one")}
 

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules, VerificationFailed
 from lora_merge.proof.replay import prove
-
-from ..support import load
+from tests.kit.files import load
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -19,8 +19,11 @@ from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.proof.replay import prove
 from lora_merge.viewing.inspect import inspect
-
-from ..support import Tensors, cli, kohya, load, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand
 
 TRAINED = ("_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 W = 8
@@ -200,12 +203,12 @@ def test_the_notes_are_told_by_every_way_to_ask(tmp_path: Path) -> None:
     stray = {"elsewhere.lora_A.weight": rand(2, W), "elsewhere.lora_B.weight": rand(W, 2)}
     words = [save(base, tmp_path / "base.safetensors"), save(peft(llama()) | stray, tmp_path / "a.safetensors")]
     words += ["-o", tmp_path / "o.safetensors", "--unmatched", "skip", "--dry-run"]
-    text, quiet, told = (cli(*words, *how) for how in ([], ["-q"], ["--json"]))
-    assert text.returncode == quiet.returncode == told.returncode == 0
-    report = json.loads(told.stdout)
+    text, quiet, told = (run(*words, *how) for how in ([], ["-q"], ["--json"]))
+    assert text.code == quiet.code == told.code == 0
+    report = json.loads(told.out)
     assert any("_orig_mod" in note for note in report["notes"])
-    assert "levels that training leaves (_orig_mod)" in text.stdout
-    assert "levels that training leaves (_orig_mod)" in quiet.stderr
+    assert "levels that training leaves (_orig_mod)" in text.out
+    assert "levels that training leaves (_orig_mod)" in quiet.err
     (covered,) = report["coverage"].values()
     assert (covered["matched"], list(covered["skipped"])) == (14, ["elsewhere"])
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge.cli.main import app
 from lora_merge.planning.card import BEGIN, END
-
-from ..support import kohya, metadata, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import metadata, save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 BASE_CARD = (
     "---\nlicense: mit\ntags: [llama]\nbase_model: someone/other\nwidget: [{text: hi}]\n---\n\n# Base\n\nIts words.\n"
@@ -243,7 +244,7 @@ def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(
         for out, said in zip(outputs, ({"card": True}, {"card": False}, {}), strict=True)
     ]
     (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs}))
-    assert CliRunner().invoke(app, ["batch", str(tmp_path / "jobs.yaml"), *words]).exit_code == 0
+    assert run("batch", tmp_path / "jobs.yaml", *words).code == 0
     assert [out.with_suffix(".md").is_file() for out in outputs] == cards
 
 

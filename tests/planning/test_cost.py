@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.adapters.suffixes import SUFFIXES
-
-from ..hostile_inputs import Files, tensors, yaml
-from ..hostile_names import SHAPES, configured, flat, lora, some
-from ..support import steps
+from tests.kit.cost import steps
+from tests.kit.hostile_inputs import Files, tensors, yaml
+from tests.kit.hostile_names import SHAPES, configured, flat, lora, some
 
 LIMIT = 5_000  # bytes of each header
 MOST = 2_100  # calls for one more module of any name, and for its tensors: 900 to 1830 today

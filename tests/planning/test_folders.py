@@ -14,8 +14,9 @@ import lora_merge
 from lora_merge.cli.text import dry
 from lora_merge.errors import FitError, UsageError
 from lora_merge.viewing.inspect import inspect
-
-from ..support import cli, rand, save
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 HIDDEN = 8
 NAMES = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(2) for part in "qkv"]
@@ -83,9 +84,9 @@ def test_every_file_of_both_folders_has_a_use(model: Path) -> None:
     said = " ".join(report.notes)
     assert "checkpoint-5" in said
     assert not any(name in said for name in OPTIMIZER)
-    done = cli(model / "base", model / "ad", "-o", model / "o", "--dry-run", "-v")
-    assert "  optimizer.pt: left out: a state of the training" in done.stdout
-    assert "optimizer" not in cli(model / "base", model / "ad", "-o", model / "o", "--dry-run").stdout
+    done = run(model / "base", model / "ad", "-o", model / "o", "--dry-run", "-v")
+    assert "  optimizer.pt: left out: a state of the training" in done.out
+    assert "optimizer" not in run(model / "base", model / "ad", "-o", model / "o", "--dry-run").out
 
 
 PREFIXES = ("", "base_model.model.", "module.", "base_model.model.module.")
@@ -251,8 +252,8 @@ def test_the_user_decides_whose_tokenizer_it_is(grown: Path, whose: str) -> None
     vocabulary(grown / "other", 13)
     value = str(grown / "other") if whose == "other" else whose
     source = {"adapter": grown / "ad", "base": grown / "base", "other": grown / "other"}[whose]
-    done = cli(grown / "base", grown / "ad", "-o", grown / "out", "--tokenizer", value)
-    assert done.returncode == 0, done.stderr
+    done = run(grown / "base", grown / "ad", "-o", grown / "out", "--tokenizer", value)
+    assert done.code == 0, done.err
     lora_merge.replay(grown / "out", grown / "again")
     for out in (grown / "out", grown / "again"):
         assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -273,8 +274,8 @@ def test_a_tokenizer_that_is_not_there_is_refused(model: Path, value: str, monke
 def test_the_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:
     (grown / "other").mkdir()
     vocabulary(grown / "other", 13)
-    done = cli(grown / "base", grown / "ad", "-o", grown / "other", "--overwrite", "--tokenizer", grown / "other")
-    assert done.returncode == 2, done.stdout
+    done = run(grown / "base", grown / "ad", "-o", grown / "other", "--overwrite", "--tokenizer", grown / "other")
+    assert done.code == 2, done.out
     assert [path.name for path in sorted((grown / "other").iterdir())] == ["tokenizer.json", "tokenizer_config.json"]
 
 

@@ -15,8 +15,8 @@ import lora_merge
 from lora_merge.files.seal import SEAL, ZEROS
 from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.proof.replay import prove
-
-from ..support import load, metadata, rand, save, sha
+from tests.kit.files import load, metadata, save, sha
+from tests.kit.tensors import rand
 
 Metadata = dict[str, str]
 

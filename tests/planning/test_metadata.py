@@ -14,8 +14,9 @@ from lora_merge.job import make_job
 from lora_merge.planning.metadata import NEEDED
 from lora_merge.planning.recipe import KEY, OURS, STALE
 from lora_merge.proof.replay import plan_again, prove
-
-from ..support import kohya, metadata, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import metadata, save
+from tests.kit.models import sd1
 
 OLD = {"format": "pt", "modelspec.title": "Old", "modelspec.architecture": "stable-diffusion-v1", "ss_tag": "secret"}
 

@@ -14,8 +14,9 @@ from lora_merge.errors import UnmatchedModules
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.plan import coverage
 from lora_merge.text import NUMBER
-
-from ..support import rand, save, sd1
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 LAYERS, EXPERTS = 3, 40
 

@@ -23,9 +23,10 @@ from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.patch import OFF, ZEROS, Match
 from lora_merge.planning import cache, make_plan
 from lora_merge.proof.replay import prove
-
-from ..planner_scenes import parted_scene
-from ..support import Tensors, rand, save, unread
+from tests.kit.adapters import unread
+from tests.kit.files import save
+from tests.kit.planner_scenes import parted_scene
+from tests.kit.tensors import Tensors, rand
 
 BASE = {f"{name}.weight": rand(8, 8, seed=n) for n, name in enumerate(("m.a", "m.b", "m.lm_head"))}
 

@@ -17,12 +17,12 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.planning.recipe import CHECKSUMS
 from lora_merge.proof.replay import _job_of, prove
-
-from ..files.quantised_forms import FORMS
-from ..files.test_gguf import flux, style
-from ..files.test_quantised_bases import NAMES, adapter, base
-from ..gguf_files import write
-from ..support import Tensors, metadata, rand, save
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import metadata, save
+from tests.kit.gguf_files import write
+from tests.kit.gguf_models import flux, style
+from tests.kit.quantised import NAMES, adapter, base
+from tests.kit.tensors import Tensors, rand
 
 
 def damage(out: Path, *, each: int = 1) -> Iterator[tuple[str, int]]:

@@ -21,8 +21,8 @@ from lora_merge.files.seal import SEAL
 from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
-
-from ..support import metadata, rand, save
+from tests.kit.files import metadata, save
+from tests.kit.tensors import rand
 
 
 def adapter(path: Path, seed: int = 1) -> Path:

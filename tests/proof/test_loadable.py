@@ -18,8 +18,8 @@ from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
 from lora_merge.proof.loadable import check_opened
 from lora_merge.proof.replay import prove
-
-from ..support import blob, load, metadata, rand, save
+from tests.kit.files import blob, load, metadata, save
+from tests.kit.tensors import rand
 
 NAMES = ("model.layers.0.q", "model.layers.1.q")
 

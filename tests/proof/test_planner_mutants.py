@@ -35,8 +35,7 @@ from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import Reading
-
-from ..planner_scenes import SCENES, WIDTH, Scene
+from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 
 Break = Callable[[MonkeyPatch], None]
 

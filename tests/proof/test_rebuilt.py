@@ -18,8 +18,8 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.proof.reference.floats import Array, held
 from lora_merge.proof.reference.rebuilding import CHECKS, Remade
 from lora_merge.proof.replay import prove
-
-from ..support import rand, save
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 OUT, IN = 12, 10
 RANDOM = np.random.default_rng(3)

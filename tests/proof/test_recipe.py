@@ -24,9 +24,10 @@ from lora_merge.planning.recipe import KEY, LEGACY, LIMIT
 from lora_merge.proof.find_inputs import find
 from lora_merge.proof.read_recipe import read_recipe
 from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
-
-from ..conftest import Nursery
-from ..support import kohya, load, metadata, save, sd1, sha
+from tests.conftest import Nursery
+from tests.kit.adapters import kohya
+from tests.kit.files import load, metadata, save, sha
+from tests.kit.models import sd1
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from lora_merge.models.weights import RowSlice, Weight
 from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.replay import prove
 from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
-
-from ..support import load, metadata, rand, save
+from tests.kit.files import load, metadata, save
+from tests.kit.tensors import rand
 
 NO_PATCH: Any = None  # only places are looked at
 NOTHING: Any = None

@@ -34,9 +34,11 @@ from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import PART, Reading, compare
 from lora_merge.ranges import Rows
-
-from ..models.test_names import header, modules, pipeline
-from ..support import Tensors, index, kohya, load, load_all, rand, save, sd1, unread
+from tests.kit.adapters import kohya, unread
+from tests.kit.files import index, load, load_all, save
+from tests.kit.models import sd1
+from tests.kit.pipeline_names import header, modules, pipeline
+from tests.kit.tensors import Tensors, rand
 
 KOHYA = ("lora_up", "lora_down")
 PEFT = ("lora_B", "lora_A")

@@ -11,7 +11,11 @@ import torch
 
 import lora_merge
 from lora_merge.errors import FitError, InputError
-from tests.support import Tensors, in_process, kohya, load, rand, save, sd1, ulp
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.tensors import Tensors, rand, ulp
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def check(before: Tensors, merged: Tensors, after: Tensors) -> None:
 def test_every_number_is_within_a_rounding_step(files: Path, tmp_path: Path, *, named: bool) -> None:
     out = tmp_path / "out.safetensors"
     adapters = [files / "a.safetensors", f"{files / 'b.safetensors'}:0.7"] if named else []
-    code, told = in_process("unmerge", files / "merged.safetensors", *adapters, "-o", out)
+    code, _, told = run("unmerge", files / "merged.safetensors", *adapters, "-o", out)
     assert code == 0, told
     check(load(files / "base.safetensors"), load(files / "merged.safetensors"), load(out))
     lora_merge.unmerge(files / "merged.safetensors", [(files / "b.safetensors", 0.7)], tmp_path / "half.safetensors")
@@ -60,15 +64,13 @@ def test_it_has_the_manners_of_a_merge(files: Path, tmp_path: Path) -> None:
     """A plan from headers, and a report in a file: of what was done, or of why it was not."""
     out, told = tmp_path / "out.safetensors", tmp_path / "told.json"
     asked = ("unmerge", files / "merged.safetensors", "-o", out, "--report", told)
-    code, said = in_process(*asked, "--dry-run")
+    code, _, said = run(*asked, "--dry-run")
     assert (code, out.exists(), json.loads(told.read_text())["dry_run"]) == (0, False, True), said
-    assert in_process(*asked, "--compute-dtype", "fp64")[0] == 0
+    assert run(*asked, "--compute-dtype", "fp64").code == 0
     assert json.loads(told.read_text())["output"] == str(out)
-    assert in_process(*asked)[0] == 2
+    assert run(*asked).code == 2
     assert json.loads(told.read_text())["error"]["what"] == "the output exists"
-    assert (
-        in_process("unmerge", files / "merged.safetensors", "-o", out, "--report", files / "base.safetensors")[0] == 2
-    )
+    assert run("unmerge", files / "merged.safetensors", "-o", out, "--report", files / "base.safetensors").code == 2
     assert load(files / "base.safetensors")
 
 
@@ -97,7 +99,7 @@ def test_other_strengths_than_those_of_the_merge_are_told(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(files)
-    code, told = in_process("unmerge", "merged.safetensors", *words, "-q", "-o", tmp_path / "out.safetensors")
+    code, _, told = run("unmerge", "merged.safetensors", *words, "-q", "-o", tmp_path / "out.safetensors")
     assert code == 0
     assert said in told
     assert ("at most one rounding step" in told) == said.startswith("at most"), "a promise that is kept"

@@ -24,8 +24,11 @@ from lora_merge.files.safetensors import parse_file
 from lora_merge.proof import recompute
 from lora_merge.proof.reference import floats
 from lora_merge.proof.replay import prove
-
-from ..support import UNET, cli, kohya, load, metadata, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, metadata, save
+from tests.kit.models import UNET, sd1
+from tests.kit.tensors import rand
 
 QUERY = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
 UP = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"
@@ -285,8 +288,8 @@ def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path
             prove(out, **said, options=options)
     words = [f"--{k.replace('adapters', 'adapter')}={v}" for k, v in (("base", named["base"]), *(
         ("adapters", f"{path}:{strength}") for path, strength in named["adapters"]))]  # fmt: skip
-    done = cli("verify", foreign[1], *words, "--strength-for", "te=0.5", "--strength-for", "unet=0", "--unmatched", "skip", "--map", table)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run("verify", foreign[1], *words, "--strength-for", "te=0.5", "--strength-for", "unet=0", "--unmatched", "skip", "--map", table)  # fmt: skip
+    assert done.code == 0, done.err
 
 
 def test_a_file_that_was_put_into_a_folder_is_named_itself(made: Path) -> None:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from ..support import kohya, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 TRAINED = {
     "ss_network_module": "networks.lora", "ss_sd_model_name": "sd15.safetensors", "ss_steps": "1200", "ss_unet_lr": "1e-4",

@@ -16,9 +16,12 @@ from lora_merge.viewing.adapter import block_name
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TOLD, lines
 from lora_merge.viewing.words.rows import TABLE, WIDTH
-
-from ..support import kohya, load, lora_delta, rand, save, sd1
-from .conftest import TRAINED, Scene
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.oracles import lora_delta
+from tests.kit.tensors import rand
+from tests.viewing.conftest import TRAINED, Scene
 
 
 def test_the_metadata_of_a_trainer_is_read(scene: Scene) -> None:

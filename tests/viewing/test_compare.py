@@ -11,9 +11,12 @@ import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
-
-from ..support import kohya, kohya_names, load, lora_delta, rand, save, sd1
-from .conftest import Scene
+from tests.kit.adapters import kohya, kohya_names
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.oracles import lora_delta
+from tests.kit.tensors import rand
+from tests.viewing.conftest import Scene
 
 
 def test_a_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: Path) -> None:

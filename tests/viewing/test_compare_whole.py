@@ -12,8 +12,8 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.viewing.compare import compare_rows
-
-from ..support import Tensors, rand, save
+from tests.kit.files import save
+from tests.kit.tensors import Tensors, rand
 
 NORM = "model.layers.0.input_layernorm"
 Q = "model.layers.0.self_attn.q_proj"

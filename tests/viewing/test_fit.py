@@ -7,36 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge.cli.main import app
-from lora_merge.errors import MergeError
 from lora_merge.job import Adapter
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines, match_rows
-
-from ..support import kohya, load, rand, save, sd1
-from .conftest import Scene
-
-
-def run(*args: object) -> tuple[int, str]:
-    """Exit code and stdout of a command in this process."""
-    done = CliRunner().invoke(app, [*map(str, args)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        assert isinstance(done.exception, MergeError), done.exception
-        return done.exception.exit_code, str(done.exception)
-    return done.exit_code, done.stdout
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
+from tests.viewing.conftest import Scene
 
 
 def test_a_strength_behind_the_file_is_understood(scene: Scene) -> None:
-    code, out = run("inspect", scene.base, f"{scene.ink}:0.5,te=0", "--json")
+    code, out, _ = run("inspect", scene.base, f"{scene.ink}:0.5,te=0", "--json")
     match = json.loads(out)["match"]
     assert code == 0
     assert match["fits"]
     assert match["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}
-    assert run("inspect", f"{scene.ink}:0.5")[0] == 0
-    assert run("inspect", scene.folder / "ink")[0] == 0
+    assert run("inspect", f"{scene.ink}:0.5").code == 0
+    assert run("inspect", scene.folder / "ink").code == 0
 
 
 def test_a_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
@@ -47,16 +38,16 @@ def test_a_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
         for k, v in kohya(sd1()).items()
     }
     for base, adapter, matched in ((unet, scene.ink, 24), (scene.base, save(wide, tmp_path / "w.safetensors"), None)):
-        code, out = run("inspect", base, adapter, "--json")
+        code, out, _ = run("inspect", base, adapter, "--json")
         match = json.loads(out)["match"]
         assert (code, match["fits"], match["matched"], match["total"]) == (4, False, matched, 32)
         assert match["why"]
 
 
 def test_several_files_are_told_one_after_the_other(scene: Scene) -> None:
-    code, out = run("inspect", scene.ink, scene.oil, scene.base, "--json")
+    code, out, _ = run("inspect", scene.ink, scene.oil, scene.base, "--json")
     assert (code, [f["kind"] for f in json.loads(out)["files"]]) == (0, ["adapter", "adapter", "checkpoint"])
-    code, out = run("inspect", scene.base, scene.ink, scene.oil, "--json")
+    code, out, _ = run("inspect", scene.base, scene.ink, scene.oil, "--json")
     assert [Path(f["match"]["adapter"]).stem for f in json.loads(out)["files"]] == ["ink", "oil"]
     assert run("inspect", scene.folder / "*.safetensors")[1].count("match ") == 2
 

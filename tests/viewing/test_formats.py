@@ -10,12 +10,12 @@ import lora_merge
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
-
-from .. import gguf_files as by_library
-from ..files.quantised_forms import FORMS
-from ..files.test_gguf import flux
-from ..files.test_quantised_bases import adapter, base
-from ..support import rand, save
+from tests.files.quantised_forms import FORMS
+from tests.kit import gguf_files as by_library
+from tests.kit.files import save
+from tests.kit.gguf_models import flux
+from tests.kit.quantised import adapter, base
+from tests.kit.tensors import rand
 
 TOLD = {
     "ComfyUI nvfp4": ("nvfp4", [1, 16], 4.8), "ComfyUI fp8 rows": ("fp8_scaled", [1, 192], 8.17),

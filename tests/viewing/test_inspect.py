@@ -19,8 +19,11 @@ from lora_merge.files.headers import layout
 from lora_merge.text import size
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
-
-from ..support import cli, kohya, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -94,8 +97,8 @@ def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
 def test_a_merged_file_shows_its_recipe(tmp_path: Path) -> None:
     base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
     lora_merge.merge(base, [(adapter, 0.5)], tmp_path / "o.safetensors")
-    done = cli("inspect", tmp_path / "o.safetensors", "--json")
-    facts = json.loads(done.stdout)
+    done = run("inspect", tmp_path / "o.safetensors", "--json")
+    facts = json.loads(done.out)
     assert facts["recipe"]["adapters"][0]["strength"] == 0.5
 
 
@@ -112,9 +115,9 @@ def test_inspecting_imports_nothing_slow(tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no")
-    done = cli("inspect", tmp_path / "x.safetensors")
-    assert done.returncode == 3
-    assert done.stderr.startswith("error: ")
+    done = run("inspect", tmp_path / "x.safetensors")
+    assert done.code == 3
+    assert done.err.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
-
-from .conftest import Scene
-from .test_pages import shown
+from tests.kit.browser import shown
+from tests.viewing.conftest import Scene
 
 WALK = """
 start().then(async () => {

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,11 @@ from lora_merge.viewing.pages.content import Content
 from lora_merge.viewing.pages.heat_map import places, short
 from lora_merge.viewing.text import match_summary, rows, summary
 from lora_merge.viewing.words.merges import effect, recomputed, unchanged
-
-from ..support import load, metadata, rand, save
-from .conftest import Scene
-from .test_fit import run
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--virtual-time-budget=8000", "--enable-logging=stderr", "--v=0")  # fmt: skip
+from tests.kit.browser import shown
+from tests.kit.command_line import run
+from tests.kit.files import load, metadata, save
+from tests.kit.tensors import rand
+from tests.viewing.conftest import Scene
 
 
 def content(html: str) -> Any:
@@ -47,22 +42,9 @@ def content(html: str) -> Any:
     return json.loads(found[1])
 
 
-def shown(page: Path, folder: Path, *more: str) -> str:
-    """What a browser makes of a page, after its script has run; the script must report nothing."""
-    if BROWSER is None:
-        pytest.skip("no Chromium is installed")
-    done = subprocess.run(
-        [BROWSER, *FLAGS, f"--user-data-dir={folder}", *more, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    assert 'data-ready="yes"' in done.stdout
-    return done.stdout
-
-
 def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "<b>out</b>.safetensors"
-    code, text = run("merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--html", page)
+    code, text, _ = run("merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--html", page)
     assert code == 0
     report = json.loads(text)
     assert page.stat().st_size < 5_000_000
@@ -94,14 +76,14 @@ def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path:
     """The inputs lie in another folder; what is repeated has the same bytes."""
     merged, page, out = tmp_path / "first" / "merged.safetensors", tmp_path / "page.html", tmp_path / "out.safetensors"
     merged.parent.mkdir()
-    assert run("merge", scene.base, scene.ink, "-o", merged)[0] == 0
+    assert run("merge", scene.base, scene.ink, "-o", merged).code == 0
     given = words.format(base=scene.base, ink=scene.ink, oil=scene.oil, merged=merged).split()
-    assert run(*given, "-o", out, "--html", page)[0] == 0
+    assert run(*given, "-o", out, "--html", page).code == 0
     commands = [one["text"] for one in content(page.read_text(encoding="utf-8"))["commands"]]
     typed = [shlex.split(text) for text in commands if text.startswith("lora-merge")]
     assert [one[1] for one in typed] == ["replay", "verify", *["unmerge"] * words.startswith("merge")]
     for one in typed:
-        code, said = run(*one[1:])
+        code, _, said = run(*one[1:])
         assert code == 0, (one, said)
     assert (tmp_path / "out-again.safetensors").read_bytes() == out.read_bytes()
     assert json.loads(commands[-1]), "the recipe"
@@ -110,14 +92,14 @@ def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path:
 def test_what_was_cut_and_what_warns_stands_on_the_page_as_in_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
     words = [f"{scene.ink}:1000000", "--dtype", "fp8_e4m3fn", "--on-overflow", "saturate", "--json", "--html", page]
-    code, text = run("merge", scene.base, *words, "-o", out)
+    code, text, _ = run("merge", scene.base, *words, "-o", out)
     assert code == 0
     cut = sum(json.loads(text)["saturated"].values())
     assert any(f"{cut} numbers" in line for line in content(page.read_text(encoding="utf-8"))["warnings"])
     (tmp_path / "jobs.yaml").write_text(
         f"version: 1\njobs: [{{base: '{scene.base}', adapters: [{{path: '{scene.ink}', strength: 0.000001}}], output: o.safetensors}}]\n"
     )
-    code, text = run("batch", tmp_path / "jobs.yaml", "--json", "--html", page)
+    code, text, _ = run("batch", tmp_path / "jobs.yaml", "--json", "--html", page)
     assert code == 0
     (warned,) = json.loads(text)["report"]["verified"]["warnings"]
     assert any(line.endswith(warned) for line in content(page.read_text(encoding="utf-8"))["warnings"])
@@ -127,7 +109,7 @@ def test_the_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_pa
     """The proof beside it looks at a sample of rows."""
     page = tmp_path / "page.html"
     words = ["merge", scene.base, f"{scene.ink}:0.01", "--json", "--html", page, "-o", tmp_path / "out.safetensors"]
-    code, text = run(*words)
+    code, text, _ = run(*words)
     assert code == 0
     (one,) = json.loads(text)["numbers"]["all"]["adapters"]
     (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "Adapters"]
@@ -136,7 +118,7 @@ def test_the_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_pa
 
 def test_a_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page)[0] == 0
+    assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page).code == 0
     made = content(page.read_text(encoding="utf-8"))
     overview = made["tables"][0]
     assert [row[3] for row in overview["rows"]] == [str(scene.ink), str(scene.oil)]
@@ -154,7 +136,7 @@ def test_a_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> 
         {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
         tmp_path / "other.safetensors",
     )
-    assert run("inspect", scene.base, other, "--html", page)[0] == 4
+    assert run("inspect", scene.base, other, "--html", page).code == 4
     assert content(page.read_text(encoding="utf-8"))["commands"] == []
 
 
@@ -162,7 +144,7 @@ def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Pat
     """Half of the energy is half a bar, also where no row of the table has more."""
     page = tmp_path / "page.html"
     out = tmp_path / "made.safetensors"
-    code, text = run("resize", scene.ink, "--rank", "1", "-o", out, "--json", "--html", page)
+    code, text, _ = run("resize", scene.ink, "--rank", "1", "-o", out, "--json", "--html", page)
     assert code == 0
     energies = [one["energy"] for one in json.loads(text)["numbers"]["blocks"].values()]
     assert max(energies) < 0.99
@@ -178,7 +160,7 @@ def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
     factors = {f"{bad}{n}.lora_{end}.weight": rand(2, 2) for n in range(2) for end in ("up", "down")}
     file = save(factors, tmp_path / "a.safetensors")
     page = tmp_path / "page.html"
-    assert run("inspect", file, "--weights", "--html", page)[0] == 0
+    assert run("inspect", file, "--weights", "--html", page).code == 0
     html = page.read_text(encoding="utf-8")
     assert "<img" not in html
     assert html.count("</script>") == 3
@@ -252,9 +234,9 @@ def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_pa
         ["merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--dtype", "fp32", "--overwrite"],
         ["merge", scene.base, scene.ink, scene.oil, "-o", out, "--dtype", "fp32", "--method", "ties", "--overwrite"],
     ):  # fmt: skip
-        assert run(*words, "--html", page)[0] == 0
+        assert run(*words, "--html", page).code == 0
         if "inspect" in words:
-            assert run("merge", *words[1:3], "-o", out, "--dtype", "fp32")[0] == 0
+            assert run("merge", *words[1:3], "-o", out, "--dtype", "fp32").code == 0
         before, after = load(scene.base), load(out)
         (heat_map,) = content(page.read_text(encoding="utf-8"))["heat_maps"]
         assert heat_map["weights"]
@@ -323,13 +305,13 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
     assert plot._text(bad) == "\\u202e\\u200b\\u001b[2J \\$\\frac{\\$"
     factors = {f"{bad}{n}.lora_{end}.weight": rand(2, 2) for n in range(2) for end in ("up", "down")}
     file = save(factors, tmp_path / f"{bad}.safetensors")
-    assert run("inspect", file, "--weights", "--plot", tmp_path / "plot.svg")[0] == 0
+    assert run("inspect", file, "--weights", "--plot", tmp_path / "plot.svg").code == 0
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
 def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    code, text = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
+    code, text, _ = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
     assert code == 0
     layers = json.loads(text)["layers"]
     (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "By block"]
@@ -355,7 +337,7 @@ def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_
     for given, titles in zip(
         words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "numbers that are not zero"]), strict=True
     ):
-        code, text = run(*given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json")
+        code, text, _ = run(*given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json")
         assert code == 0, text
         report, made = json.loads(text), content(page.read_text(encoding="utf-8"))
         (heat_map,), every = made["heat_maps"], report["numbers"]["all"]
@@ -428,7 +410,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
     ):  # fmt: skip
         page.unlink(missing_ok=True)
-        assert run(*words, "--html", page)[0] == 0, words
+        assert run(*words, "--html", page).code == 0, words
         made = content(page.read_text(encoding="utf-8"))
         assert made["kind"] == kind
         assert made["summary"] or made["tables"]
@@ -436,9 +418,9 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
             assert one["spectrum"], words
             assert one["histogram"], words
     page.unlink()
-    assert run("inspect", scene.ink, "--weights", "--plot", tmp_path / "x.png")[0] == 0
+    assert run("inspect", scene.ink, "--weights", "--plot", tmp_path / "x.png").code == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.svg")[0] == 0
+    assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.svg").code == 0
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
@@ -471,7 +453,7 @@ def test_what_cannot_be_made_is_said_before_the_work(
         (["--report", other], "a file of another kind"), (["--plot", tmp_path / "x.png"], "a file of another kind"),
         (["--html", "-"], "a file is wanted"), (["--report", "-"], "a file is wanted"),
     ):  # fmt: skip
-        code, said = run("merge", scene.base, scene.ink, "-o", out, *words)
+        code, _, said = run("merge", scene.base, scene.ink, "-o", out, *words)
         assert code == 2, words
         assert what in said
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
@@ -486,7 +468,7 @@ def test_what_cannot_be_made_is_said_before_the_work(
         ["compare", scene.ink, scene.ink],
         ["resize", scene.ink, "--rank", "1", "-o", out],
     ):
-        assert run(*command, "--html", other)[0] == 2
+        assert run(*command, "--html", other).code == 2
     assert other.read_bytes() == base
     assert load(scene.base)
 
@@ -549,7 +531,7 @@ def test_a_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_pa
     text = ("version: 1\njobs: [{base: %s, adapters: [{path: %s, strength: 0.5}], output: a.safetensors},"
             " {base: %s, adapters: [none.safetensors], output: b.safetensors}]")  # fmt: skip
     jobs.write_text(text % (scene.base, scene.ink, scene.base))
-    assert run("batch", jobs, "--html", page)[0] == 7
+    assert run("batch", jobs, "--html", page).code == 7
     made = content(page.read_text(encoding="utf-8"))
     (table,) = made["tables"]
     (_, link, status, adapters, size_, *_), (_, name, failed, *_) = table["rows"]
@@ -579,7 +561,7 @@ def test_a_row_of_a_batch_opens_to_the_numbers_of_its_job(
     merge = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": "a.safetensors"}
     both = {"command": "combine", "adapters": [str(scene.ink), str(scene.oil)], "output": "b.safetensors"}
     jobs.write_text(json.dumps([merge, both, {**merge, "adapters": ["none.safetensors"], "output": "c.safetensors"}]))
-    assert run("batch", jobs, "--html", page, "--report", report)[0] == 7
+    assert run("batch", jobs, "--html", page, "--report", report).code == 7
     told = {one["number"]: one for one in map(json.loads, report.read_text().splitlines())}
     dom = shown(page, tmp_path / "profile").split("<main")[1].split("<footer")[0]
     assert dom.count('aria-expanded="true"') == 3

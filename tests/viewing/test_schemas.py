@@ -19,10 +19,8 @@ from lora_merge.report import Report
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.schemas import KINDS, schema_of
-
-from ..support import cli
-from .conftest import Scene
-from .test_fit import run
+from tests.kit.command_line import run
+from tests.viewing.conftest import Scene
 
 
 def check(found: Any, kind: str) -> None:
@@ -58,7 +56,7 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
         ("convert", scene.ink, "--to", "diffusers", "--base", scene.base, "--dry-run"),
         ("extract", scene.base, tuned, "--rank", "2"), ("extract", scene.base, tuned, "--dry-run"),
     ):  # fmt: skip
-        code, printed = run(*command, "-o", out, "--overwrite", "--json")
+        code, printed, _ = run(*command, "-o", out, "--overwrite", "--json")
         assert code == 0, printed
         found = json.loads(printed)
         check(found, "adapter")
@@ -140,10 +138,10 @@ def test_all_that_is_printed_as_json_has_a_schema(scene: Scene, tmp_path: Path) 
         ("doctor", tmp_path): {"doctor"},
     }
     for command, kinds in printed.items():
-        code, out = run(*command, "--json")
+        code, out, _ = run(*command, "--json")
         if command[0] == "batch":  # it fails, which `run` does not print
-            done = cli(*command, "--json")
-            code, out = done.returncode, done.stdout
+            done = run(*command, "--json")
+            code, out = done.code, done.out
         lines = [*map(json.loads, out.splitlines())]
         assert {of_its_kind(found) for found in lines} == kinds, command
         if "error" in kinds:
@@ -160,14 +158,14 @@ def test_all_that_is_printed_as_json_has_a_schema(scene: Scene, tmp_path: Path) 
 
 
 def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
-    done = cli("inspect", tmp_path / "nothing.safetensors", "--json")
-    assert done.returncode == 3
-    check(json.loads(done.stdout), "error")
+    done = run("inspect", tmp_path / "nothing.safetensors", "--json")
+    assert done.code == 3
+    check(json.loads(done.out), "error")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_prints_each_schema(kind: str) -> None:
-    code, out = run("schema", kind)
+    code, out, _ = run("schema", kind)
     assert code == 0
     found = json.loads(out)
     assert found == schema_of(kind)

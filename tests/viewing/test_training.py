@@ -14,8 +14,7 @@ import torch
 
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
-
-from ..support import save
+from tests.kit.files import save
 
 SET = {
     "resolution": [1024, 1024], "batch_size_per_device": 2, "tag_frequency": {"5_ink": {"ink": 40}},

@@ -15,8 +15,9 @@ from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages.page import content
 from lora_merge.viewing.text import lines
 from lora_merge.viewing.words.merges import ENLARGED, retained
-
-from ..support import in_process, rand, save
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 KEY = "model.layers.0.self_attn.q_proj"
 WRONG = re.compile(
@@ -37,7 +38,7 @@ def test_one_thing_is_spoken_of_as_one(tmp_path: Path) -> None:
     facts = [inspect(one, weights=True), inspect(base, lora_merge.Adapter(one, 1.0), weights=True), compare(one, other)]
     told = [*lines(facts[0]), *lines(facts[1]), *map(str, compare_rows(facts[2]))]
     told += [json.dumps(content(found), ensure_ascii=False) for found in facts]
-    code, text = in_process("merge", base, one, "-o", tmp_path / "out.safetensors")
+    code, _, text = run("merge", base, one, "-o", tmp_path / "out.safetensors")
     assert code == 0
     told += [*text.splitlines(), str(lora_merge.plan(base, one)), repr(lora_merge.verify(tmp_path / "out.safetensors"))]
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]

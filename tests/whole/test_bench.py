@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..bench import __main__ as bench
-from ..bench import device, gpu, inputs
-from ..bench.floor import floor
-from ..support import load
+from tests.bench import __main__ as bench
+from tests.bench import device, gpu, inputs
+from tests.bench.floor import floor
+from tests.kit.files import load
 
 
 def plain(folder: Path, **more: object) -> bench.Bench:
@@ -118,6 +117,6 @@ def test_a_suite_runs_ours_on_the_device_asked_for(tmp_path: Path, monkeypatch: 
 
 
 def gpu_run(text: str) -> object:
-    from ..bench.measure import Run
+    from tests.bench.measure import Run
 
     return Run(1.0, 1.0, 1, "a warning\n" + text)

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import lora_merge
 from lora_merge.batch.run import run_batch
-from lora_merge.cli.main import app
 from lora_merge.errors import MergeError, PartWithoutEffect, UsageError
 from lora_merge.job import Adapter
 from lora_merge.proof.replay import prove
+from tests.kit.command_line import run
 
 LAYERS = 4
 KEY = "model.layers.{}.mlp.up_proj.weight"
@@ -76,10 +75,8 @@ CASES: dict[str, tuple[list[str], dict[str, list[float]]]] = {
 def test_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     arguments, factors = CASES[case]
-    result = CliRunner().invoke(
-        app, ["merge", "base.safetensors", *arguments, "-o", "out.safetensors"], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
+    result = run("merge", "base.safetensors", *arguments, "-o", "out.safetensors")
+    assert result.code == 0, result.err
     check(files / "out.safetensors", wanted(files, factors))
     assert prove(files / "out.safetensors", full=True)["proven"]  # by its recipe, which names the parts
 
@@ -111,19 +108,18 @@ def test_what_the_base_does_not_have_is_refused_with_what_it_has(
 ) -> None:
     monkeypatch.chdir(files)
     arguments = ["merge", "base.safetensors", "one.safetensors", "--strength-for", text, "-o", "out.safetensors"]
-    result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, UsageError)
-    assert result.exception.exit_code == 2
-    assert result.exception.fix
+    result = run(*arguments)
+    assert result.code == UsageError.exit_code
+    assert "fix: " in result.err
     assert not (files / "out.safetensors").exists()
 
 
 def test_parts_lists_what_the_option_takes(files: Path) -> None:
-    result = CliRunner().invoke(app, ["parts", str(files / "base.safetensors"), "--json"], catch_exceptions=False)
-    found = json.loads(result.stdout)
+    result = run("parts", files / "base.safetensors", "--json")
+    found = json.loads(result.out)
     assert [*found["blocks"]] == ["BASE", "L00", "L01", "L02", "L03"] == found["lists"]["5"]
     assert found["blocks"]["L01"]["tensors"] == 2
-    text = CliRunner().invoke(app, ["parts", str(files / "base.safetensors")]).stdout
+    text = run("parts", files / "base.safetensors").out
     assert "L03" in text
     assert "lbw=" in text
     for name in found["blocks"]:
@@ -149,8 +145,8 @@ def test_the_report_says_what_was_applied(files: Path, monkeypatch: pytest.Monke
         "r.json",
     ]
     for more in ([], ["--dry-run"]):
-        result = CliRunner().invoke(app, [*words, "--overwrite", *more], catch_exceptions=False)
-        assert "0.8× model (2), 0.4× model (1), model 0: 1 left out" in result.stdout
+        result = run(*words, "--overwrite", *more)
+        assert "0.8× model (2), 0.4× model (1), model 0: 1 left out" in result.out
         (told,) = json.loads((files / "r.json").read_text())["coverage"].values()
         assert told["strengths"] == {"model": {"0": 1, "0.4": 1, "0.8": 2}}
 
@@ -193,6 +189,6 @@ def test_a_map_may_hold_presets_of_the_users_own(files: Path) -> None:
 
 
 def test_inspect_shows_blocks_too(files: Path) -> None:
-    one, other = (CliRunner().invoke(app, words) for words in (["inspect", str(files / "base.safetensors"), "--blocks"],
+    one, other = (run(*words) for words in (["inspect", str(files / "base.safetensors"), "--blocks"],
                                                                ["parts", str(files / "base.safetensors")]))  # fmt: skip
-    assert one.exit_code == 0 and one.output == other.output and "5 numbers: BASE" in one.output
+    assert one.code == 0 and one.out == other.out and "5 numbers: BASE" in one.out

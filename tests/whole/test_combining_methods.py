@@ -20,9 +20,12 @@ from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS, DIVISORS, SUM
 from lora_merge.proof import combined
 from lora_merge.proof.replay import prove
-
-from ..engine.test_methods import FUSED, KINDS, MODULES, flux, module
-from ..support import in_process, kohya, load, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.methods import FUSED, KINDS, MODULES, flux, module
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "slerp": {"t": 0.3},
@@ -84,7 +87,7 @@ def test_bytes_depend_on_no_window_and_replay_makes_them_again(
 ) -> None:
     base, *adapters = files
     words = [f"--{name}={value}" for name, value in numbers(method).items()]
-    assert in_process(base, *adapters, "-o", tmp_path / "a.safetensors", "--method", method, *words) == (0, "")
+    assert run(base, *adapters, "-o", tmp_path / "a.safetensors", "--method", method, *words)[::2] == (0, "")
     options: Any = {**numbers(method), "method": method, "max_memory": "8MiB"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK_ELEMENTS", 40)

@@ -18,10 +18,10 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
 from lora_merge.proof.replay import prove
 from lora_merge.viewing.inspect import inspect
-
-from .. import gguf_files as by_library
-from ..gguf_files import Array
-from ..support import Tensors, load
+from tests.kit import gguf_files as by_library
+from tests.kit.files import load
+from tests.kit.gguf_files import Array
+from tests.kit.tensors import Tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

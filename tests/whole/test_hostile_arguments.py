@@ -22,8 +22,7 @@ import lora_merge
 from lora_merge import MergeError
 from lora_merge.errors import InputError, UsageError
 from lora_merge.options import OPTIONS
-
-from ..support import save
+from tests.kit.files import save
 
 
 class NoPath(os.PathLike[str]):

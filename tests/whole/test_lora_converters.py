@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..models.test_architectures import native_of
-from ..support import Tensors
-from .test_diffusers import CONFIGS
+from tests.kit.architectures import native_of
+from tests.kit.diffusers_models import CONFIGS
+from tests.kit.tensors import Tensors
 
 diffusers = pytest.importorskip("diffusers")
 pipelines = pytest.importorskip("diffusers.loaders.lora_pipeline")

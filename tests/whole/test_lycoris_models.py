@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import lora_merge
-
-from ..models.test_architectures import native_views
-from ..support import Tensors, load
-from .test_diffusers import CONFIGS, diffusers
+from tests.kit.architectures import native_views
+from tests.kit.diffusers_models import CONFIGS, diffusers
+from tests.kit.files import load
+from tests.kit.tensors import Tensors
 
 lycoris = pytest.importorskip("lycoris")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,9 +12,8 @@ import pytest
 
 import lora_merge
 from lora_merge.engine import fold_window as making  # noqa: F401  # with torch: the import is not what is counted
-
-from ..bench import many
-from ..bench.measure import Run
+from tests.bench import many
+from tests.bench.measure import Run
 
 MOST = 220  # calls for one more tensor, planned, written and proven: 217 today, 13 of them for the report's blocks
 MOST_FOR_MODULE = 515  # calls for one more module on one more tensor, planned: 512 today
@@ -75,7 +74,7 @@ def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) ->
 def test_the_bench_tells_growth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ..bench.__main__ import Bench
+    from tests.bench.__main__ import Bench
 
     assert many.exponent(10, 1.0, 20, 4.0) == pytest.approx(2)
     monkeypatch.setattr(many, "CASES", dict.fromkeys(("tensors", "modules"), ((50, 2), (100, 2))))

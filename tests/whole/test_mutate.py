@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.mistakes import mistakes
+from tests.kit.mistakes import mistakes
 from tests.mutate import AREAS, NAMED, ROOT, files, named
 
 SOURCE = '''

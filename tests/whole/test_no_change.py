@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.errors import NoChange
-from tests.support import Tensors, rand
+from tests.kit.tensors import Tensors, rand
 
 BASE = {f"{name}.weight": rand(8, 6, seed=n) for n, name in enumerate("ab")}
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import lora_merge
-
-from .test_pipelines import PIPELINES, saved
+from tests.kit.pipelines import PIPELINES, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

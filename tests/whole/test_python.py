@@ -21,8 +21,9 @@ from lora_merge import keywords
 from lora_merge.adapters_out.job import OWN
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
-
-from ..support import kohya, load, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
 
 FUNCTIONS = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.isfunction(getattr(lora_merge, n))]
 
@@ -156,7 +157,7 @@ def test_editors_know_every_field_of_a_job() -> None:
 
 def test_a_user_calls_every_function_under_a_strict_type_checker() -> None:
     """`make types` reads that file."""
-    text = (Path(__file__).parents[1] / "typed_user.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "kit" / "typed_user.py").read_text(encoding="utf-8")
     assert {name for name in FUNCTIONS if f"lora_merge.{name.__name__}(" not in text} == set()
 
 

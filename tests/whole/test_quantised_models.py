@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import lora_merge
-
-from ..files import quantised_forms
-from ..files.quantised_forms import FORMS
-from ..support import Tensors, load, rand, save
+from tests.files import quantised_forms
+from tests.files.quantised_forms import FORMS
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,

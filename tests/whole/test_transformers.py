@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.proof.replay import prove
-
-from ..support import load, load_all
+from tests.kit.files import load, load_all
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-
-from .. import gguf_files
-from ..support import kohya, rand, save, sd1
+from tests.kit import gguf_files
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the real thing")
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "tests.without_posix", *map(str, arguments)]
+    return [sys.executable, "-m", "tests.kit.without_posix", *map(str, arguments)]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -124,9 +126,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("lora_merge", "algorithms"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True)
-    (copy / "tests").mkdir()
-    for name in ("__init__.py", "without_posix.py"):
-        shutil.copy(ROOT / "tests" / name, copy / "tests")
+    (copy / "tests" / "kit").mkdir(parents=True)
+    for name in ("__init__.py", "kit/__init__.py", "kit/without_posix.py"):
+        shutil.copy(ROOT / "tests" / name, copy / "tests" / name)
     (copy / "lora_merge" / "algorithms").unlink()
     (copy / "lora_merge" / "algorithms").write_text("../algorithms")
     return copy

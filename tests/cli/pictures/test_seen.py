@@ -18,8 +18,9 @@ from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 from lora_merge.viewing.words.rows import Fact
-
-from ...support import kohya, load, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import load, save
+from tests.kit.models import sd1
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from .support import UNET, Tensors, kohya, rand, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.files import save
+from tests.kit.models import UNET, sd1
+from tests.kit.tensors import Tensors, rand
 
 WIDTH = 16
 

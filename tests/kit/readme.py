@@ -9,7 +9,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli.tables import known_algorithms
 from lora_merge.models.architectures import shipped
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (ROOT / "algorithms" / "README.md", ROOT / "lora_merge" / "models" / "README.md")
 """Pages that hold generated tables."""

@@ -1,6 +1,6 @@
 """Small inputs that are built to take long, or much memory: files by name, and what to do with the folder they are in.
 
-`python -m tests.hostile_inputs FOLDER` makes all of them and gives them to the command line, in one process, and prints
+`python -m tests.kit.hostile_inputs FOLDER` makes all of them and gives them to the command line, in one process, and prints
 one JSON line for each.
 """
 
@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .support import blob
+from tests.kit.files import blob
 
 LIMIT = 60_000  # bytes of an input; with 1 000 000 all hold as well, and take 17 times as long
 Files = dict[str, bytes]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .hostile_commands import text
-from .hostile_inputs import Files, command, loaded, pair, tensors, yaml
-from .hostile_names import configured, counted, flat, lora, some
+from tests.kit.hostile_commands import text
+from tests.kit.hostile_inputs import Files, command, loaded, pair, tensors, yaml
+from tests.kit.hostile_names import configured, counted, flat, lora, some
 
 Act = Callable[[Path], int]
 

@@ -1,6 +1,6 @@
 """Files of up to a megabyte whose names, entries or fields are as many, as long, or as alike as that allows.
 
-`python -m tests.hostile_names FOLDER [BYTES [GROUP [EVERY]]]` makes them, or one group of GROUPS, or every so many-th of
+`python -m tests.kit.hostile_names FOLDER [BYTES [GROUP [EVERY]]]` makes them, or one group of GROUPS, or every so many-th of
 it, and gives them to the command line, in one process; one JSON line for each, as `hostile_inputs` does.
 """
 
@@ -18,8 +18,7 @@ from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.files.codecs.recognise import SIGNS
 from lora_merge.models.architectures import shipped
 from lora_merge.models.prefixes import PREFIXES
-
-from .hostile_inputs import Files, command, pair, run, tensors, yaml
+from tests.kit.hostile_inputs import Files, command, pair, run, tensors, yaml
 
 MEGABYTE = 1_000_000
 Names = Iterable[str]
@@ -458,8 +457,8 @@ GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
 
 def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
     """(name, files, what to do with their folder) of one group, or of all."""
-    from .hostile_commands import GROUPS as COMMANDS
-    from .hostile_views import GROUPS as VIEWS
+    from tests.kit.hostile_commands import GROUPS as COMMANDS
+    from tests.kit.hostile_views import GROUPS as VIEWS
 
     for group, (made, act) in {**GROUPS, **COMMANDS, **VIEWS}.items():
         if group.startswith(word):

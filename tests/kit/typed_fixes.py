@@ -23,8 +23,10 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from lora_merge.errors import MergeError
-
-from .support import cli, kohya, save, sd1
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1
 
 OPTION: Final = re.compile(
     r"(?<![\w-])(?P<flag>--[a-z][a-z-]*|-[os])(?![\w-])"
@@ -311,9 +313,9 @@ def base_beside(argv: tuple[str, ...]) -> str:
 def said_of(argv: tuple[str, ...], more: tuple[str, ...]) -> tuple[int, str]:
     """Exit code and headline of a command."""
     planned = command_of(argv) in PLANNED and "--init" not in argv
-    done = cli(*argv, *(one for one in more if planned and one not in argv))
-    said = re.search(r"^error: (.*)", done.stderr, re.MULTILINE)
-    return done.returncode, said[1] if said else done.stderr[-200:]
+    done = run(*argv, *(one for one in more if planned and one not in argv))
+    said = re.search(r"^error: (.*)", done.err, re.MULTILINE)
+    return done.code, said[1] if said else done.err[-200:]
 
 
 def placed(argv: tuple[str, ...], new: str) -> tuple[str, ...]:

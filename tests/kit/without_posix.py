@@ -1,4 +1,4 @@
-"""Runs `lora-merge` with everything taken away that Windows lacks. Run: python -m tests.without_posix ARGUMENTS
+"""Runs `lora-merge` with everything taken away that Windows lacks. Run: python -m tests.kit.without_posix ARGUMENTS
 
 `--then` between ARGUMENTS begins another run in the same process, if the one before has done what it should.
 What stays is what Python has everywhere. `sys.platform` stays too: torch asks it which libraries to load.

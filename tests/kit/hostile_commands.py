@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .hostile_inputs import Files, command, pair, tensors
-from .hostile_names import SHAPES, configured, counted, endings, flat, looked_at, lora, metadata, some
+from tests.kit.hostile_inputs import Files, command, pair, tensors
+from tests.kit.hostile_names import SHAPES, configured, counted, endings, flat, looked_at, lora, metadata, some
 
 Act = Callable[[Path], int]
 DIALECTS = ("kohya", "lycoris", "onetrainer", "comfy", "diffusers", "peft")

@@ -1,0 +1,44 @@
+"""A tiny Stable Diffusion 1."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kit.tensors import Tensors, rand
+
+UNET = "model.diffusion_model."
+
+
+TE = "cond_stage_model.transformer."
+
+
+def sd1(dtype: torch.dtype = torch.float16) -> Tensors:
+    """A tiny checkpoint in the single-file layout of Stable Diffusion 1: linear layers, convolutions, norms, integers."""
+    c, text = 16, 24
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{UNET}input_blocks.0.0.weight": (c, 4, 3, 3),
+        f"{UNET}input_blocks.0.0.bias": (c,),
+        f"{UNET}time_embed.0.weight": (4 * c, c),
+        f"{UNET}out.2.weight": (4, c, 3, 3),
+    }
+    for n in (1, 2):
+        res, block = f"{UNET}input_blocks.{n}.0", f"{UNET}input_blocks.{n}.1"
+        inner = f"{block}.transformer_blocks.0"
+        shapes |= {f"{res}.in_layers.0.weight": (c,), f"{res}.in_layers.2.weight": (c, c, 3, 3)}
+        shapes |= {f"{res}.in_layers.2.bias": (c,), f"{res}.emb_layers.1.weight": (c, 4 * c)}
+        shapes |= {f"{block}.proj_in.weight": (c, c, 1, 1), f"{block}.norm.weight": (c,)}
+        for attention, width in (("attn1", c), ("attn2", text)):
+            shapes[f"{inner}.{attention}.to_q.weight"] = (c, c)
+            shapes[f"{inner}.{attention}.to_k.weight"] = (c, width)
+            shapes[f"{inner}.{attention}.to_v.weight"] = (c, width)
+            shapes[f"{inner}.{attention}.to_out.0.weight"] = (c, c)
+            shapes[f"{inner}.{attention}.to_out.0.bias"] = (c,)
+        shapes[f"{inner}.ff.net.0.proj.weight"] = (8 * c, c)
+    for n in range(2):
+        layer = f"{TE}text_model.encoder.layers.{n}"
+        shapes |= {f"{layer}.self_attn.{p}_proj.weight": (text, text) for p in ("q", "k", "v", "out")}
+        shapes[f"{layer}.layer_norm1.weight"] = (text,)
+    shapes["first_stage_model.decoder.conv_out.weight"] = (3, c, 3, 3)
+    tensors = {name: rand(*shape, seed=n).to(dtype) for n, (name, shape) in enumerate(shapes.items())}
+    tensors[f"{TE}text_model.embeddings.position_ids"] = torch.arange(77).unsqueeze(0)
+    return tensors

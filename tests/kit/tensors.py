@@ -1,0 +1,21 @@
+"""Random tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 0.1) -> Tensor:
+    """Normal numbers that depend on shape and seed alone."""
+    generator = torch.Generator().manual_seed(seed * 7919 + sum((i + 1) * d for i, d in enumerate(shape)))
+    return torch.randn(shape, generator=generator) * scale
+
+
+def ulp(t: Tensor) -> Tensor:
+    """Distance to the next larger number of its dtype, per element."""
+    mantissa = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+    exponent = torch.floor(torch.log2(t.double().abs().clamp(min=1e-30)))
+    return torch.exp2(exponent.clamp(min=-24) - mantissa[t.dtype])
