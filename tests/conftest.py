@@ -31,14 +31,15 @@ from hypothesis import HealthCheck, settings
 
 from lora_merge.process import NUMBERS, collect_rarely
 from tests.kit.fixes import TYPED
-from tests.kit.pairs import mark_products
+from tests.kit.pairs import WHOLE, examples, mark_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile(
-    "the same everywhere", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("the same everywhere")
+    "lane", max_examples=examples(100), derandomize=not WHOLE, database=None, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("lane")
 
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
 """PEFT saves a model card with every adapter, from one template that it compiles anew: half of the time of saving."""
@@ -206,7 +207,7 @@ def _signals_restored() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before cases are chosen by their marks, those that repeat pairs of others are marked."""
-    mark_products(items)
+    mark_cases(items)
 
 
 @pytest.hookimpl(tryfirst=True)

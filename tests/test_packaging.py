@@ -53,6 +53,7 @@ def test_torch_is_pinned_for_set_up_and_open_for_users() -> None:
     assert any(d.startswith("torch>=") for d in PROJECT["project"]["dependencies"])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("link", ["a link", "a text file"])
 def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) -> None:
     """Also where git could make no link to the algorithms, as on Windows."""

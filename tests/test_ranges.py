@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge.ranges import Ranges, Rows
+from tests.kit.pairs import examples
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 30)).map(lambda r: (r[0], r[0] + r[1]))
 
 
 @given(st.lists(ranges, max_size=12), ranges)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_ranges_find_what_a_look_at_each_finds(given_: list[tuple[int, int]], asked: tuple[int, int]) -> None:
     start, stop = asked
     expected = [n for n, (first, last) in enumerate(given_) if max(first, start) < min(last, stop)]

@@ -25,6 +25,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.release
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE / "mkdocs.yml"), "-d", str(tmp_path)]
@@ -67,6 +68,7 @@ def test_the_index_of_errors_has_every_message(hooks: ModuleType, index: str) ->
     assert counted > 400
 
 
+@pytest.mark.release
 def test_the_page_of_notes_has_every_remark_of_the_code_once_and_no_other(hooks: ModuleType) -> None:
     rows = [line.split(" | ") for line in (SITE / "pages" / "notes.md").read_text(encoding="utf-8").splitlines()]
     told = [row[0].removeprefix("| ") for row in rows if len(row) == 3 and row[0] not in ("| message", "|---")]
@@ -89,6 +91,7 @@ def test_every_remark_has_a_text(hooks: ModuleType) -> None:
             assert text in PASSED_ON_NOTES or all(t.strip("…:; ") for t in hooks.texts(call.args[0], known)), text
 
 
+@pytest.mark.release
 def test_the_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
     page = hooks.blocks()
     assert "| `MIDD` |" in page
@@ -118,6 +121,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_understood(
     command: str, shelf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -139,6 +143,7 @@ def test_every_command_is_understood(
 COMING = re.findall(r"`(lora-merge [^`]+)`", (SITE / "pages" / "recipes.md").read_text(encoding="utf-8").partition("\n# Coming from")[2])  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", COMING)
 def test_the_commands_for_users_of_other_programs_run(
     command: str, shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from tests.kit.package import LIBRARIES, PACKAGE, ROOT
+from tests.kit.package import LIBRARIES, PACKAGE, ROOT, nodes, syntax
 
 ROOMS = (
     "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "memory", "batch",
@@ -41,16 +42,22 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in (*ROOMS, "algorithms") else ""
 
 
-def imports(module: str, path: Path, *, typed: bool = True) -> Iterator[str]:
+@cache
+def imports(module: str, path: Path, *, typed: bool = True) -> tuple[str, ...]:
     """Whole names of the modules that a file imports: anywhere, by a statement or by `import_module("name")`.
 
     `typed`: also those for type checkers alone.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(imported(module, path, typed=typed))
+
+
+def imported(module: str, path: Path, *, typed: bool) -> Iterator[str]:
+    """What `imports` returns."""
+    tree = syntax(path)
     blocks = [b for b in tree.body if isinstance(b, ast.If) and ast.unparse(b.test) == "TYPE_CHECKING"]
     left_out = set() if typed else {n for b in blocks for n in ast.walk(b)}
     package = module.split(".")[: None if path.name == "__init__.py" else -1]
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if node in left_out:
             continue
         if isinstance(node, ast.Import):
@@ -61,7 +68,9 @@ def imports(module: str, path: Path, *, typed: bool = True) -> Iterator[str]:
             for name in node.names:
                 whole = f"{target}.{name.name}"
                 yield whole if Path(ROOT, *whole.split(".")).with_suffix(".py").exists() else target
-        elif isinstance(node, ast.Call) and re.search(r"import_module$|__import__$", ast.unparse(node.func)):
+        elif isinstance(node, ast.Call) and re.search(
+            r"import_module$|__import__$", getattr(node.func, "attr", getattr(node.func, "id", ""))
+        ):
             names = [n.value for a in node.args[:1] for n in ast.walk(a) if isinstance(n, ast.Constant)]
             yield from (resolve_name(n, ".".join(package)) for n in names if isinstance(n, str) and n.strip("."))
 
@@ -116,9 +125,7 @@ def test_algorithms_see_torch_numpy_the_standard_library_and_themselves() -> Non
             top = name.partition(".")[0]
             own = name.startswith("lora_merge.algorithms")
             assert own or top in {"torch", "numpy", *sys.stdlib_module_names}, f"{path.name}: {name}"
-        first = [
-            n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.Import | ast.ImportFrom)
-        ]
+        first = [n for n in syntax(path).body if isinstance(n, ast.Import | ast.ImportFrom)]
         assert not any(re.match(r"(import|from) (torch|numpy)", ast.unparse(n)) for n in first), path.name
 
 
@@ -135,7 +142,7 @@ def test_outside_of_the_tables_no_algorithm_is_asked_for_by_its_name() -> None:
     found = {
         (path.relative_to(PACKAGE).as_posix(), node.value)
         for _, path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in ALGORITHMS
     }
     assert {(place, name) for place, name in found if not place.startswith(NAMING)} == WORDS
@@ -160,7 +167,7 @@ def test_odd_dtypes_are_imported_where_one_is_met() -> None:
 
 def test_nothing_is_caught_and_dropped() -> None:
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "algorithms").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 name = getattr(node.type, "id", "")
                 broad = node.type is None or name in ("Exception", "BaseException")
@@ -184,11 +191,10 @@ OF_OTHERS = (
 def test_fields_are_written_by_the_module_of_their_class_alone() -> None:
     """Other modules call a method, or make another object."""
     for _, path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        owners = [n for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in ast.walk(c)]
+        owners = [n for c in nodes(path) if isinstance(c, ast.ClassDef) for n in ast.walk(c)]
         own = {n.attr if isinstance(n, ast.Attribute) else n.id for n in written(owners)
                if isinstance(n, ast.Name) or (isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self")}  # fmt: skip
-        for node in written(ast.walk(tree)):
+        for node in written(nodes(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
                 name = ast.unparse(node)
                 assert node.attr in own or name in OF_OTHERS, f"{path.name}:{node.lineno}: {name}"

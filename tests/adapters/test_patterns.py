@@ -191,6 +191,7 @@ TABLES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
     """What takes time is to parse them, which a module's path would do for each of them once more."""

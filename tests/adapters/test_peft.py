@@ -23,6 +23,7 @@ from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.files import pickles
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.weights import RowSlice, WeightView
+from tests.kit.pairs import examples
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 UP, DOWN = "base_model.model.a.lora_B.weight", "base_model.model.a.lora_A.weight"
@@ -558,7 +559,7 @@ JSON = SCALARS | st.lists(ITEMS, max_size=3) | st.dictionaries(st.text(max_size=
 SHAPES = {name: {slot: (4, 4, 4, 4) for slot in row.slots} for name, row in ALGORITHMS.items()}
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(kind=st.sampled_from(sorted(METHODS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config: dict[str, Any]) -> None:
     try:
@@ -595,6 +596,7 @@ def test_odd_metadata_is_refused(text: str) -> None:
         pair_scale(rules({}, "f", {"lora_adapter_metadata": text}).of("a"), "a", rank=0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("pattern", [{}, {"lm_head": 16}])
 @pytest.mark.parametrize("module", ["lm_head", "language_model.lm_head", "lm_head.decoder", "embed_tokens", "q_proj"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters.suffixes import ANY, SUFFIXES
 from tests.kit.files import save
+from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
 
 X = "model.layers.0.mlp.up_proj"
@@ -90,7 +91,7 @@ def test_equal_values_are_noted(tmp_path: Path) -> None:
     assert any("alpha is stored twice" in note for note in found.notes)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from(PAIRS),
     st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),

@@ -23,6 +23,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import Index
 from tests.kit.files import save
+from tests.kit.pairs import examples
 
 
 def test_every_row_names_slots_that_exist() -> None:
@@ -214,7 +215,7 @@ def test_numbers_of_layers_do_not_fill_the_memory_of_endings() -> None:
     assert suffixes._longest.cache_info().currsize < 5
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sets(
         st.tuples(st.sampled_from(["a", "a.0", "b"]), st.sampled_from([r.ending for r in SUFFIXES])),

@@ -45,6 +45,7 @@ def modules(tensors: dict[str, Any]) -> set[str]:
     return {key.partition(".")[0] for key in tensors}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_chosen_modules_are_written_as_they_are_among_all(

@@ -23,6 +23,7 @@ from lora_merge.adapters_out.outcome import single
 from lora_merge.adapters_out.outcome.single import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.kit.files import strays
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 SHAPES = {"lora_unet_a": (12, 7), "lora_unet_b": (5, 9), "lora_unet_c": (6, 4, 3, 3)}
@@ -129,7 +130,7 @@ def test_terms_that_cancel_are_left_to_the_general_way(pair: list[tuple[Path, fl
     assert report.layers["lora_unet_a"]["norm"] == pytest.approx(float(np.linalg.norm(wanted)), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     arrays.arrays(
         np.float32, 6, elements=st.floats(-70000, 70000, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)

@@ -61,6 +61,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "adapter", "chain"), CHAINS)
 def test_a_chain_of_dialects_changes_nothing(
     folder: Path, tmp_path: Path, model: str, adapter: str, chain: tuple[str, ...]
@@ -337,6 +338,7 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     assert {tuple(own[name].reshape(-1).view(torch.uint8).tolist()) for name in downs} <= bits
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
 @pytest.mark.parametrize(
     "options",
@@ -414,6 +416,7 @@ def test_numbers_too_large_for_the_dtype_of_a_conversion_are_refused(
     torch.testing.assert_close(made, wanted, rtol=2e-3, atol=0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{}, {"format": "diffusers"}, {"dtype": "fp32", "format": "comfy"}], ids=str)
 @pytest.mark.parametrize(("command", "rank"), [("resize", 1), ("resize", 3), ("combine", 2)])
 def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(

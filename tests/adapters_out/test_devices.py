@@ -117,6 +117,7 @@ def test_the_number_of_threads_changes_no_byte(
     assert one == three
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such measure of memory")
 def test_extract_stays_within_its_memory(tmp_path: Path) -> None:
     """In a process of its own: 96 MB are read, whose differences would take as much again; an output of 48 MB too."""

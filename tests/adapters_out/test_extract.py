@@ -495,6 +495,7 @@ def test_the_proof_reads_whole_matrices_as_the_file_stores_them(
     assert code == 6, told
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "options"), [
     ("combine", []), ("combine", ["--format", "peft", "--include", "unet"]), ("resize", ["--rank", "2", "--alpha", "rank"]),
     ("convert", ["--to", "lycoris", "--rank", "2"]), ("extract", ["--rank", "exact"]), ("average", ["--space", "factors"]),

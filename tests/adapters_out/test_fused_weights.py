@@ -41,6 +41,7 @@ def changed(base: Path, given: Any, **options: Any) -> Tensors:
     return lora_merge.merge_state_dict(load_file(base), given, compute_dtype="fp64", **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("options", "off"), [
     ({}, 1e-5), ({"method": "mean"}, 1e-5), ({"method": "ties", "density": 0.5, "rank": "energy:1"}, 1e-5),
     ({"algorithm": "full"}, 1e-5), ({"method": "slerp", "t": 0.3}, 1e-5), ({"rank": 4}, 0.9), ({"rank": "size:4KiB"}, 0.9),
@@ -114,6 +115,7 @@ def split(folder: Path) -> Path:
     return folder / "split.safetensors"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("options", "off"), [
     ({}, 1e-5), ({"method": "ties", "density": 0.5, "rank": "energy:1"}, 1e-5), ({"algorithm": "full"}, 1e-5),
     ({"rank": 2}, 0.9), ({"rank": "size:8KiB"}, 0.9), ({"rank": 2, "method": "ties"}, 0.95),

@@ -91,6 +91,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_a_large_layer_is_worked_at_by_rows(folder: Path) -> None:
     found = measured(folder, RUNS)
@@ -98,6 +99,7 @@ def test_a_large_layer_is_worked_at_by_rows(folder: Path) -> None:
     assert {name: grown for name, (grown, _) in found.items() if grown > MOST} == {}, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_a_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Path) -> None:
     ((grown, same),) = measured(folder, WHOLE_RANK).values()

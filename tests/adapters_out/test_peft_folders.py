@@ -110,6 +110,7 @@ BIASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", BIASES)
 def test_biases_are_loaded_and_merged(case: str, base: Path, tmp_path: Path) -> None:
     """Also where layers without factors have them, where some layers have none, and beside what `lora_bias` refuses."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lora_merge.adapters_out.rank_rules import RankRules, choose, parse, share_out
 from lora_merge.errors import UsageError
+from tests.kit.pairs import examples
 
 SPECTRA = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9).map(lambda s: sorted(s, reverse=True))
 
@@ -22,7 +23,7 @@ def holds(name: str, x: float, s: list[float], k: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["energy", "fro", "sum"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(spectrum=SPECTRA, x=st.floats(0.01, 0.999))
 def test_a_share_gives_the_smallest_rank_that_reaches_it(name: str, spectrum: list[float], x: float) -> None:
     k = choose(parse(f"{name}:{x!r}"), spectrum)
@@ -30,7 +31,7 @@ def test_a_share_gives_the_smallest_rank_that_reaches_it(name: str, spectrum: li
     assert k == 1 or not holds(name, x + 2e-9, spectrum, k - 1)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(spectrum=SPECTRA, x=st.floats(1, 100))
 def test_thresholds_count_the_values_above_them(spectrum: list[float], x: float) -> None:
     assert choose(parse(f"ratio:{x!r}"), spectrum) == max(1, sum(v > spectrum[0] / x for v in spectrum))

@@ -22,6 +22,7 @@ from lora_merge.disk.draft import Draft, Drafted
 from lora_merge.errors import InputError, VerificationFailed
 from tests.kit.files import strays
 from tests.kit.flux import flux, of_flux
+from tests.kit.pairs import examples
 
 LAYER = "lora_unet_double_blocks_0_img_attn_proj"
 
@@ -39,6 +40,7 @@ def computed(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> Any:
         return act()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", [("comfy", 1.0), ("keep", 1.0), ("comfy", 1e-6), ("comfy", 1e15)])
 def test_the_file_and_the_report_are_those_of_the_other_way(
@@ -103,7 +105,7 @@ def test_a_fault_of_the_output_is_seen(base: Path, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "b.safetensors").exists()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40))
 def test_bits_of_16_become_the_same_numbers_in_fp32(bits: list[int]) -> None:
     raw = bytearray(np.array(bits, np.uint16).tobytes())

@@ -129,6 +129,7 @@ def test_an_empty_list_of_indices_is_inside_of_anything() -> None:
 SEEDED = [name for name, row in ALGORITHMS.items() if "seed" in row.settings]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", SEEDED)
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**63) - 1, 10**400, 1.5, float("nan"), "1_0", None, True])
 def test_a_seed_that_torch_does_not_take(name: str, seed: Any) -> None:

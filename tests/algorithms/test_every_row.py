@@ -86,6 +86,7 @@ PROOFS: dict[str, tuple[str, str]] = {
 """Row → (file, words of the case there)."""
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_has_an_oracle(name: str) -> None:
     file, words = PROOFS[name]

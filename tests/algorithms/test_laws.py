@@ -30,11 +30,13 @@ def with_tensors(s: Stacked, changed: dict[str, Tensor]) -> Stacked:
     return replace(s, base=base, tensors=replace(s.tensors, **changed))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_has_an_example(name: str) -> None:
     assert EXAMPLES.get(name), f"add an example for {name} to adapter_examples.py"
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_use_every_slot_and_every_optional_absence(name: str) -> None:
     row, examples = ALGORITHMS[name], EXAMPLES[name]
@@ -45,6 +47,7 @@ def test_examples_use_every_slot_and_every_optional_absence(name: str) -> None:
         assert required == all(slot in e.slots for e in examples) or free, slot
 
 
+@pytest.mark.few(43)
 @every
 def test_the_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
     g = torch.Generator().manual_seed(1)
@@ -58,11 +61,13 @@ def test_the_neutral_adapter_changes_nothing(name: str, example: Example) -> Non
     torch.testing.assert_close(s.delta(), torch.zeros_like(s.base), rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(43)
 @every
 def test_the_adapter_changes_something(name: str, example: Example) -> None:
     assert stacked(name, example).delta().abs().max() > 1e-3
 
 
+@pytest.mark.few(43)
 @every
 def test_a_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
     s = stacked(name, example, n=3)
@@ -70,6 +75,7 @@ def test_a_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
     torch.testing.assert_close(s.delta(), torch.cat(one_by_one), **CLOSE)
 
 
+@pytest.mark.few(43)
 @every
 def test_inputs_are_untouched(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -82,6 +88,7 @@ def test_inputs_are_untouched(name: str, example: Example) -> None:
         assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.few(43)
 @every
 def test_dtype_and_shape_come_back(name: str, example: Example) -> None:
     s = stacked(name, example, dtype=torch.float32)
@@ -93,6 +100,7 @@ def test_dtype_and_shape_come_back(name: str, example: Example) -> None:
         assert change.isfinite().all(), dtype
 
 
+@pytest.mark.few(43)
 @every
 def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example: Example) -> None:
     """What overflows on the way is NaN or infinite in ΔW, where the caller sees it; never a number that is wrong."""
@@ -110,6 +118,7 @@ def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example:
             assert float((got - right).abs().max()) <= 1e-3 * float(right.abs().max()), power
 
 
+@pytest.mark.few(57)
 @every
 def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Example) -> None:
     """Run without values on a device that is not the default: any tensor made elsewhere is an error."""
@@ -127,6 +136,7 @@ def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Exampl
             s.row.accumulate(torch.empty_like(moved.base), with_tensors(moved, numbers).tensors, torch.tensor(0.5))
 
 
+@pytest.mark.few(43)
 @every
 def test_a_view_that_is_not_contiguous_will_do(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -139,6 +149,7 @@ def test_a_view_that_is_not_contiguous_will_do(name: str, example: Example) -> N
         torch.testing.assert_close(acc, s.base + 0.5 * s.delta(), **CLOSE)
 
 
+@pytest.mark.few(43)
 @every
 def test_accumulate_is_delta(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -151,6 +162,7 @@ def test_accumulate_is_delta(name: str, example: Example) -> None:
     torch.testing.assert_close(acc, want, **CLOSE)
 
 
+@pytest.mark.few(43)
 @every
 def test_one_number_for_all_layers_is_that_number_for_each(name: str, example: Example) -> None:
     """Where a device holds the tensors, such a number stays on the host: nothing is uploaded or multiplied for it."""
@@ -165,6 +177,7 @@ def test_one_number_for_all_layers_is_that_number_for_each(name: str, example: E
     torch.testing.assert_close(alone, acc, **CLOSE)
 
 
+@pytest.mark.few(43)
 @every
 def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -185,6 +198,7 @@ def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Exam
     torch.testing.assert_close(with_tensors(s, cut).delta(), s.delta()[:, rows], **CLOSE)
 
 
+@pytest.mark.few(43)
 @every
 def test_the_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -192,6 +206,7 @@ def test_the_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Exa
     assert torch.equal(s.delta(), other.delta()) != s.row.reads_base
 
 
+@pytest.mark.few(43)
 @every
 def test_fit_only_reshapes(name: str, example: Example) -> None:
     stored = {slot: tuple(shape) for slot, shape in example.slots.items()}
@@ -201,6 +216,7 @@ def test_fit_only_reshapes(name: str, example: Example) -> None:
         assert torch.empty(stored[slot]).numel() == torch.empty(shape).numel(), slot
 
 
+@pytest.mark.few(43)
 @every
 def test_numbers_fill_every_scalar(name: str, example: Example) -> None:
     row = ALGORITHMS[name]

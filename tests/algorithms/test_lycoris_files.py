@@ -39,6 +39,7 @@ def runs() -> dict[str, list[tuple[str, str, dict[str, Any], float]]]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("arguments", "modules"), runs().items(), ids=list(runs()))
 def test_a_file_merges_into_the_trained_model(
     arguments: str, modules: list[tuple[str, str, dict[str, Any], float]], tmp_path: Path
@@ -159,6 +160,7 @@ def wrapped(model: nn.Module, entry: str, given: dict[str, Any]) -> dict[str, to
     return {k: v.detach().clone().contiguous() for k, v in network.state_dict().items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
 @pytest.mark.parametrize("told", [{"rs_lora": True}, {"sig_type": "last", "use_data_init": False}], ids=["rs", "start"])
 @pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "glora", "tlora"])
@@ -180,6 +182,7 @@ def test_arguments_count_where_the_library_reads_them(
         torch.testing.assert_close(merged(x), trained(x), rtol=0, atol=1e-4 if algo == "tlora" else 1e-9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
 @pytest.mark.parametrize(
     ("algo", "mode"),

@@ -22,6 +22,7 @@ from tests.algorithms.adapter_examples import Example
 from tests.algorithms.peft_examples import ALL_EXAMPLES as EXAMPLES
 from tests.algorithms.peft_examples import every
 from tests.algorithms.pipeline import candidates, stack
+from tests.kit.pairs import examples
 
 MISSING_IS_FINE = {
     ("lora", "tucker", "mid"): False,
@@ -54,6 +55,7 @@ def refused(name: str, example: Example, slots: Mapping[str, Shape], target: Sha
     return False
 
 
+@pytest.mark.few(43)
 @every
 def test_each_dimension_wrong_by_one(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
@@ -65,6 +67,7 @@ def test_each_dimension_wrong_by_one(name: str, example: Example) -> None:
                 assert refused(name, example, {**example.slots, slot: wrong}, example.target), (slot, wrong)
 
 
+@pytest.mark.few(43)
 @every
 def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
     for axis, size in enumerate(example.target):
@@ -73,12 +76,14 @@ def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
             assert refused(name, example, example.slots, target), target
 
 
+@pytest.mark.few(43)
 @every
 def test_an_axis_too_many(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         assert refused(name, example, {**example.slots, slot: (*shape, 2)}, example.target), slot
 
 
+@pytest.mark.few(43)
 @every
 def test_the_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
@@ -87,6 +92,7 @@ def test_the_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: 
             assert shown is None or isinstance(shown, tuple)
 
 
+@pytest.mark.few(43)
 @every
 def test_each_tensor_missing_in_turn(name: str, example: Example) -> None:
     """What is left either fits no row of the table, by slots or shapes, or the slot was optional."""
@@ -113,6 +119,7 @@ def module(number: int, name: str, shapes: Mapping[str, Shape], *, alpha: bool) 
     return Module(f"m{number}", "weight", infos, shared, tuple(n for n in ALGORITHMS if n in allowed))
 
 
+@pytest.mark.few(43)
 @every
 def test_each_tensor_missing_from_one_of_four_modules(name: str, example: Example) -> None:
     """The others tell what it lacks, also where it would pass for another algorithm on its own."""
@@ -127,6 +134,7 @@ def test_each_tensor_missing_from_one_of_four_modules(name: str, example: Exampl
         assert not fits or {m: gap.slot for m, gap in gaps([*whole, odd], told).items()} == {"m3": slot}, slot
 
 
+@pytest.mark.few(43)
 @every
 def test_a_tensor_the_other_way_round(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
@@ -135,6 +143,7 @@ def test_a_tensor_the_other_way_round(name: str, example: Example) -> None:
             assert refused(name, example, {**example.slots, slot: turned}, example.target), slot
 
 
+@pytest.mark.few(43)
 @every
 def test_a_kernel_the_other_way_round(name: str, example: Example) -> None:
     """3×2 is not 2×3, though both flatten to six."""
@@ -146,14 +155,16 @@ def test_a_kernel_the_other_way_round(name: str, example: Example) -> None:
             assert refused(name, example, {**example.slots, slot: turned}, example.target), slot
 
 
+@pytest.mark.few(43)
 @every
 def test_an_empty_tensor(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         assert refused(name, example, {**example.slots, slot: (0, *shape[1:])}, example.target) or not shape
 
 
+@pytest.mark.few(26)
 @every
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.DataObject) -> None:
     """fit never fails in another way, and what it lets through the formula can compute."""
@@ -170,6 +181,7 @@ def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.D
     assert s.delta().shape == s.base.shape
 
 
+@pytest.mark.few(43)
 @every
 def test_a_weight_of_one_number_or_of_none_is_refused_or_accepted(name: str, example: Example) -> None:
     """The shapes of an adapter never make a formula fail in another way, whatever the shape of the weight."""
@@ -209,6 +221,7 @@ def test_rank_zero_changes_nothing(name: str) -> None:
     assert torch.equal(s.delta(), torch.zeros_like(s.base))
 
 
+@pytest.mark.few(35)
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
 def test_an_alpha_that_is_no_number(name: str, alpha: float) -> None:
@@ -320,7 +333,7 @@ def test_dora_of_a_row_of_zeros_is_finite() -> None:
     assert torch.equal(dora.rescale(zero, zero, torch.ones(1, 2, 1), "out"), zero)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=8),
     twin=st.integers(0, 8),

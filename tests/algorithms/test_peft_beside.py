@@ -30,6 +30,7 @@ TAUGHT = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "bias"), TAUGHT)
 def test_biases_and_whole_modules_are_merged_with_the_rest(name: str, bias: str, tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ LETTERS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("ab", "c", "de", "bias"), LETTERS)
 def test_glora_works_on_the_bias_that_was_trained_with_it(ab: str, c: str, de: str, bias: str, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_the_order_is_that_of_the_class(name: str) -> None:
     assert in_order(shuffled, SMALL[name][0]) == names
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_layers_are_counted_as_the_class_lists_them(method: str, name: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_layers_that_are_not_named_are_those_that_peft_selects(chosen: str) -> N
     assert wanted
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)

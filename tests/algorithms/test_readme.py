@@ -138,6 +138,7 @@ def _table(measured: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.release
 def test_accuracy_is_as_the_table_says() -> None:
     measured = {name: worst(name, ALL_EXAMPLES[name]) for name in ALGORITHMS}
     for name, found in measured.items():

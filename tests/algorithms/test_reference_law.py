@@ -116,6 +116,7 @@ def is_right(formula: Any, case: Case) -> bool:
     return True
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", ALL_EXAMPLES)
 def test_the_reference_agrees_on_every_example(name: str) -> None:
     mine = [case for case in cases() if case.name == name]
@@ -132,6 +133,7 @@ def emptied(example: Example) -> Iterator[Example]:
         yield replace(example, slots=slots)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", ALL_EXAMPLES)
 def test_rank_zero_is_refused_or_computed_by_both(name: str) -> None:
     """Neither takes the last 0 rows for all rows, divides by the rank or cannot tell the shape of nothing."""
@@ -231,6 +233,7 @@ def users(name: str) -> dict[str, list[Case]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_a_mistake_in_a_reference_formula_is_noticed(name: str) -> None:
     module, by_function, missed, count = import_module(f"lora_merge.proof.reference.{name}"), users(name), [], 0

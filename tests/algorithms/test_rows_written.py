@@ -111,6 +111,7 @@ def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path
         expect_same(base, wanted, merged(base, [(paths[name], 1.0)]), 1e-4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", [r for r in ROWS if not row_files.kind(r)])
 def test_a_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: str, tmp_path: Path) -> None:
     """A copied formula whose α cannot hold a strength, such as a rotation, is refused before a proof has to find it."""

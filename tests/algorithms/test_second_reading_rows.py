@@ -62,6 +62,7 @@ def exchanged(plan: Plan) -> Plan:
     return replace(plan, files=tuple(files))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
     found = read(planned(write(row, tmp_path)))
@@ -69,6 +70,7 @@ def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
     assert found.proven == found.modules - len(found.alone)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
 def test_other_places_are_found(row: str, tmp_path: Path) -> None:
     plan = planned(write(row, tmp_path))
@@ -77,6 +79,7 @@ def test_other_places_are_found(row: str, tmp_path: Path) -> None:
             read(exchanged(plan))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
 def test_other_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
     """The scale or the limit, every setting that a configuration tells, the strength, two tensors for each other."""

@@ -83,6 +83,7 @@ def inputs(layer: nn.Linear | nn.Conv2d) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize(("case", "kind"), [(case, kind) for case, one in CASES.items() for kind in one[1]])
 def test_the_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Path) -> None:
     make, _, name, setting = CASES[case]

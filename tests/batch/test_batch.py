@@ -111,6 +111,7 @@ def test_jobs_made_together_on_a_pickle_whose_tensors_are_put_in_order_in_memory
             assert_rounded(got[key], exact[key])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, dtype: str) -> None:
     jobs = [
@@ -202,6 +203,7 @@ def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
     assert fates(run([job(models, "a.safetensors", strength_for={"unet": 0.5})])) == ["failed"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated", "edited"])
 def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
     jobs, output = grid(models, 2), models / "out" / "1.safetensors"
@@ -241,6 +243,7 @@ def sharded(models: Path) -> Path:
     return models
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [
     "out/config.json", "out/tokenizer.json", "base/tokenizer.json", "base/config.json",
     "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors",
@@ -404,6 +407,7 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
     assert fates(run([last, job(models, "first", dtype="fp32")])) == ["skipped"] * 2
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
     jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1050)]
     planned = make_batch([job(models, "0", dtype="fp32"), *jobs]).planned
@@ -716,6 +720,7 @@ def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     assert fates(run(grid(models, 3))) == ["skipped", "merged", "merged"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["merge", "run_batch"])
 def test_ctrl_c_after_any_system_call_leaves_whole_outputs_and_nothing_else(
     small: Path, call: str, request: pytest.FixtureRequest
@@ -838,6 +843,7 @@ def _killed_at(last: int) -> Iterator[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work(small: Path, children: Any) -> None:
     jobs = grid(small, 12)
     running = [children.Process(target=_run_in_child, args=(jobs, str(small / f"{n}.jsonl"), 2)) for n in range(2)]
@@ -890,6 +896,7 @@ def test_killed_at_random_moments_a_run_is_finished_by_the_next(small: Path, chi
     assert len(moments) > 2, "the moments were spread over the run"
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_killed_and_the_other_takes_its_jobs_over(small: Path, children: Any) -> None:
     jobs, out, chance, steps, killed = grid(small, 6), small / "out", random.Random(8), 0, 0
     wanted = {f"{n}.safetensors" for n in range(1, 7)}
@@ -987,6 +994,7 @@ jobs:
     assert command_line.run(*command, "--workers", "0").code == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_files_in_configs_work(models: Path, path: Path) -> None:
     shutil.copy(path, models)

@@ -206,6 +206,7 @@ def failing(entry: BatchJob) -> JobReport:
     return failed(entry, DeviceFailed("cuda:0", "CUDA error: device-side assert triggered"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("together", [1, 4])
 def test_where_a_device_fails_another_process_takes_over(
     models: Path, monkeypatch: pytest.MonkeyPatch, together: int, nursery: Nursery
@@ -242,6 +243,7 @@ BROKEN = """
 """A worker whose device fails under every group with the first job."""
 
 
+@pytest.mark.slow
 def test_a_job_under_which_the_device_always_fails_fails_alone(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:

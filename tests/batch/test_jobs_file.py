@@ -24,6 +24,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import save
 from tests.kit.json_schema import fits
 from tests.kit.models import sd1
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 
@@ -300,6 +301,7 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_file_means_more_work_than_it_can_ask_for(tmp_path: Path) -> None:
     """Small texts that multiply: names of a matrix, adapters, templates, values."""
 
@@ -365,7 +367,7 @@ def test_values_are_never_templates_themselves(value: str) -> None:
     assert render("a{x}b{{c}}", {"x": value}) == f"a{value}b{{c}}"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.text(alphabet="ab:-[]{}&*<>!|'\" \n#1.?,%\t", max_size=60))
 def test_any_text_is_a_document_or_a_merge_error(text: str) -> None:
     try:

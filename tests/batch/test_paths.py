@@ -14,6 +14,7 @@ from lora_merge.batch import paths
 from lora_merge.batch.paths import Search
 from lora_merge.batch.templates import NoSuchName
 from tests.kit.command_line import run
+from tests.kit.pairs import examples
 
 FILES = ("a", "b.x", "ab.x", ".h.x", "[c].x", "s/a.x", "s/b", "s/t/a.x", "s/.t/a.x", ".s/a.x", "s/t/u/a", "t/s/t/b.x")
 
@@ -38,7 +39,7 @@ def library(pattern: str, root: Path) -> list[str]:
     return sorted({str(Path(path)) for path in found} - {"."})
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.lists(steps, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_it_finds_what_the_library_finds(tree: Path, parts: list[str], whole: bool, folder: bool) -> None:  # noqa: FBT001
     pattern = (f"{tree}/" if whole else "") + "/".join(parts) + "/" * folder
@@ -87,6 +88,7 @@ def test_all_patterns_of_a_file_share_the_bound(tmp_path: Path, monkeypatch: pyt
         search.paths("*")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "pattern", ["/**/no-such-name", "/**/" * 900 + "x", "../" * 10_000 + "*", "[" * 30_000, "*a" * 15_000]
 )

@@ -73,6 +73,7 @@ SCENES: Final[dict[str, str]] = {
 """Text of a fix → a command that is refused with it, for texts that no other test prints."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("text", "words"), SCENES.items(), ids=SCENES.values())
 def test_a_refused_command_runs_as_its_fix_says(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

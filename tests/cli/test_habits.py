@@ -94,6 +94,7 @@ OWN = {
 }  # type: ignore[attr-defined]
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("option", FOREIGN)
 def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")

@@ -801,6 +801,7 @@ def busy() -> None:
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("line", "code"),
@@ -838,6 +839,7 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
     assert f"q{evil}" in json.loads(said)["coverage"]["a.safetensors"]["skipped"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
 @pytest.mark.parametrize(
     ("encoding", "shown"),
@@ -882,6 +884,7 @@ def test_the_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str
     assert mine.read_bytes() == before and list(tmp_path.iterdir()) == [mine]
 
 
+@pytest.mark.slow
 def test_the_demo_can_be_run_again_and_needs_a_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

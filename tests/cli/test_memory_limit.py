@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("command", "mebibytes"), [*((command, 300) for command in COMMANDS), ("merge", 900), ("batch of workers", 900)]
 )

@@ -17,13 +17,14 @@ from lora_merge.disk import draft as module
 from lora_merge.disk.draft import Draft
 from lora_merge.disk.publish import replacing
 from lora_merge.errors import ResourceError
+from tests.kit.pairs import examples
 
 
 def made(target: Path, *, room: int = 0, hashed: bool = False, most: int = 0) -> Draft:
     return Draft(target, partial(replacing, target, (), overwrite=True), room=room, hashed=hashed, most=most)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 70), max_size=12),
     limits=st.fixed_dictionaries({"HELD": st.integers(0, 200), "BATCH": st.integers(1, 90), "QUEUED": st.just(1),

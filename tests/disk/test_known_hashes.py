@@ -145,6 +145,7 @@ def test_a_proof_reads_the_bytes(files: Path) -> None:
         prove(files / "out.safetensors", search=[files])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": "0"}', "[" * 100_000, "\0\xff"])
 def test_damaged_memory_is_none(files: Path, text: str) -> None:
     cache_file().parent.mkdir(parents=True, exist_ok=True)
@@ -287,6 +288,7 @@ def forged_link() -> bool:
     return True
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_memory_is_none(files: Path, forgery: str) -> None:
     """Neither does a recipe lie nor is a job skipped; what is remembered afterwards is right again."""

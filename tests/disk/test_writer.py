@@ -23,6 +23,7 @@ from lora_merge.disk.pages import HUGE, PAGE, address, aligned_buffer
 from lora_merge.disk.volumes import Mode, file_system, free_bytes
 from lora_merge.disk.writer import Writer, amend, copy_file
 from lora_merge.errors import MergeError, ResourceError, UsageError
+from tests.kit.pairs import examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 5, 4095, 4096, 4097, 8192, 12_345, 70_000]), max_size=6),
     mode=st.sampled_from(["auto", "direct", "buffered"]),

@@ -70,6 +70,7 @@ CASES: Mapping[str, Sequence[tuple[Tensors, float]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", ["sum", "compose"])
 def test_what_is_left_of_terms_that_cancel_is_right(method: str, name: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ BY_ROWS = ("lora", "dora out", "diff", "glora")
 """Kinds whose formulas give each row by itself."""
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", NUMBERS)
@@ -79,6 +80,7 @@ CODE = """if True:
 """A process of its own: how many MiB a merge takes, without and with its proof."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_a_large_weight_takes_the_memory_of_its_base_however_many_change_it(tmp_path: Path) -> None:
     """The changes of four adapters would take four times as much, and the proof of them more; the limit has no room for

@@ -216,6 +216,7 @@ def stand_in(scene: Scene, request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("device" if scene in {lanes, freed, shared} else "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", [*OTHERS, *dict.fromkeys(scene for scene, *_ in MUTANTS.values())])
 def test_without_a_fault_all_is_right(
     scene: Scene, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +224,7 @@ def test_without_a_fault_all_is_right(
     assert scene(stand_in(scene, request), tmp_path, monkeypatch, lambda: None)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_fault_is_seen(
     fault: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

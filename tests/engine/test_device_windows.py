@@ -76,6 +76,7 @@ def alike(got: Path, want: Path) -> None:
             assert (ours[name] != tensor).double().mean() < 0.02, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("memory", ["registered", "refused"])
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32"])
 def test_a_window_goes_up_and_down_once(
@@ -139,12 +140,14 @@ def test_layers_of_different_scales_and_strengths_wait_for_nothing_more(
     assert waits[0] == waits[1] and not cuda.races
 
 
+@pytest.mark.slow
 def test_a_gigabyte_of_sdxl_takes_at_most_300_operations(sdxl: Callable[..., Plan]) -> None:
     """Kernels and copies, the numbers of the report among them; counted on a device that computes nothing."""
     plan = sdxl()
     assert 0 < host.figures(plan.base.path, plan.adapters[0].adapter.index.path, rounds=0)["operations"] <= 300
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["ties", "della", "karcher"])
 def test_a_method_chooses_the_same_entries_on_every_device(
     method: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
@@ -210,6 +213,7 @@ def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, 
     assert not (tmp_path / "got").exists() and not cuda.registered
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [(16, {}, "cpu"), (4, {}, "cpu"), (1, {}, "auto"), (16, {"device": "cuda:0"}, "cuda:0"),
@@ -286,6 +290,7 @@ def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
     assert not cuda.races and cuda.counts["up"] <= 4, "one for the adapter, one for the window"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("rows", [2048, 1280])
 def test_the_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weights(
@@ -348,6 +353,7 @@ def test_a_device_that_rounds_to_8_bits_wrongly_leaves_that_to_the_host(
     assert cuda.counts["aten::baddbmm_"] and not cuda.races
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 @pytest.mark.parametrize("dtype", ["keep", "fp16", "fp8_e4m3fn"])
 def test_devices_of_other_kinds_get_what_they_have(

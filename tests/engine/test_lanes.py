@@ -48,6 +48,7 @@ SLOTS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("lora", {"dtype": "fp32"}), ("dora", {}), ("loha", {"dtype": "fp32"}), ("full", {"compute_dtype": "fp64"})],
@@ -71,6 +72,7 @@ def test_a_devices_memory_in_use_stays_within_the_bound(
     assert not device.races
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bound", [2**27, 2**26])
 def test_a_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_the_bound_on_the_cpu(
     bound: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ from tests.kit.adapters import kohya, kohya_names
 from tests.kit.files import load, metadata, save
 from tests.kit.models import TE, UNET, sd1
 from tests.kit.oracles import assert_rounded, expected
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 DTYPES = {"keep": torch.float16, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -147,7 +148,7 @@ def test_strength_by_part_of_the_model(files: tuple[Path, Path], tmp_path: Path)
     te=st.sampled_from([0.0, 0.5, 1.0, -1.0]), unet=st.sampled_from([0.0, 0.25, 1.0, 2.0]),
     norm=st.sampled_from([0.0, 0.5, 1.0]), strength=st.sampled_from([1.0, 0.5]),
 )  # fmt: skip
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_strength_by_part_holds_for_tensors_that_are_replaced_whole(
     te: float, unet: float, norm: float, strength: float
 ) -> None:
@@ -208,7 +209,7 @@ def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
 
 
 @given(limit=st.sampled_from(["8MiB", "16MiB", "1GiB"]), dtype=st.sampled_from(["keep", "fp32", "bf16"]))
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_the_bytes_do_not_depend_on_the_memory_bound(
     tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str
 ) -> None:

@@ -27,6 +27,7 @@ from lora_merge.proof.replay import plan_again, prove
 from tests.kit import command_line
 from tests.kit.files import load, metadata, save
 from tests.kit.methods import FUSED, KINDS, MODULES, flux, module
+from tests.kit.pairs import examples
 from tests.kit.peft_oracle import Layers, assert_close, assert_same_function, train
 from tests.kit.peft_oracle import save as save_peft
 from tests.kit.tensors import Tensors, rand
@@ -48,8 +49,9 @@ def in_steps(base: Tensors, adapters: Sequence[tuple[Tensors, float]]) -> Tensor
     return base
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fused", [False, True])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(ONE, min_size=2, max_size=4), largest=st.sampled_from([1, 40, 2**20]))
 def test_to_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[Any], largest: int) -> None:  # noqa: FBT001
     base = flux(fused=fused)
@@ -111,6 +113,7 @@ def layers() -> Layers:
     return Layers()
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore")  # PEFT has much to say of second adapters
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("name", TRAINED)
@@ -152,6 +155,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 """Adapters that replace what another of them replaces or changes."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", list(permutations(WHOLE, 2)))
 def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
@@ -219,6 +223,7 @@ def made(folder: Path, kinds: Sequence[str], *, fused: bool = False, **options: 
     return folder / "out.safetensors"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kinds", [("boft", "dora in"), ("glora", "diag-oft", "dora out"), ("ia3", "ia3", "boft")])
 def test_a_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
@@ -261,7 +266,8 @@ def notes(base: Tensors, adapters: Sequence[tuple[str, Tensors]], folder: Path, 
     return {m.adapter.path.name: [n for n in m.notes if "--method" in n] for m in plan.adapters}
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@pytest.mark.slow
+@settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(ONE, min_size=2, max_size=3), fused=st.booleans())
 def test_a_note_tells_whenever_the_methods_differ_and_only_then(
     chosen: list[Any],

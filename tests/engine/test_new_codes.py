@@ -33,6 +33,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return save(base, tmp_path / "base.safetensors"), save(lora, tmp_path / "lora.safetensors")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "nvfp4"])
 def test_a_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_that(

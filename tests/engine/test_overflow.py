@@ -34,6 +34,7 @@ from lora_merge.proof.replay import prove
 from lora_merge.proof.verify import verify
 from tests.kit.command_line import run
 from tests.kit.files import load, save, strays
+from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* is in the output")  # changes that are too small
@@ -80,10 +81,11 @@ def test_what_rounds_to_a_finite_number_is_written_and_what_does_not_is_refused(
     assert cut.double().tolist() == [1.0, sign * largest]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stored", [torch.float64, *LIMITS])
 @pytest.mark.parametrize("dtype", LIMITS)
 @given(data=st.data())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_the_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dtype, data: st.DataObject) -> None:
     """By the definition of rounding, on numbers around every limit: refused if one has no room, else the nearest."""
     limit = data.draw(st.sampled_from([v for pair in LIMITS.values() for v in pair] + [1.0]))
@@ -190,6 +192,7 @@ def large(kind: str) -> tuple[Tensors, Tensors, str]:
     return base, adapter, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["merged", "replaced", "dora", "part of a tensor"])
 @pytest.mark.parametrize("dtype", NARROW[1:])
 def test_the_same_holds_for_whatever_is_written(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -376,6 +379,7 @@ def wrongs(dtype: torch.dtype, right: float) -> Iterator[float]:
         yield inf
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32])
 def test_every_wrong_number_in_a_converted_tensor_is_found(
@@ -419,6 +423,7 @@ def test_no_message_names_the_temporary_file(
     assert not out.exists() and not strays(tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", ["plain", "x.m.weight"])
 def test_a_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_the_reason(

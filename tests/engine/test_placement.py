@@ -35,6 +35,8 @@ from lora_merge.engine.placement import FILE_DTYPES, DeviceStream, Placement, co
 from lora_merge.engine.tensors import Item
 from tests.kit.files import save
 from tests.kit.oracles import assert_rounded
+from tests.kit.package import nodes
+from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +68,7 @@ def moves(call: ast.Call) -> bool:
 def test_only_placement_moves_or_casts_tensors() -> None:
     for path in sources():
         allowed = CASTS if ON_THE_HOST & {*path.relative_to(ROOT).parts} else set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
                 cast = node.func.attr in allowed and not moves(node)
                 assert path.name == "placement.py" or cast, f"{path.name}:{node.lineno}"
@@ -107,7 +109,7 @@ def model(dtype: torch.dtype) -> Tensors:
     base=st.sampled_from(STORED), adapter=st.sampled_from(STORED), output=st.sampled_from(sorted(OUTPUT)),
     compute=st.sampled_from(["fp32", "fp64"]), strength=st.sampled_from([1.0, -0.5, 0.3]),
 )  # fmt: skip
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_every_mixture_of_dtypes_gives_the_rounded_exact_result(
     base: torch.dtype, adapter: torch.dtype, output: str, compute: str, strength: float
 ) -> None:
@@ -136,6 +138,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_merge.engine.measuring.row_sample.RowSample.measured", lambda *_, **__: ())
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("base_on", "adapter_on", "at"), list(product(["cpu", "cuda:0"], repeat=3)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,6 +305,7 @@ class Metal(FakeTensorMode):
         return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("stored", "output"), list(zip(STORED, STORED[::-1], strict=True)))
 def test_metal_is_given_only_what_it_holds(
@@ -407,6 +411,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("error", SHORT, ids=["torch", "mps", "cublas", "driver"])
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -472,6 +477,7 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
     assert type(caught.value) is lora_merge.MergeError and type(caught.value.__cause__) is RuntimeError
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(16, 16), (33, 17), (5, 333), (1, 64), (64, 1), (7, 7), (2, 5), (16, 1000)])
 def test_what_lies_in_a_window_does_not_change_the_bytes(shape: tuple[int, int]) -> None:
     """Blocks in one call give what each gives alone."""

@@ -67,6 +67,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return save(model(), tmp_path / "b"), save(adapter(), tmp_path / "a")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["auto", "cuda:1", "cuda:0,cuda:1"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "fp32", "compute_dtype": "fp64"}], ids=["kept", "fp64"])
 def test_merges_are_what_they_are_on_the_cpu(
@@ -185,6 +186,7 @@ def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batch
     assert any("was short of memory" in note for note in report.notes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
 def test_a_device_that_fails_under_tensors_in_memory_is_told(
@@ -208,6 +210,7 @@ def test_a_device_that_fails_under_tensors_in_memory_is_told(
     assert failed
 
 
+@pytest.mark.slow
 def test_jobs_are_made_by_another_process_after_a_device_failed(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +235,7 @@ def test_a_device_that_failed_is_not_used_again(
         lora_merge.merge(*files, tmp_path / "third", device="cuda:0")
 
 
+@pytest.mark.slow
 def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda n: setattr(cuda.mine, "device", n))

@@ -24,6 +24,7 @@ from tests.kit.files import sha
 STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync", 0), ("fsync", 1), ("name", 0)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize(("call", "at"), [*STEPS, ("fallocate", 0)])
 def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: str) -> None:
@@ -107,6 +108,7 @@ def put_back(path: Path, act: Callable[[], object]) -> None:
     os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -127,6 +129,7 @@ def test_an_input_that_changes_while_it_is_read(scene: Scene, file: str, change:
     assert scene.strays() == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.parametrize("touch", [lambda p: p.chmod(0o600), lambda p: os.link(p, p.parents[1] / "linked"),
                                    lambda p: put_back(p, lambda: (flip(p), flip(p)))])  # fmt: skip

@@ -52,6 +52,7 @@ def test_a_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene:
     assert kill_at_random(scene, 300, seed=2) == {False, True}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("call", "at"),
     [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("fallocate", 0), ("ftruncate", 0), ("fsync", 0), ("fsync", 1),
@@ -99,6 +100,7 @@ STAGES = {
 STOPS = [signal.SIGINT, signal.SIGTERM]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
     """It stops itself in that very call and is signalled then, however slow the machine is."""
@@ -132,6 +134,7 @@ def test_interrupted_while_it_gets_its_name(
     assert scene.strays() == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_interrupted_twice(scene: Scene, stage: str) -> None:
     """What impatient people do; the second signal arrives while it cleans up after the first."""
@@ -219,6 +222,7 @@ def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> Non
             signal.signal(number, handler)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("module", ["lora_merge.cli", "typer.", "torch."])
 def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
@@ -230,6 +234,7 @@ def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Si
     assert scene.strays() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", ["yaml.", "pydantic_core."])
 def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
     assert interrupted_at_import("lora_merge.batch.worker", [], module, signal.SIGINT, scene) == (1, "")
@@ -261,6 +266,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
     return scene.run(argv=argv, code=code)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "moment",
     ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.text, "carry_out")',

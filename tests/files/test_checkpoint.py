@@ -35,6 +35,7 @@ from lora_merge.files.safetensors import parse
 from tests.conftest import to_disk
 from tests.kit.cost import steps
 from tests.kit.files import blob
+from tests.kit.pairs import examples
 
 
 def library_accepts(content: bytes) -> bool:
@@ -101,7 +102,7 @@ def headers(draw: st.DrawFn) -> tuple[Any, int]:
     return table, max(0, end + draw(st.sampled_from([0, 0, 0, 0, 1, -1])))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(headers())
 def test_we_accept_what_the_library_accepts(case: tuple[Any, int]) -> None:
     table, size = case
@@ -109,7 +110,7 @@ def test_we_accept_what_the_library_accepts(case: tuple[Any, int]) -> None:
     assert we_accept(content) == library_accepts(content)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(headers(), st.data())
 def test_also_when_the_text_itself_is_damaged(case: tuple[Any, int], data: st.DataObject) -> None:
     raw = bytearray(json.dumps(case[0], ensure_ascii=False).encode())
@@ -526,7 +527,7 @@ def indexed(path: Path) -> Index:
     return Index(path, {}, {}, (path,), headers={path: Header({}, {}, 0, state)})
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     offset=st.sampled_from([0, 1, 4095, 4096, 8192, 10_000, 123_456]),
     size=st.sampled_from([0, 1, 100, 4096, 4097, 65_536, 300_001]),

@@ -30,6 +30,7 @@ from tests.files.every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight,
 from tests.files.quantised_forms import FORMS, note
 from tests.kit.files import load, save
 from tests.kit.gguf_files import Array
+from tests.kit.pairs import examples
 from tests.kit.quantised import NAMES, SIZES, adapter, base, same
 from tests.kit.tensors import rand
 
@@ -65,6 +66,7 @@ def test_every_codec_has_an_example_and_a_second_decoder() -> None:
     assert KINDS.keys() == READ
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", ROWS)
 def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
     """Of every size in one shape; usual ones in another shape and in fp64 too."""
@@ -88,6 +90,7 @@ POSITIVE = {"scaled": "scale", "packed_ints": "scale", "fp4": "whole"}
 """Codec → the role of its scales that only numbers other than 0 need."""
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "low-rank" not in name])
 def test_zeros_may_have_the_scale_0(name: str) -> None:
     """They are decoded as zeros, stay so, and become other numbers; other codes with that scale are refused."""
@@ -112,6 +115,7 @@ def test_zeros_may_have_the_scale_0(name: str) -> None:
 DRAWS = 8
 
 
+@pytest.mark.few(35)
 @pytest.mark.parametrize("name", ROWS)
 def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> None:
     """The numbers of a weight grow by less than half a step of any format, by less than that of most, and by more."""
@@ -134,6 +138,7 @@ def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> N
 STORED = [name for name in ROWS if not name.startswith("new ")]
 
 
+@pytest.mark.few(37)
 @pytest.mark.parametrize("name", STORED)
 def test_both_decoders_read_the_same_numbers(name: str) -> None:
     """In fp32 and in float64; where a number is the difference of two larger ones, the proof allows for theirs."""
@@ -164,7 +169,7 @@ def within_half_a_step(found: Weight, values: Tensor) -> None:
     assert (np.abs(made - want) / np.maximum(grid.step(want), 1e-300)).max() <= 0.5 + 1e-4
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMS.keys() - IN_EIGHTS)), rows=st.integers(9, 140), wide=st.integers(1, 5),
     scale=st.sampled_from([2e-6, 0.02, 50.0]), seed=st.integers(0, 99),
@@ -216,6 +221,7 @@ def powers(found: Weight, role: str) -> bool:
     return role == "scale" and getattr(found.encoding, "kind", "") == "E8M0"
 
 
+@pytest.mark.few(37)
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_not_a_number_is_refused(name: str) -> None:
     """In codes, scales, zero points, tables; the decoders of the proof refuse it too, but for codes."""

@@ -32,6 +32,7 @@ HEADS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("labels", [2, 5])
 def test_a_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) -> None:

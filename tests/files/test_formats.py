@@ -27,12 +27,13 @@ from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.errors import MergeError, UsageError
 from lora_merge.files.headers import layout
 from lora_merge.files.safetensors import parse
+from tests.kit.pairs import examples
 
 ROOT = Path(__file__).parents[2]
 text = st.text(st.characters(codec="utf-8"), max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     tensors=st.dictionaries(
         text.filter(lambda n: n != "__metadata__"),
@@ -309,6 +310,7 @@ def _race(folder: str, number: int, results: multiprocessing.SimpleQueue[str]) -
         results.put("refused")
 
 
+@pytest.mark.slow
 def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path, children: Any) -> None:
     results = children.SimpleQueue()
     runs = [children.Process(target=_race, args=(str(tmp_path), i, results)) for i in range(6)]

@@ -20,6 +20,7 @@ from lora_merge.proof.decoders import BadPart
 from lora_merge.proof.decoders.ggml import FORMS, blocks
 from lora_merge.proof.decoders.grids import points
 from tests.kit.gguf_files import SCALES, Array, encoded
+from tests.kit.pairs import examples
 
 WRITTEN = sorted(READ - SCALES.keys())
 """Types that the library writes too."""
@@ -88,13 +89,14 @@ def test_scales_stay_where_they_cover_the_new_numbers(kind: str) -> None:
     assert torch.equal(decode(kind, made), values), "a change of a third of a half step changes nothing"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", sorted(READ))
 @given(
     scale=st.sampled_from([3e-7, 1e-3, 0.02, 30.0]),
     seed=st.integers(0, 99),
     before=st.sampled_from(["zeros", "others"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_new_numbers_lie_within_half_a_step(kind: str, scale: float, seed: int, before: str) -> None:
     """Whatever the blocks held before: nothing, other numbers, scales of another size."""
     random = np.random.default_rng(seed)

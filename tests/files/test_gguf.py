@@ -40,6 +40,7 @@ def check_kept(base: Path, merged: Path) -> None:
             np.testing.assert_array_equal(new[name][0], values)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", sorted(READ | {"F16", "BF16", "F32"}))
 def test_a_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind), {"general.file_type": 2, "a.list": [1, 2]})

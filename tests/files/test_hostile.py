@@ -319,6 +319,7 @@ LIMITED = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["headers", "torch"])
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_small_files_take_little_memory_and_time(tmp_path: Path, kind: str) -> None:

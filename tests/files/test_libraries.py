@@ -53,6 +53,7 @@ def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeyp
         )
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore")  # ModelOpt warns when it is imported: of other releases, of torch
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_reads_what_is_merged_into_its_own_layers(name: str, tmp_path: Path) -> None:

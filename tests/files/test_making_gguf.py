@@ -19,6 +19,7 @@ THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
 """Types that the library quantises too."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) -> None:
     save_file(style(), tmp_path / "style.safetensors")

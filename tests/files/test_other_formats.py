@@ -49,6 +49,7 @@ def adapter(folder: Path, cols: int) -> tuple[Path, torch.Tensor]:
     return path, up.double() @ down.double()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     want, out = FORMS[name]["want"], tmp_path / "out"

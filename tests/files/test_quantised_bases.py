@@ -35,6 +35,7 @@ from tests.kit.quantised import (
 from tests.kit.tensors import Tensors, rand
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
 def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     kept(FORMS[name], tmp_path)
@@ -72,6 +73,7 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
     assert len(numbers["warnings"]) == (numbers["all"]["retained"] < 0.9) <= below
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
     made_plain(FORMS[name], tmp_path)
@@ -129,6 +131,7 @@ CODES = ("weight_packed", "qweight", "weight._data", "codes", "weight")
 """Last names of the tensors of codes."""
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     form = FORMS[name]

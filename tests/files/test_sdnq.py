@@ -41,6 +41,7 @@ def adapter(path: Path, shape: tuple[int, ...]) -> tuple[Path, torch.Tensor]:
     return path, (up.double().flatten(1) @ down.double().flatten(1)).view(shape)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     shape, settings = ROWS[name]
@@ -59,6 +60,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
     assert "--dtype bf16" in caught.value.fix
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_low_rank_part_leaves_is_encoded_again(name: str, rounding: str, tmp_path: Path) -> None:

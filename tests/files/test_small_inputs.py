@@ -24,6 +24,7 @@ SECONDS, MEGABYTES = 5, 500
 FEW_SECONDS = 1.5  # for inputs of 60 000 bytes: what grows with the square of the bytes takes longer
 
 
+@pytest.mark.slow
 def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
     """The command line answers each with an exit code and one error; what it used for each is what it says."""
     told, slow = io.StringIO(), slowness()

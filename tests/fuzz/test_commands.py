@@ -36,6 +36,7 @@ from tests.fuzz.targets import (
 from tests.kit import command_line
 from tests.kit.hostile_commands import ADAPTER as GGUF_ADAPTER
 from tests.kit.hostile_commands import DIALECTS, LLAMA, gguf
+from tests.kit.pairs import examples
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}
 B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w2_a": torch.ones(4, 2), "b.hada_w2_b": torch.ones(2, 4)}  # fmt: skip
@@ -221,7 +222,7 @@ TARGETS |= COMMANDS
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_few_cases(name: str) -> None:
-    run(name, 8, 1)
+    run(name, examples(32), 1)
 
 
 @pytest.mark.fuzz

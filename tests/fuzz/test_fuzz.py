@@ -15,6 +15,7 @@ from tests.fuzz.targets import (
     run,
     run_long,
 )
+from tests.kit.pairs import examples
 
 GROWTH = 300  # MB that all cases together may add to the process
 
@@ -43,7 +44,7 @@ def _little_memory() -> Any:
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 def test_a_few_cases(name: str) -> None:
-    run(name, 40, 1)
+    run(name, examples(40), 1)
 
 
 @pytest.mark.fuzz

@@ -49,6 +49,7 @@ def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
     assert checklist.written({}, page) == checklist.written({}, PAGE)
 
 
+@pytest.mark.release
 def test_a_part_that_fails_is_told_and_the_others_go_on() -> None:
     """Also one that has no time left, or fails after it has found something."""
     kept = list[Figures]()
@@ -115,6 +116,7 @@ def test_memory_of_a_device(): assert 1 == 2, "so it is"
 """
 
 
+@pytest.mark.release
 def test_tests_are_counted_whatever_else_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin of the machine that fails at its start is not loaded; a file that needs a missing library is told."""
     (tmp_path / "unlucky.py").write_text("raise RuntimeError('I was loaded')")
@@ -200,6 +202,7 @@ def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -
     assert "possible data race on tensor with data pointer 5" in report
 
 
+@pytest.mark.release
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

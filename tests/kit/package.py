@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
 PACKAGE = ROOT / "lora_merge"
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    """The syntax tree of a module, read once for all laws."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of a module."""
+    return tuple(ast.walk(syntax(path)))
 
 
 LIBRARIES = {

@@ -1,11 +1,27 @@
-"""Pairs in the place of full products: the few cases of a test that have every pair of values of two parameters."""
+"""The fast lane's share of what the slow lane has whole: pairs of values, a few cases of many, fewer examples.
+
+`@pytest.mark.pairs` on a test with several independent parameters leaves the cases in the fast lane that together have
+every pair of values. `@pytest.mark.few(n)` leaves n cases, spread evenly over all. `examples(n)` is the number of
+hypothesis' examples. The slow lane (`make test-all`, which sets LORA_MERGE_TESTS=all) has every case and four times n
+examples, with new seeds.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Final
 
 import pytest
+
+WHOLE: Final = os.environ.get("LORA_MERGE_TESTS") == "all"
+"""Whether this run has the slow lane too."""
+
+
+def examples(count: int) -> int:
+    """Return how many examples hypothesis makes in this lane."""
+    return 4 * count if WHOLE else max(4, count // 4)
 
 
 def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
@@ -23,14 +39,26 @@ def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
     return chosen
 
 
-def mark_products(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the cases of each test marked `pairs` that have no pair of values of their own."""
-    products: dict[str, list[pytest.Function]] = {}
+def spread(count: int, most: int) -> set[int]:
+    """Return at most so many of the numbers below `count`, at equal distances, the first and the last among them."""
+    if count <= most:
+        return {*range(count)}
+    return {round(n * (count - 1) / (most - 1)) for n in range(most)} if most > 1 else {0}
+
+
+def mark_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow the cases of tests with a mark `pairs` or `few` that the fast lane leaves out."""
+    groups: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in products.values():
-        chosen = covering([tuple(map(id, case.callspec.params.values())) for case in cases])
+        marked = item.get_closest_marker("pairs") or item.get_closest_marker("few")
+        if marked and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in groups.values():
+        few = cases[0].get_closest_marker("few")
+        if few is not None:
+            chosen = spread(len(cases), *few.args)
+        else:
+            chosen = covering([tuple(map(id, case.callspec.params.values())) for case in cases])
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker(pytest.mark.slow)

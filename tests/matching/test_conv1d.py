@@ -154,6 +154,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("method", "flag"), [("lora", None), ("lora", True), ("lora", False), ("hira", None)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_type_of_the_model_decides(*, name: str, method: str, flag: bool | None, tmp_path: Path) -> None:
@@ -172,6 +173,7 @@ def test_the_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Pat
     check(tmp_path, wanted)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["weird", ["gpt2"], {"a": 1}, 7, None])
 @pytest.mark.parametrize("types", ["base", "a part of it"])
 @pytest.mark.parametrize("flag", [True, False])

@@ -20,6 +20,7 @@ from lora_merge.models.fused import agreed, splits
 from lora_merge.models.weights import whole
 from tests.kit.files import load, save
 from tests.kit.fused_rows import FLUX, FLUX_DIFFUSERS, KV, PHI3, H
+from tests.kit.pairs import examples
 from tests.kit.pipeline_names import STORED
 from tests.kit.pipeline_names import base as names_of
 from tests.kit.tensors import Tensors, rand
@@ -67,6 +68,7 @@ def stored(name: str, tensors: Tensors) -> torch.Tensor:
     return torch.cat([tensors[key] for key in keys])
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(("name", "chosen"), SUBSETS, ids=str)
 def test_a_part_lands_in_its_rows_whatever_others_are_there(name: str, chosen: tuple[int, ...]) -> None:
     base, module, split = KNOWN[name]
@@ -164,7 +166,8 @@ def cases(draw: st.DrawFn) -> tuple[Fused, int, tuple[int, ...], str, dict[str, 
     return weight, width, split, prefix, config, beside
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=examples(100), deadline=None)
 @given(cases(), st.data())
 def test_the_split_is_told_by_the_configuration_or_the_neighbours_and_never_guessed(
     case: tuple[Fused, int, tuple[int, ...], str, dict[str, object], dict[str, tuple[int, ...]]], data: st.DataObject
@@ -290,6 +293,7 @@ def test_real_models_tell_what_their_fused_weights_hold() -> None:
         assert agreed(base.fused(whole(key, base.shapes[key]))) == split
 
 
+@pytest.mark.few(31)
 @pytest.mark.parametrize("name", STORED)
 def test_neighbours_never_contradict_the_tables(name: str) -> None:
     """Of every real model that a table knows: what the tensors beside a fused weight tell is what the table says."""

@@ -50,6 +50,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("made_for", "given", "theirs", "ours"), PAIRS)
 def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs: str, ours: str) -> None:
     base = hollow(shapes(given), tmp_path / "base.safetensors")
@@ -62,6 +63,7 @@ def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs:
     assert ours in text, text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("given", ["native/flux-dev", "native/qwen-image", "native/wan-t2v-14B"])
 @pytest.mark.parametrize("made_for", ["diffusers/sd15", "diffusers/sdxl"])
 def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Path, made_for: str, given: str) -> None:

@@ -46,6 +46,7 @@ def test_strengths_and_sums_obey_the_laws_of_numbers(folder: Path) -> None:
         assert torch.allclose(changes.delta(NAME, weight), known, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["keep", "diffusers"])
 def test_a_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Path, to: str) -> None:
     a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")

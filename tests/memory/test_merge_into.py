@@ -21,6 +21,7 @@ import lora_merge
 from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
 from lora_merge.memory.live_model import live_model
+from tests.kit.pairs import examples
 from tests.kit.pipelines import PIPELINES, saved
 from tests.kit.pipelines import model as flux
 from tests.kit.tensors import Tensors, rand
@@ -73,6 +74,7 @@ def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
     assert same(model, before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["SD", "SDXL"])
 def test_a_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path: Path) -> None:
     make, parts = PIPELINES[name]
@@ -96,7 +98,7 @@ def test_a_model_in_peft_layers_is_merged_below_them(tmp_path: Path) -> None:
     assert torch.allclose(wrapped(IDS).logits, want, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from(KEEPS),
@@ -561,6 +563,7 @@ def test_a_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str,
     assert all("model.embed_tokens.weight and lm_head.weight were tied and now differ" in text for text in texts)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", ["buffer", "parameter", "attribute"])
 @pytest.mark.parametrize("name", ["weight_scale", "scale_weight", "scale", "scales", "weight_scales", "my_scale"])
 @pytest.mark.parametrize("shape", [(), (1,), (8, 1), (2, 2)])

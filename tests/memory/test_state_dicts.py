@@ -18,9 +18,11 @@ from lora_merge.errors import InputError
 from lora_merge.memory.spans import repeats, shared
 from tests.files.quantised_forms import FORMS
 from tests.kit.files import load, save
+from tests.kit.pairs import examples
 from tests.kit.quantised import NAMES, adapter, base, same
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", ["bitsandbytes nf4 doubled", "bitsandbytes int8", "ComfyUI nvfp4", "ComfyUI mxfp8", "ComfyUI fp8 rows"]
 )
@@ -126,7 +128,7 @@ def touched(tensor: Tensor) -> list[int]:
 MEMORY = torch.zeros(160, dtype=torch.uint8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(views(MEMORY), min_size=4, max_size=4))
 def test_tensors_share_memory_where_they_touch_a_common_byte(tensors: list[Tensor]) -> None:
     first, second = ({str(i): t for i, t in enumerate(some)} for some in (tensors[:2], tensors[2:]))

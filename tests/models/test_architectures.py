@@ -45,6 +45,7 @@ def parameter(found: Names, key: str) -> WeightView | None:
 # --- recognition ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(44)
 @pytest.mark.parametrize("name", [n for n in ALL if not n.startswith("single-file/")])
 def test_exactly_one_row_recognises_a_model(name: str) -> None:
     shapes = header(name)
@@ -143,6 +144,7 @@ def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> di
     return converter({prefix + k: v for k, v in tags.items()}, **arguments)
 
 
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("native", "diffusers", "converter", "arguments"),
@@ -182,6 +184,7 @@ def test_rows_are_where_diffusers_puts_them(
             assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sharded", [True, False])
 def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsynth(sharded: bool) -> None:  # noqa: FBT001
@@ -237,6 +240,7 @@ SWAPPED = re.compile(r"blocks\.\d+\.norm[23]\.")
 """HunyuanDiT's norms change their names with each other between the layouts, so the names alone fit both."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", RECORDED)
 def test_rows_are_where_the_scripts_of_diffusers_put_them(name: str) -> None:
     native, there = recorded(name)
@@ -348,6 +352,7 @@ def tiny(name: str) -> Any:
     return made[name]()
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
@@ -468,6 +473,7 @@ def test_the_longest_and_the_most_literal_row_wins() -> None:
     assert table.canonical(("b", "0")) is None
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
 def test_shipped_files_are_sound(file: str) -> None:
     from lora_merge.models.guess import parsed
@@ -529,6 +535,7 @@ def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -
         load(Path("/dev/zero"))
 
 
+@pytest.mark.slow
 def test_the_names_of_every_architecture_are_those_of_its_headers() -> None:
     """Otherwise: python -m tests.models.module_forms."""
     from tests.models.module_forms import FILE, made

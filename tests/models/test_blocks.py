@@ -22,6 +22,7 @@ TWO_LAYOUTS = ["sd15", "sd21", "sdxl", "sdxl-refiner", "flux-dev", "flux2", "aur
                "hunyuanvideo:hunyuan-video", "lumina2", "zimage-original:zimage", "wan-t2v-1.3B", "qwen-image"]  # fmt: skip
 
 
+@pytest.mark.few(45)
 @pytest.mark.parametrize("name", ALL)
 def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
     found = blocks_of(name)
@@ -31,6 +32,7 @@ def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
     assert set(found.few) <= set(found.order)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pair", TWO_LAYOUTS)
 def test_a_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffusers(pair: str) -> None:
     ours, _, theirs = pair.partition(":")
@@ -143,6 +145,7 @@ def test_the_order_of_blocks_does_not_depend_on_the_order_of_the_file(name: str)
     assert all(forwards.of(key) == backwards.of(key) for key in shapes)
 
 
+@pytest.mark.slow
 def test_a_base_that_was_saved_wrapped_has_the_blocks_of_the_base_itself() -> None:
     shapes = shapes_of("native/sd15")
     stored = {key: f"_orig_mod.{key}" for key in shapes}

@@ -23,6 +23,7 @@ from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
 from lora_merge.models.weights import WeightView
 from tests.kit.files import index
+from tests.kit.pairs import examples
 
 HEADERS = Path(__file__).parents[1] / "headers"
 USUAL = ("model.", "transformer.", "bert.", "vit.", "deit.")
@@ -72,6 +73,7 @@ def check(t: NameTable, dotted: Names, flat: Views, asked: list[str]) -> None:
         assert t.flat(name) == (flat.get(name), name in flat), name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     ["transformers/gpt2", "transformers/phi3-mini", "transformers/falcon-7b", "transformers/t5-small",
@@ -94,7 +96,7 @@ WORDS = st.sampled_from(
 PATHS = st.lists(WORDS, min_size=1, max_size=6).map(".".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(keys=st.sets(PATHS, max_size=12), asked=st.lists(PATHS, max_size=8), inner=st.sampled_from(["", "mlp.", "0."]))
 def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
     llm = names(index({"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)})).parts[0]
@@ -151,6 +153,7 @@ def check_patterns(table: str, count: int) -> None:
         assert by_pattern(found, module, parameter) == one_by_one(found, module, parameter), (module, parameter)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("table", TABLES)
 def test_a_name_found_by_its_pattern_is_where_it_is_by_itself(table: str) -> None:
     check_patterns(table, 8)

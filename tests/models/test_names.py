@@ -124,6 +124,7 @@ def unlike(key: str, other_sizes: tuple[str, ...]) -> bool:
     return any(re.match(pattern, key) for pattern in other_sizes)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("one", "other", "other_sizes"), PAIRS, ids=[f"{a}-{b}" for a, b, _ in PAIRS])
 def test_names_of_the_other_layout_cover_the_base_once(one: str, other: str, other_sizes: tuple[str, ...]) -> None:
     assert_one_to_one(one, other, other_sizes)
@@ -151,6 +152,7 @@ def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -
             assert base(model).find(name) == want
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("name", STORED)
 def test_own_names_mean_the_own_tensors(name: str) -> None:
     """Every parameter of every full-size model, in a dialect that changes from one to the next."""
@@ -550,6 +552,7 @@ def test_unknown_model_with_any_prefix() -> None:
         assert found.find("body.blocks.12.some_layer") is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize(("name", "theirs"), [
     ("native/flux-dev", "diffusers/flux-dev"), ("diffusers/sdxl", "native/sdxl"), ("native/wan-t2v-1.3B", "diffusers/wan-t2v-1.3B"),
@@ -605,6 +608,7 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
     assert "text encoder qwen3_4b" in explain(both, [name("qwen3_4b")], {})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [1280, 24])  # in other widths, only their places tell the encoders apart
 @pytest.mark.parametrize("layers", ["text_encoders.{}.transformer.text_model.", "text_encoders.{}.text_model."])
 def test_comfyuis_names_of_sdxls_encoders_on_its_single_file(layers: str, width: int) -> None:
@@ -883,6 +887,7 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
 STRANGE = ("", ".", "..", "a..b", "{i}", "²", "9" * 5000, "0." * 20000, "model." * 20000, "_" * 50000, "transformer.")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["native/flux-dev", "transformers/mixtral-8x7b"])
 def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
     shapes = {k: s for k, s in header(name).items() if ".0." in k or "embed" in k or "img_in" in k}

@@ -60,6 +60,7 @@ def called(option: str, part: str, files: dict[str, str], out: Path, *more: str)
     return run(*words, "-o", out, *more)[::2]
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("part", ["re:no_such_name", "te7", "no_such_stack"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_part_that_matches_nothing_is_refused_by_every_option(
@@ -113,6 +114,7 @@ def test_part_of_one_of_several_adapters_has_an_effect(files: dict[str, str], tm
         lora_merge.plan(files["base"], [files["of_te_"]], tmp_path / "x.safetensors", strength_for={"vae": 0})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("base", "part"), [("unet", "te"), ("te", "unet"), ("unet", "text_encoder"), ("te", "transformer")]
 )

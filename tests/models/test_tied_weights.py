@@ -137,6 +137,7 @@ ENDS: dict[str, Callable[[str, str, str], Any]] = {
 TOGETHER = ("tokens", "biases")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "case"),
     [(n, c) for n in ("bert", "modernbert") for c in ENDS] + [(n, "embeddings") for n in OTHERS if "bert" not in n]
@@ -337,6 +338,7 @@ SOME = ("ensured, embeddings", "ensured, head", "tokens", "embeddings", "both")
 EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "gpt2") for c in SOME]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "case"), EACH)
 def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, name: str, case: str) -> None:
     """merge_and_unload does not, where it adds to the shared tensor what belongs to one end, or the same twice."""
@@ -360,6 +362,7 @@ def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, na
 STORED = ("lora and tokens", "lora and tokens of both", "tokens", "other tokens", "embeddings", "ensured, both")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", STORED)
 @pytest.mark.parametrize("away", [0.0, 0.1], ids=["copy", "other"])
 def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, case: str, away: float) -> None:
@@ -419,6 +422,7 @@ TOLD = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("what", "case", "tie"), [(w, *one) for w, cases in TOLD.items() for one in cases])
 def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
     tmp_path: Path, what: str, case: str, *, tie: bool
@@ -465,6 +469,7 @@ ON_HEAD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "case", "tie"),
     [("pissa", c, t) for c in ON_HEAD for t in ("apart", "tied")]
@@ -615,6 +620,7 @@ def test_what_cannot_be_parted_changes_both_ends_and_says_so(tmp_path: Path, con
     assert not any("lm_head" in key for path in (tmp_path / "ours").glob("*.safetensors") for key in load(path))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_end_that_was_trained_alone_unties_the_model(tmp_path: Path, name: str, saved: list[str]) -> None:
@@ -655,6 +661,7 @@ def test_ends_that_were_trained_as_one_stay_tied(tmp_path: Path, saved: list[str
         torch.testing.assert_close(ours.state_dict()[key], value, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_a_table_that_peft_saves_under_all_names_of_encoder_and_decoder(
@@ -709,6 +716,7 @@ RESIZED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tie", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("case", RESIZED)
 def test_a_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bool) -> None:  # noqa: FBT001

@@ -23,6 +23,7 @@ from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
 from tests.kit.models import sd1
+from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
 
 TRAINED = ("_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -82,7 +83,7 @@ def wrapped(key: str, levels: list[tuple[int, str]], *, layers: bool) -> str:
     return ".".join(parts)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     case=st.sampled_from(list(BASES)),
     levels=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(TRAINED)), max_size=3),

@@ -133,6 +133,7 @@ def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Pat
     lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("named", "wanted"), [
     ((["meta/own"], ["meta/own"]), "meta/own"), ((["meta/own"], ["a/b", "c/d"]), "meta/own"),
     ((["meta/own"], ["meta/b"]), "meta/b"), ((["meta/one"], ["meta/two"]), "b"), (([], []), "b"), ((["x" * 9], [{}]), "b"),

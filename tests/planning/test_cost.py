@@ -52,6 +52,7 @@ def calls(folder: Path, files: Files) -> int:
     return steps(plan)
 
 
+@pytest.mark.slow
 def test_a_module_costs_as_much_whatever_it_is_called(tmp_path: Path) -> None:
     for kind in ("layers", "biases"):  # what is worked out once a process: patterns of other files' names are compiled
         planned(tmp_path / f"first {kind}", kind)
@@ -120,6 +121,7 @@ WAYS: dict[str, Callable[[int], Files]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path, way: str) -> None:
     _, one, two, four = (calls(tmp_path / str(n), WAYS[way](n)) for n in (5, 40, 80, 160))

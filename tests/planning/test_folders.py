@@ -92,6 +92,7 @@ def test_every_file_of_both_folders_has_a_use(model: Path) -> None:
 PREFIXES = ("", "base_model.model.", "module.", "base_model.model.module.")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("name", ["non_lora_state_dict.bin", "deep/mm_projector.bin", "trained.safetensors"])
 def test_weights_by_the_names_of_the_base_are_merged(model: Path, name: str, prefix: str) -> None:

@@ -16,6 +16,7 @@ from lora_merge.files.seal import SEAL, ZEROS
 from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.proof.replay import prove
 from tests.kit.files import load, metadata, save, sha
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 Metadata = dict[str, str]
@@ -37,12 +38,13 @@ def adapter(path: Path, seed: int = 1) -> Path:
     return save({"a.lora_up.weight": rand(4, 2, seed=seed), "a.lora_down.weight": rand(2, 4, seed=seed)}, path)
 
 
+@pytest.mark.slow
 @given(
     names=st.lists(lookalikes, max_size=4, unique=True),
     entries=st.dictionaries(lookalikes.filter(lambda k: k not in OURS), lookalikes, max_size=4),
     models=st.lists(st.sampled_from(PLACES), unique=True),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_no_text_of_the_base_is_taken_for_the_place_of_a_digest(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], entries: Metadata, models: list[str]
 ) -> None:

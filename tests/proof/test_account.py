@@ -70,6 +70,7 @@ def test_what_changes_nothing_is_named_with_its_reason(tmp_path: Path) -> None:
 STEMS = ("m.a", "m.a.default", "m.a._orig_mod", "lycoris_m_a", "base_model.model.m.a.default")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("stems", "equal"), [*((pair, True) for pair in combinations(STEMS, 2)), (STEMS[:2], False), (STEMS[2:4], False)]
 )

@@ -50,6 +50,7 @@ def is_found(out: Path, *, each: int = 1) -> None:
             pytest.fail(f"bit {bit} of {name}")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
 def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
     source, _ = base(FORMS[name], tmp_path / "base", NAMES[:1])
@@ -58,6 +59,7 @@ def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
     is_found(out)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_in_blocks_of_gguf(kind: str, tmp_path: Path) -> None:
     source = write(tmp_path / "base.gguf", "flux", flux(kind))
@@ -87,11 +89,13 @@ def quantised(tmp_path: Path, dtype: str, **options: str) -> Path:
     return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", list(FILES))
 def test_in_a_weight_that_is_quantised_on_the_way_out(dtype: str, tmp_path: Path) -> None:
     is_found(quantised(tmp_path, dtype), each=2)
 
 
+@pytest.mark.slow
 def test_in_codes_that_stochastic_rounding_chose(tmp_path: Path) -> None:
     """Either neighbour lies within one step; only the written one is right."""
     is_found(quantised(tmp_path, "fp8_scaled", rounding="stochastic"), each=8)
@@ -186,6 +190,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "option"), PLACES)
 def test_a_format_is_known_without_a_recipe(
     name: str, option: str, sources: dict[str, tuple[Path, Path]], tmp_path: Path

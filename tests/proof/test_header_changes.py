@@ -22,6 +22,7 @@ from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit.files import metadata, save
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 
@@ -91,6 +92,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_header_that_was_changed_after_the_merge_is_found(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
@@ -121,6 +123,7 @@ NAMED = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", NAMED)
 def test_what_was_changed_is_named_and_the_remedy_fits(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
@@ -191,8 +194,9 @@ def test_inspect_says_that_the_header_was_changed(tmp_path: Path, change: str | 
     assert len(found) == (change is not None)
 
 
+@pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_every_byte_of_the_header_counts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Any one byte of the metadata's texts replaced by another that keeps the header valid."""
     out = sealed(tmp_path_factory.mktemp("m"))

@@ -86,6 +86,7 @@ LATER = ("a tensor that is missing", "another size", "no size", "another dtype")
 """Those that do not keep a finished folder from being opened."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_side_files_that_do_not_fit_the_weights_are_found(
     model: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -100,6 +101,7 @@ def test_side_files_that_do_not_fit_the_weights_are_found(
     assert load(model / "out" / "model-00001-of-00002.safetensors")  # the old one stays
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_so_are_they_beside_a_finished_output(model: Path, fault: str) -> None:
     change, message = FAULTS[fault]

@@ -13,6 +13,7 @@ from tests.kit.models import sd1
 from tests.kit.tensors import rand
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32", "fp8_e4m3fn"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_number_is_what_numpy_says(count: int, dtype: str, tmp_path: Path) -> None:

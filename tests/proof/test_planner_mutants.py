@@ -372,6 +372,7 @@ def _no_cached_rows() -> Iterator[None]:
     conventions._longest.cache_clear()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCENES)
 def test_a_sound_planner_passes_both_proofs(scenes: Callable[[str], Scene], name: str, tmp_path: Path) -> None:
     scene, out = scenes(name), tmp_path / "out.safetensors"
@@ -387,6 +388,7 @@ def test_there_are_fifty_mutants_and_no_two_are_one() -> None:
     assert len({(m.scene, m.does) for m in MUTANTS}) == len(MUTANTS) >= 50
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
 def test_a_wrong_planner_is_found(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

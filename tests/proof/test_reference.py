@@ -15,6 +15,7 @@ from lora_merge.engine.placement import Placement
 from lora_merge.proof.examples import EXAMPLES, given, weight
 from lora_merge.proof.reference import REFERENCE
 from lora_merge.proof.reference.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
+from tests.kit.pairs import examples
 
 
 def test_every_algorithm_has_a_reference_and_an_example() -> None:
@@ -22,6 +23,7 @@ def test_every_algorithm_has_a_reference_and_an_example() -> None:
     assert set(EXAMPLES) == set(ALGORITHMS)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_reference_is_the_algorithm_in_float64(name: str) -> None:
     example = EXAMPLES[name]
@@ -33,6 +35,7 @@ def test_reference_is_the_algorithm_in_float64(name: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_rows_of_the_reference_are_the_rows_of_the_whole(name: str) -> None:
     example = EXAMPLES[name]
@@ -49,7 +52,7 @@ def test_rows_of_the_reference_are_the_rows_of_the_whole(name: str) -> None:
     st.integers(0, 30),
     st.integers(0, 8),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_parts_of_a_fused_weight_fill_it(split: str, count: int, rows: int, inputs: int) -> None:
     """Every part has at least one row, and all together have the weight's; else there is no split."""
     found = heights(split, count, (rows, inputs))

@@ -129,6 +129,7 @@ PAIRS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: " ".join((row[0], row[3], row[1])))
 def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row: Row) -> None:
     stored, words, named, prefix, endings, share = row
@@ -456,6 +457,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("weight", [(4,), (4, 4), (4, 4, 1, 1), (1,), (4, 0)])
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Path, name: str, weight: Shape) -> None:
@@ -666,6 +668,7 @@ BLOCKS = (
 )  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row[0]} {row[1]}")
 def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
     """As the plan has them: each factor, or a disagreement that fails the proof. Parts of other layouts are named."""

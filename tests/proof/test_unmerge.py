@@ -48,6 +48,7 @@ def check(before: Tensors, merged: Tensors, after: Tensors) -> None:
             assert bool(((after[name].double() - value.double()).abs() <= step).all()), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("named", [True, False])
 def test_every_number_is_within_a_rounding_step(files: Path, tmp_path: Path, *, named: bool) -> None:
     out = tmp_path / "out.safetensors"
@@ -109,6 +110,7 @@ PROMISES = {"at most one": 1.0, "at most two": 2.0, "some": 8.0}
 """The words of the note → rounding steps."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("options", "words", "dtype"), [
     ({}, None, None), ({"compute_dtype": "bf16"}, "some", "bf16"), ({"compute_dtype": "fp16"}, "some", "fp16"),

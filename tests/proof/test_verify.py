@@ -81,6 +81,7 @@ def replace_tensors(path: Path, new: dict[str, torch.Tensor]) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16", "fp8_e4m3fn", "fp8_e5m2"])
 def test_a_sound_file_passes(made: Path, dtype: str) -> None:
     out = merge(made, dtype, dtype=dtype)
@@ -93,6 +94,7 @@ def test_a_sound_file_passes(made: Path, dtype: str) -> None:
         assert proof["untouched"]["bytes"] == proof["untouched"]["of"] > 0
 
 
+@pytest.mark.slow
 def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, wrong = merge(made, "sound", dtype="bf16"), merge(made, "wrong", dtype="bf16")
     last = parse_file(wrong).tensors[QUERY]
@@ -117,6 +119,7 @@ def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path
     assert prove(tmp_path / "out.safetensors", full=True)["worst_ulp"] < 0.6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("compute", ["fp32", "fp64", "bf16", "fp16"])
 def test_every_compute_dtype_passes_by_its_own_bound(made: Path, compute: str) -> None:
     """The bound of fp32 is allowed without a word of the user, whatever the recipe says."""

@@ -52,6 +52,7 @@ def test_types_of_gguf_are_told_too_and_plain_models_have_no_formats(tmp_path: P
     assert "formats" not in inspect(save({"a.weight": rand(8, 8)}, tmp_path / "plain.safetensors"))
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(name: str, tmp_path: Path) -> None:
     """Scales and marks are neither weights nor tensors that only one of the two has."""

@@ -31,6 +31,7 @@ def test_a_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
     assert "‖W‖" in str(found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,)])
 @pytest.mark.parametrize(
     "factors",

@@ -70,6 +70,7 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     assert "default-src 'none'" in tags
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", ["merge {base} {ink}:0.5 {oil}", "combine {ink} {oil}:0.5", "resize {ink} --rank 1", "convert {ink} --to kohya --base {base}",
                                    "average {ink} {ink}", "extract {base} {merged} --rank 2 --format kohya"])  # fmt: skip
 def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path: Path) -> None:
@@ -300,6 +301,7 @@ def test_a_page_holds_no_file_that_is_not_a_picture(content_of: bytes, tmp_path:
     assert content(pages.page(inspect(file)))["image"] == ""
 
 
+@pytest.mark.slow
 def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
     bad = "\u202e\u200b\x1b[2J $\\frac{$"
     assert plot._text(bad) == "\\u202e\\u200b\\u001b[2J \\$\\frac{\\$"
@@ -396,6 +398,7 @@ def test_a_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> Non
     assert (told["unchanged"], told["the change"]) == (unchanged(report.verified["untouched"]), effect(report.numbers))
 
 
+@pytest.mark.release
 def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
     job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}
@@ -612,6 +615,7 @@ def many_jobs() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("found", "left"),
     [(many_modules(), "spectra and histograms"), (many_differences(), "rows of “Only in one”"),

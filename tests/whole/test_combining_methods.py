@@ -25,6 +25,7 @@ from tests.kit.command_line import run
 from tests.kit.files import load, save
 from tests.kit.methods import FUSED, KINDS, MODULES, flux, module
 from tests.kit.models import sd1
+from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -64,6 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return save(base, folder / "base.safetensors"), some[0], some[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_it_gives_what_merging_the_combined_adapter_gives(
     method: str, files: tuple[Path, Path, Path], tmp_path: Path
@@ -115,6 +117,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", MUTANTS)
 def test_the_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, *adapters = files
@@ -154,7 +157,7 @@ ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from([FUSED, *PARTS]), st.sam
 CERTAIN = sorted(m for m in METHODS if not COMBINATIONS[m].draws and m not in ("slerp", "mean"))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     chosen=st.lists(ONE, min_size=2, max_size=3), whole=st.booleans(), method=st.sampled_from(CERTAIN),
     normalise=st.sampled_from(DIVISORS),

@@ -120,6 +120,7 @@ def tune(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tup
     yield tuned
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merge_is_that_of_peft(name: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
     family = FAMILIES[name]

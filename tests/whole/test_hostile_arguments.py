@@ -124,6 +124,7 @@ def test_every_public_function_is_called_here() -> None:
     assert names | methods <= CALLS.keys()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_merge_errors(name: str, folder: Path) -> None:
     function, given = public(name), {**CALLS[name], **({"model": net()} if name == "merge_into" else {})}
@@ -144,6 +145,7 @@ def test_wrong_arguments_are_merge_errors(name: str, folder: Path) -> None:
         assert isinstance(error, UsageError), error
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_wrong_values_of_options_are_merge_errors(option: str, folder: Path) -> None:
     for kind, value in VALUES.items():

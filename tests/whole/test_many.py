@@ -57,6 +57,7 @@ def planned(folder: Path, tensors: int) -> int:
     return calls(lambda: lora_merge.plan(base, lora, output=folder / "out"))
 
 
+@pytest.mark.slow
 def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     planned(tmp_path, 50)
     small, middle, large = (planned(tmp_path, n) for n in (200, 400, 800))
@@ -64,6 +65,7 @@ def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -
     assert (large - small) / 600 < MOST_FOR_MODULE
 
 
+@pytest.mark.slow
 def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     merged(tmp_path, 50, 2)
     small, middle, large = (merged(tmp_path, 100, n) for n in (6, 12, 24))
@@ -71,6 +73,7 @@ def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) ->
     assert (large - middle) / 12 < MOST_FOR_SHARD
 
 
+@pytest.mark.release
 def test_the_bench_tells_growth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.kit.mistakes import mistakes
 from tests.mutate import AREAS, NAMED, ROOT, files, named
 
@@ -29,6 +31,7 @@ def test_every_mistake_is_one_change_of_one_place() -> None:
     assert found == {SOURCE.replace(old, new) for old, texts in changed.items() for new in texts}
 
 
+@pytest.mark.release
 def test_every_mistake_in_the_product_can_be_read() -> None:
     source = (ROOT / "lora_merge/proof/sampling.py").read_text(encoding="utf-8")
     found = [m.applied(source) for m in mistakes("lora_merge/proof/sampling.py", source)]

@@ -58,6 +58,7 @@ def quiet() -> Iterator[None]:
     transformers.utils.logging.enable_progress_bar()
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_merged_folder_is_what_peft_saves(name: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def image(pipe: Any, name: str) -> torch.Tensor:
     return found_image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_an_adapter_that_was_written_again_draws_the_same_image(name: str, tmp_path: Path) -> None:
     """Through kohya's words and back, half of it twice, found anew at full rank, and as the mean of itself."""

@@ -251,6 +251,7 @@ def test_combine_has_the_options_of_its_table() -> None:
     assert OWN.keys() <= {"rank", "method", "include", "to", *keywords.ResizeOptions.__annotations__}
 
 
+@pytest.mark.release
 def test_names_of_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(sd1(), tmp_path / "base.safetensors")
     save(kohya(sd1()), tmp_path / "ink.safetensors")

@@ -98,12 +98,14 @@ def compare(model: Any, config: Any, folder: Path) -> None:
     assert changed
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_files_equal_those_of_merge_and_unload(name: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False)
     compare(build(name), config, tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_options_of_the_configuration(name: str, option: str, tmp_path: Path) -> None:
@@ -130,6 +132,7 @@ def test_embeddings_heads_and_biases(tmp_path: Path) -> None:
     compare(build("llama"), config, tmp_path / "c")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_start_that_a_small_head_cuts_keeps_the_scale_of_the_configured_rank(
@@ -167,6 +170,7 @@ MORE_EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]], ids="+".join)
 def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> None:
@@ -188,6 +192,7 @@ def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> No
     compare(model, lora, tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MORE_EXPERTS)
 def test_stacked_experts_of_other_names(name: str, tmp_path: Path) -> None:
     kind, config, arguments = MORE_EXPERTS[name]
@@ -320,6 +325,7 @@ ATTACHED: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("kind", [*ATTACHED, "ia3"])
 def test_a_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
@@ -417,6 +423,7 @@ MIXED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXED)
 def test_square_weights_of_models_with_both_ways_round(name: str, tmp_path: Path) -> None:
     make, layers = MIXED[name]
@@ -444,6 +451,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMED)
 def test_parameters_that_peft_finds_by_name(name: str, tmp_path: Path) -> None:
     model, given = NAMED[name]

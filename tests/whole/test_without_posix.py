@@ -52,6 +52,7 @@ def test_it_merges_and_verifies_to_the_same_bytes(files: Path, tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
+@pytest.mark.release
 def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -64,6 +65,7 @@ def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
+@pytest.mark.release
 def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     out.write_bytes(b"old")
@@ -94,6 +96,7 @@ with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder", contents=["wei
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_a_killed_run_left_is_removed_by_the_next_run_and_what_a_running_one_writes_stays(
     tmp_path: Path, kind: str
@@ -134,6 +137,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.release
 def test_a_batch_finds_the_formulas_where_the_link_to_them_is_a_text_file(
     checkout: Path, files: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +178,7 @@ files, out = map(Path, sys.argv[1:])
 """
 
 
+@pytest.mark.release
 def test_adapters_and_gguf_files_are_written_to_the_same_bytes(checkout: Path, files: Path, tmp_path: Path) -> None:
     layer = "double_blocks.0.img_mlp.0"
     gguf_files.write(files / "flux.gguf", "flux", {f"{layer}.weight": (rand(96, 256).numpy(), "Q8_0")})
