@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(1)
 
-.PHONY: demo test lint types check bench gpu docs clean
+.PHONY: demo test test-all lint types check bench gpu docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,12 @@ types-%: $(call STAMP,test)
 test: $(call STAMP,test)
 	$(MAKE) -j 2 lint types  # each uses one core
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal  # compiled once for all processes
+
+# Every lane: full products, many examples with new seeds, builds, the site, the browser.
+test-all: $(call STAMP,test)
+	$(MAKE) -j 2 lint types
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= LORA_MERGE_TESTS=all \
+	  $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not bench and not gpu'
 
 docs: $(call STAMP,test)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file configs/site/mkdocs.yml
