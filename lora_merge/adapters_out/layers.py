@@ -17,9 +17,9 @@ from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change, largest_rank
-from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
-from .outcome.layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED, Layer, Norms
+from .outcome.layer import NOT_LOW_RANK, STACKED, Layer, Norms
 from .outcome.single import Distinct
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of

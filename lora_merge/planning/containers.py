@@ -66,7 +66,7 @@ def check_container(job: Job, base: Index) -> Job:
     elif base.path.is_dir():
         if not gguf:
             raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
-                             "merge with --dtype keep")  # fmt: skip
+                             "write --dtype keep")  # fmt: skip
         if job.output.suffix.lower() == GGUF:
             raise UsageError("the output is a folder with the parts of the base", f"-o {job.output}",
                              f"write -o {job.output.with_suffix('')}")  # fmt: skip
