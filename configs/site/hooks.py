@@ -239,7 +239,7 @@ def _constants(path: Path) -> Texts:
 
 
 def _returned(path: Path, name: str) -> list[str]:
-    """Return the texts that a function returns which a module has or imports; "…" for what is no text, or calls itself."""
+    """Return the texts that a function returns which a module has or imports; "…" for another value."""
     function = _module(path).get(name)
     if not isfunction(function) or function.__annotations__.get("return") != "str":
         return ["…"]
@@ -307,16 +307,13 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast
 
 def texts(node: ast.expr, known: Texts) -> list[str]:
     """Return what a string of the code can be, with … for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return [str(node.value)]
-    if isinstance(node, ast.Name):
-        return [*known.get(node.id, ["…"])]
+    if isinstance(node, ast.Constant | ast.Name):
+        return [str(node.value)] if isinstance(node, ast.Constant) else [*known.get(node.id, ["…"])]
+    if isinstance(node, ast.IfExp | ast.BoolOp):
+        ways = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+        return [text for value in ways for text in texts(value, known)]
     if isinstance(node, ast.Subscript):
         return _piece(node, known)
-    if isinstance(node, ast.IfExp):
-        return [*texts(node.body, known), *texts(node.orelse, known)]
-    if isinstance(node, ast.BoolOp):
-        return [text for value in node.values for text in texts(value, known)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return ["".join(pair) for pair in product(texts(node.left, known), texts(node.right, known))]
     if isinstance(node, ast.JoinedStr):

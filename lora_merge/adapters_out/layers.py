@@ -196,10 +196,10 @@ class Cut(NamedTuple):
         return rank * self.scale if abs(self.scale) >= LEAST_SCALE else float(rank)
 
 
-def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype fp32") -> None:
+def expect_finite(tensors: Iterable[Tensor], where: str) -> None:
     """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite."""
     if any(odd(t) and not bool(finite(t).all()) for t in tensors):
-        raise TooLarge("a number is too large for the dtype of the output", where, fix)
+        raise TooLarge("a number is too large for the dtype of the output", where, "write --dtype fp32 or bf16")
 
 
 @dataclass(frozen=True)

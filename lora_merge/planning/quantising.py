@@ -105,8 +105,8 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
     if not made:
         others = any(coded(base.tensors[key]) for key in able)
-        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
-                         "write --dtype keep, or change --keep-precision" if others else "write --dtype keep")  # fmt: skip
+        fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
+        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
     return Quantising(made, dict(_sections(base, made, form)))
 
 

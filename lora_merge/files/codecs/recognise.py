@@ -108,10 +108,11 @@ class Quantised:
         """Raise InputError if the merge changes quantised tensors, by an adapter or by another dtype."""
         if not self.parts:
             return
+        fix = _instead(self.how)
         if any(map(self.holds, changed)):
-            raise self._refusal(path, "")
+            raise self._refusal(path, fix)
         if dtype != "keep":
-            raise self._refusal(path, ", or with --dtype keep: what the adapter changes is not quantised")
+            raise self._refusal(path, f"write --dtype keep: what the adapter changes is not quantised; or {fix}")
 
     @contextmanager
     def blamed(self, path: Path) -> Iterator[None]:
@@ -121,10 +122,10 @@ class Quantised:
         except FitError as e:
             if not self.parts:
                 raise
-            raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
+            raise self._refusal(path, _instead(self.how), f"; {e.what}: {e.where}") from e
 
-    def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
-        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", _instead(self.how) + other)
+    def _refusal(self, path: Path, fix: str, beside: str = "") -> InputError:
+        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", fix)
 
 
 def _instead(how: str) -> str:
