@@ -64,10 +64,6 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/planning/test_folders.py::test_a_tokenizer_of_several_adapters_is_named",
     "state it: --setting row_order=stacked for an adapter of a base with all of q, then k, then v, as single files have them; --setting row_order=heads for q, k and v head by head, as in the original shards":
         "tests/proof/test_second_reading.py::test_rows_with_two_orders_are_those_of_the_setting[True-False-stacked]",
-    "store whole matrices: --algorithm full":
-        "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
-    "store whole matrices: --algorithm full, or leave that out: --exclude …":
-        "tests/adapters_out/test_experts.py::test_peft_stacks_the_factors_of_all_experts[qwen3_moe]",
     "use --rank 32 or --rank energy:0.99":
         "tests/adapters_out/test_extract.py::test_noise_of_whole_numbers_is_not_known",
     "write --dtype keep, or change --keep-precision":
@@ -133,6 +129,9 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "every format that is written again rounds stochastically": ("leave --rounding out, or write --dtype bf16",),
     "a folder of PEFT is converted to a folder of PEFT": ("name another dialect with --to",),
+    "a language model is needed whose experts a table knows as stacked": (
+        "store whole matrices: --algorithm full, or leave that out: --exclude …",
+    ),
     "no layout of the tables leaves rows of a base without a name": (
         "choose another --format, or drop them with --unmatched skip",
     ),

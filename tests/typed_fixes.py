@@ -57,7 +57,7 @@ CHOSEN: Final[Mapping[str, str]] = {
     "--rank": "4", "RULE": "4", "N": "4", "--ema": "0.5", "--sigma-rel": "0.1", "--to": "kohya", "--format": "kohya",
     "FILE": f"{NEW}/a.safetensors", "NAME": f"{NEW}/a.safetensors",
     "FOLDER/NAME.safetensors": f"{NEW}/b.safetensors", "FOLDER": f"{NEW}/one", "OTHER": f"{NEW}/other", "--dtype": "bf16",
-    "lora_alpha=VALUE": "lora_alpha=16", "parts=VALUE": "parts=[[0,8],[12,16]]", "--algorithm": "full", "--alpha": "rank", "--keep-precision": "none", "--max-memory": "64MiB", "--search": "../former", "--device": "cpu", "--method": "sum", "--strength-for": "te=0", "--map": "names.yaml",
+    "lora_alpha=VALUE": "lora_alpha=16", "parts=VALUE": "parts=[[0,8],[12,16]]", "--algorithm": "full", "--alpha": "rank", "--keep-precision": "none", "--max-memory": "64MiB", "--search": "../former", "--device": "cpu", "--compute-dtype": "fp64", "--method": "sum", "--strength-for": "te=0", "--map": "names.yaml",
 }  # fmt: skip
 """Option without a value, or placeholder, of a fix → the value that a user chooses."""
 
@@ -136,7 +136,7 @@ def as_typed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             flag = "--" + name.replace("_", "-").replace("strengths", "strength")
             if flag in options:
                 flags += as_option(flag, options[flag], value)
-            elif name == "output":
+            elif name == "output" and "-o" in options:
                 flags += ["-o", os.fspath(value)]
             else:
                 words += as_paths(value)

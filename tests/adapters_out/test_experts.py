@@ -80,8 +80,6 @@ def test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out(
         lora_merge.combine([a, b], tmp_path / "out", base=base, algorithm="full", format="peft")
     assert "experts" in told.value.where
     assert not (tmp_path / "out").exists()
-    with pytest.raises(FitError, match="stacked experts have no factors"):
-        lora_merge.combine([a, b], tmp_path / "o.safetensors", base=base, rank=2)
 
 
 @pytest.mark.parametrize("files", ["qwen3_moe", "mixtral"], indirect=True)
@@ -108,7 +106,5 @@ def test_peft_stacks_the_factors_of_all_experts(files: tuple[Path, Path, Path], 
     assert all(torch.allclose(merged[name], wanted[name], atol=1e-6) for name in wanted)
     assert not torch.equal(merged[experts][0], before[experts][0])
     assert torch.equal(merged[experts][2], before[experts][2])
-    with pytest.raises(FitError, match="stacked experts have no factors"):
-        lora_merge.extract(base, tmp_path / "tuned", tmp_path / "o.safetensors", format="kohya")
     with pytest.raises(UsageError, match="stacked experts"):  # only the base tells how many there are
         lora_merge.combine(files[1:], tmp_path / "sum")

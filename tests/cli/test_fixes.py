@@ -12,11 +12,14 @@ from typing import Any, Final
 
 import pytest
 import torch
+import yaml
 
 import lora_merge
 from lora_merge import errors
+from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.habits.options import FOREIGN
 from lora_merge.models.chosen import or_leave_out
+from lora_merge.spellings import in_jobs_file
 from lora_merge.text import expression
 
 from .. import gguf_files
@@ -24,7 +27,7 @@ from ..adapters_out.test_convert import flux, of_flux
 from ..fixes import BY_HAND, TYPED, UNTYPED
 from ..readme import ROOT
 from ..support import TE, Tensors, cli, kohya, load, rand, save, sd1
-from ..typed_fixes import OURS, Failure, expect_typed, pattern, scene, taken_down, typed, ways
+from ..typed_fixes import CHOSEN, OURS, Failure, commands, expect_typed, pattern, scene, taken_down, typed, ways
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,21 @@ def test_fixes_with_an_option_or_a_command_have_a_row(texts: set[str]) -> None:
     listed = [*TYPED, *SCENES, *(text for rows in UNTYPED.values() for text in rows)]
     ours -= {f"{text}; …" for text in FOREIGN.values()}  # see the test of these
     assert sorted(ours) == sorted(listed)
+
+
+def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: set[str]) -> None:
+    """What is left of options belongs to commands that no jobs file has, and to those of other programs."""
+    field = re.compile(rf"(?<![\w-])({'|'.join(JobEntry.model_fields)}): (\{{[^}}]*\}}|\[[^]]*\]|'[^']*'|[^\s,;]+)")
+    known, left = commands()["batch"].params, set[str]()
+    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+        command = re.search(r"lora-merge [^;]*", text)
+        said = in_jobs_file(text.replace(command[0], "") if command else text)
+        left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)} - {o for p in known for o in p.opts}
+        for name, value in field.findall(said) if said != text else ():
+            chosen = CHOSEN.get(value, CHOSEN.get(f"--{name.replace('_', '-')}", "x") if value == "…" else value)
+            words = {name: yaml.safe_load(chosen.replace("…", "x"))}
+            JobEntry.model_validate({"base": "b", "adapters": ["a"], "output": "o", **words})
+    assert left == {"--head", "--local-dir", "--search", "-s"}
 
 
 def test_other_fixes_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
@@ -88,6 +106,7 @@ SCENES: Final[dict[str, str]] = {
     "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module, if it multiplies the change, or … if it does not": "SMALL SCALED -o x.safetensors",
     "write --dtype fp32 or bf16": "combine A:1e9 --base BASE --dtype fp16 --algorithm full -o x.safetensors",
     "…; or leave out what does not fit: --strength-for …": "BASE WIDE -o x.safetensors",
+    "store whole matrices: --algorithm full": "combine STACK --base STACKED --rank 2 -o x.safetensors",
     "correct the layouts in the map, or leave --map out": "BASE A --map names.yaml -o x.safetensors",
     "correct it, or state what the training used: --setting lora_alpha=…, which is divided by the rank of each module": "SMALL UNREADABLE -o x.safetensors",
     "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module": "SMALL STATED -o x.safetensors",
@@ -160,6 +179,7 @@ def gguf(path: Path, kind: str, names: Sequence[str]) -> Path:
 
 
 SMALL_LORA: Final = {"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}
+EXPERTS: Final = "model.layers.0.mlp.experts.gate_up_proj"
 LAYER: Final = "model.layers.0.self_attn.q_proj"
 Q_PROJ: Final = "base_model.model.layers.0.self_attn.q_proj"
 LINEAR: Final = "single_blocks.0.linear2"
@@ -209,6 +229,8 @@ MADE: Final[dict[str, Callable[[Path], Path]]] = {
         at / "heads", "adapter_model.safetensors", peft_type="LORA", r=2, lora_alpha=2,
         target_modules=["lm_head", "q_proj"],
     ),
+    "STACKED": lambda at: save({f"{EXPERTS}.weight": rand(3, 16, 8)}, at / "stacked.safetensors"),
+    "STACK": lambda at: save({f"{EXPERTS}.diff": rand(3, 16, 8)}, at / "stack.safetensors"),
     "OFT": lambda at: save({"lora_te_text_model_encoder_layers_0_self_attn_q_proj.oft_blocks": rand(4, 6, 6)},
                            at / "oft.safetensors"),
 }  # fmt: skip

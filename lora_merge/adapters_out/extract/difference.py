@@ -29,8 +29,6 @@ from .rounding import DIGITS, NARROW, SAMPLE, mean_square
 HELD: Final = 2**24
 """Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
 
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
-
 
 @dataclass(frozen=True)
 class Side:
