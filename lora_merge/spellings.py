@@ -46,7 +46,7 @@ OF_BATCH: Final = ("overwrite", "card")
 _OPTION: Final = (
     r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
     r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|tells|leaves|where|names|keeps|was)\b)"
-    r"(?P<value>[^\s,;]*[^\s,;:.]))?"
+    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.]))?"
 )
 """An option in a message, and its value where one follows; -o is the output."""
 
@@ -71,10 +71,17 @@ def _field(found: re.Match[str]) -> str:
         return f"{name}: true" if kind == "switch" else name
     if kind == "switch":
         return f"{name}: true {value}"
-    part, equals, number = value.rpartition("=")
+    quoted = value[0] in "'\""
+    part, equals, number = (value[1:-1] if quoted else value).rpartition("=")
     if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}: {{{part}: {number}}}{comma}"
+        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}{comma}"
+    value = _quoted(value[1:-1]) if quoted else value
     return f"{name}: [{value}]{comma}" if kind == "texts" else f"{name}: {value}{comma}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as YAML has it, without escapes."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def right_form(text: str) -> str:

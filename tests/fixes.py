@@ -68,7 +68,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/adapters_out/test_extract.py::test_noise_of_whole_numbers_is_not_known",
     "write --dtype keep, or change --keep-precision":
         "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
-    "write --dtype keep: what the adapter changes is not quantised; or …":
+    "write --dtype keep, as what the adapter changes is not quantised; or …":
         "tests/files/test_quantised.py::test_another_dtype_is_refused",
     "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
         "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",

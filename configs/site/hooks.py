@@ -317,7 +317,7 @@ def texts(node: ast.expr, known: Texts) -> list[str]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return ["".join(pair) for pair in product(texts(node.left, known), texts(node.right, known))]
     if isinstance(node, ast.JoinedStr):
-        fixed = {name: known[name] for name in known if name.isupper() or name == HERE}
+        fixed = {name: known[name] for name in known if name.isupper()}
         parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
         return ["".join(row) for row in product(*(texts(part, fixed) for part in parts))]
     return _formatted(node, known)
@@ -341,7 +341,7 @@ def _formatted(node: ast.expr, known: Texts) -> list[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return _returned(Path(known[HERE][0]), node.func.id)
+        return _returned(Path(known[HERE][0]), node.func.id) if HERE in known else ["…"]
     return ["…"]
 
 
