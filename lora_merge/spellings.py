@@ -44,11 +44,11 @@ OF_BATCH: Final = ("overwrite", "card")
 """Options of jobs that `lora-merge batch` has too."""
 
 _OPTION: Final = (
-    r"(?<![\w-])--(?P<flag>[a-z][a-z-]*)(?![\w-])"
+    r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
     r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|tells|leaves|where|names|keeps|was)\b)"
-    r"(?P<value>[^\s,;]*[^\s,;:.]))?"
+    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.]))?"
 )
-"""An option in a message, and its value where one follows."""
+"""An option in a message, and its value where one follows; -o is the output."""
 
 
 def in_jobs_file(text: str) -> str:
@@ -57,24 +57,31 @@ def in_jobs_file(text: str) -> str:
     Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
     """
     pieces = re.split(r"(lora-merge [^;]*)", text)
-    pieces[::2] = [re.sub(_OPTION, _field, re.sub(r"(?<=\s)-o(?=[\s,;])", "output", one)) for one in pieces[::2]]
+    pieces[::2] = [re.sub(_OPTION, _field, one) for one in pieces[::2]]
     return "".join(pieces)
 
 
 def _field(found: re.Match[str]) -> str:
-    name, value = found["flag"].replace("-", "_"), found["value"]
+    name, value = (found["flag"] or "output").replace("-", "_"), found["value"]
     option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-    if (option is None and name != "base") or name in OF_BATCH:
+    if (option is None and name not in ("base", "output")) or name in OF_BATCH:
         return found[0]
-    kind = option.kind if option else "path"
+    kind, comma = option.kind if option else "path", "," * found.string.startswith((" --", " -o "), found.end())
     if value is None:
         return f"{name}: true" if kind == "switch" else name
     if kind == "switch":
         return f"{name}: true {value}"
-    part, equals, number = value.rpartition("=")
+    quoted = value[0] in "'\""
+    part, equals, number = (value[1:-1] if quoted else value).rpartition("=")
     if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}: {{{part}: {number}}}"
-    return f"{name}: [{value}]" if kind == "texts" else f"{name}: {value}"
+        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}{comma}"
+    value = _quoted(value[1:-1]) if quoted else value
+    return f"{name}: [{value}]{comma}" if kind == "texts" else f"{name}: {value}{comma}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as YAML has it, without escapes."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def right_form(text: str) -> str:

@@ -7,9 +7,10 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from inspect import isfunction
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -179,16 +180,22 @@ def raised(path: Path, names: frozenset[str]) -> Iterator[tuple[str, str, str]]:
 @cache
 def made(path: Path, names: frozenset[str]) -> Sequence[tuple[str, ast.Call, Texts]]:
     """Return class, call and the texts of the names in it, for every error that a module makes."""
-    calls = [*_calls(ast.parse(path.read_text(encoding="utf-8")), None, "")]
     found = []
-    for call, function, kind in calls:
+    for call, function, kind in _calls_of(path):
         name = getattr(call.func, "id", kind if getattr(call.func, "attr", "") == "__init__" else "")
         if name in names:
-            fixed = _constants(path)
-            known = fixed | (_locals(function, [call for call, _, _ in calls], fixed) if function else {})
-            known |= _returned(path, known)
-            found.append((name, call, known))
+            found.append((name, call, _constants(path) | (_locals(function, path) if function else {})))
     return found
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _calls_of(path: Path) -> Sequence[tuple[ast.Call, ast.FunctionDef | None, str]]:
+    return [*_calls(_tree(path), None, "")]
 
 
 def _calls(
@@ -203,47 +210,89 @@ def _calls(
         yield from _calls(inner, function, kind)
 
 
-def _returned(path: Path, known: Texts) -> Texts:
-    """Return the texts that functions of a module return, under their names with `()`."""
-    found: Texts = {}
-    for function in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(function, ast.FunctionDef) and getattr(function.returns, "id", "") == "str":
-            values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
-            found[f"{function.name}()"] = [text for value in values for text in texts(value, known)]
-    return found
-
-
 Texts: TypeAlias = dict[str, list[str]]
 """Name → the texts that it can be."""
 
 
 @cache
-def _constants(path: Path) -> Texts:
-    """Return the constants that a module has or imports."""
+def _module(path: Path) -> dict[str, Any]:
+    """Return the names that a module has or imports."""
     try:
-        module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        return vars(import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)))
     except ImportError:  # an extra that is not installed
         return {}
-    return {name: [value] for name, value in vars(module).items() if isinstance(value, str)}
 
 
-def _locals(function: ast.FunctionDef, calls: Sequence[ast.Call], fixed: Texts) -> Texts:
-    """Return the texts that a function gives its names, and those that the `calls` of its module pass to it.
+HERE = ""
+"""The name that has the path of the module in a table of texts."""
 
-    `fixed`: the constants of the module."""
+
+@cache
+def _constants(path: Path) -> Texts:
+    """Return the texts that a module has or imports: constants, and the values of tables."""
+    found: Texts = {HERE: [str(path)]}
+    for name, value in _module(path).items():
+        values = [*value.values()] if isinstance(value, Mapping) else [value]
+        if values and all(isinstance(one, str) for one in values):
+            found[name] = [*dict.fromkeys(values)]
+    return found
+
+
+def _returned(path: Path, name: str) -> list[str]:
+    """Return the texts that a function returns which a module has or imports; "…" for another value."""
+    function = _module(path).get(name)
+    if not isfunction(function) or function.__annotations__.get("return") != "str":
+        return ["…"]
+    where = (Path(import_module(function.__module__).__file__ or ""), function.__name__)
+    if where not in _results:
+        _results[where] = ["…"]  # for a function that calls itself
+        node = next(node for node in _tree(where[0]).body if getattr(node, "name", "") == where[1])
+        known = _constants(where[0]) | _locals(node, where[0])
+        values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+        _results[where] = [*dict.fromkeys(text for value in values for text in texts(value, known))]
+    return _results[where]
+
+
+_results: dict[tuple[Path, str], list[str]] = {}
+"""(module, function) → the texts that it returns."""
+
+
+@cache
+def _callers() -> dict[str, list[tuple[Path, ast.Call, ast.FunctionDef | None]]]:
+    """Return name of a function or method → its calls in the package: module, call and calling function."""
+    found: dict[str, list[tuple[Path, ast.Call, ast.FunctionDef | None]]] = {}
+    for path in sorted((ROOT / "lora_merge").rglob("*.py")):
+        for call, function, _ in _calls_of(path):
+            name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+            found.setdefault(name, []).append((path, call, function))
+    return found
+
+
+@cache
+def _locals(function: ast.FunctionDef, path: Path, depth: int = 2) -> Texts:
+    """Return the texts that a function of a module gives its names, and those that calls in its module, and in modules
+    that import it, pass to it.
+
+    `depth`: of calls whose arguments are followed."""
     found: Texts = {}
-    pairs: list[tuple[ast.expr | ast.arg, ast.expr]] = []
-    own = [a for a in function.args.args if a.arg != "self"]
-    for call in calls:
-        if function.name == getattr(call.func, "id", getattr(call.func, "attr", "")):
-            pairs += zip(own, call.args, strict=False)
+    parameters = [a for a in (*function.args.args, *function.args.kwonlyargs) if a.arg != "self"]
+    for where, call, caller in _callers().get(function.name, ()) if depth else ():
+        if where == path or _module(where).get(function.name, path) is _module(path).get(function.name):
+            inner = _locals(caller, where, depth - 1) if caller is not None and caller is not function else {}
+            for label, value in _passed(parameters, call):
+                found.setdefault(label, []).extend(texts(value, _constants(where) | inner))
     for node in ast.walk(function):
         for target in node.targets if isinstance(node, ast.Assign) else ():
-            pairs += _assigned(target, node.value)
-    for name, value in pairs:
-        if label := getattr(name, "id", getattr(name, "arg", "")):
-            found.setdefault(label, []).extend(texts(value, fixed))
-    return found
+            for name, value in _assigned(target, node.value):
+                if label := getattr(name, "id", ""):
+                    found.setdefault(label, []).extend(texts(value, _constants(path) | found))
+    return {label: [*dict.fromkeys(values)] for label, values in found.items()}
+
+
+def _passed(parameters: Sequence[ast.arg], call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield parameter and value for the arguments of a call."""
+    yield from ((a.arg, value) for a, value in zip(parameters, call.args, strict=False))
+    yield from ((word.arg, word.value) for word in call.keywords if word.arg)
 
 
 def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -258,12 +307,13 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast
 
 def texts(node: ast.expr, known: Texts) -> list[str]:
     """Return what a string of the code can be, with … for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return [str(node.value)]
-    if isinstance(node, ast.Name):
-        return [*known.get(node.id, ["…"])]
-    if isinstance(node, ast.IfExp):
-        return [*texts(node.body, known), *texts(node.orelse, known)]
+    if isinstance(node, ast.Constant | ast.Name):
+        return [str(node.value)] if isinstance(node, ast.Constant) else [*known.get(node.id, ["…"])]
+    if isinstance(node, ast.IfExp | ast.BoolOp):
+        ways = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+        return [text for value in ways for text in texts(value, known)]
+    if isinstance(node, ast.Subscript):
+        return _piece(node, known)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return ["".join(pair) for pair in product(texts(node.left, known), texts(node.right, known))]
     if isinstance(node, ast.JoinedStr):
@@ -271,6 +321,16 @@ def texts(node: ast.expr, known: Texts) -> list[str]:
         parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
         return ["".join(row) for row in product(*(texts(part, fixed) for part in parts))]
     return _formatted(node, known)
+
+
+def _piece(node: ast.Subscript, known: Texts) -> list[str]:
+    """Return a text of a table, or what `text.rpartition(…)[n]` can be."""
+    if isinstance(node.value, ast.Name):
+        return texts(node.value, known)
+    if getattr(getattr(node.value, "func", None), "attr", "") == "rpartition":
+        whole, mark, number = node.value.func.value, node.value.args[0].value, node.slice.value
+        return [text.rpartition(mark)[number] for text in texts(whole, known)]
+    return ["…"]
 
 
 def _formatted(node: ast.expr, known: Texts) -> list[str]:
@@ -281,7 +341,7 @@ def _formatted(node: ast.expr, known: Texts) -> list[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return known.get(f"{node.func.id}()", ["…"])
+        return _returned(Path(known[HERE][0]), node.func.id) if HERE in known else ["…"]
     return ["…"]
 
 

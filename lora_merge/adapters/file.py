@@ -25,7 +25,7 @@ from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.gguf.adapter import with_numbers
-from ..files.lookalikes import foreign
+from ..files.lookalikes import foreign, instead
 from ..models.names import UNKNOWN, names
 from ..paths import typed
 from ..shapes import Shape
@@ -267,14 +267,14 @@ def _with_numbers(index: Index) -> Index:
 
 def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:
     """Raise InputError for a file without known endings, unless it may hold pairs of factors of unknown spellings."""
-    known = names(index).architecture
-    model = (f"a model: {known}", OF_MODELS.format(typed([str(index.path)]))) if known != UNKNOWN else None
-    what = foreign(index.tensors) or model
+    known, other = names(index).architecture, foreign(index.tensors)
+    what = other or (f"a model: {known}" if known != UNKNOWN else "")
     if what or not any(True for _ in two_of_a_kind(strange)):
+        fix = instead(other) if other else OF_MODELS.format(typed([str(index.path)])) if what else NO_ADAPTER
         raise InputError(
-            "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
+            "this file holds no adapter tensors" + (f", it is {what}" if what else ""),
             f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
-            what[1] if what else NO_ADAPTER,
+            fix,
         )
 
 

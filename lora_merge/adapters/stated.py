@@ -90,8 +90,7 @@ DEEPEST: Final = 6  # levels of tables in a configuration
 LONGEST: Final = 20_000  # characters of a value in Python's notation
 NOTHING: Final = ("", "none", "null", "false", "[]", "{}", "set()")
 
-DIVIDED: Final = "--setting lora_alpha={}, which is divided by the rank of each module"
-STATE: Final = f"state what the training used: {DIVIDED}"
+STATE: Final = "state what the training used: --setting lora_alpha={}, which is divided by the rank of each module"
 REMOVE: Final = "merge with the program that wrote it; if it has no effect on the weights, remove that entry"
 
 
@@ -105,6 +104,7 @@ class Table:
     header: bool = False
     file: str = ""  # name of the file next to the adapter
     certain: bool = True  # whether it belongs to this adapter
+    damage: MergeError | None = None  # why its file cannot be read
 
     @property
     def is_pefts(self) -> bool:
@@ -212,7 +212,7 @@ def rules_of(file: AdapterFile) -> PeftRules:
 
 def statement(file: AdapterFile) -> Statement:
     """Return what the header of an adapter says about the scale of its modules, else the files next to it."""
-    tables = [table for table in _tables(file) if table.entries and not (table.is_pefts and table.certain)]
+    tables = [t for t in _tables(file) if t.damage or (t.entries and not (t.is_pefts and t.certain))]
     ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))})) if tables else ()
     header = _read([table for table in tables if table.header], ranks)
     return header if header.settles else _read(tables, ranks)
@@ -241,16 +241,15 @@ def _of_header(index: Index) -> Iterator[Table]:
 
 
 def _of_side(side: SideText) -> Iterator[Table]:
-    """Yield the tables of a JSON or YAML file; InputError if it names alpha and cannot be read."""
+    """Yield the tables of a JSON or YAML file; one without entries for a file that names alpha and cannot be read."""
     try:
         value = from_json(side.text) if side.path.suffix == ".json" else parse(side.text, str(side.path)).value
     except (ValueError, UsageError, InputError) as e:
-        if not re.search(r"(?:lora|network)_alpha", side.text):
-            return
-        what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
-        raise InputError(
-            what, str(side.path), f"correct it, or move it away and state {DIVIDED.format('VALUE')}"
-        ) from e
+        if re.search(r"(?:lora|network)_alpha", side.text):
+            what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
+            damage = InputError(what, str(side.path), f"correct it, or {STATE.format('VALUE')}")
+            yield Table(f"{side.path}: ", "", {}, damage=damage)
+        return
     if isinstance(value, dict) and not MODEL.isdisjoint(value) and "peft_type" not in value:
         value = {key: inner for key, inner in value.items() if _words(str(key)) & OWNERS}
     for table in _levels(value, Table(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
@@ -281,7 +280,7 @@ def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
     problem: MergeError | None = None
     variant: MergeError | None = None
     for table in tables:
-        entries = [*table.read()]
+        problem, entries = problem or table.damage, [*table.read()]
         scales = any(meaning in (Meaning.ALPHA, Meaning.SCALE) for meaning, _, _ in entries)
         for meaning, key, value in entries:
             place = table.place + key
@@ -311,8 +310,8 @@ def _refusal(table: Table, key: str, value: Any, file_ranks: tuple[int, ...]) ->
     fix = STATE.format("VALUE")
     if is_finite(value) and len(file_ranks) == 1:
         rank, factor = file_ranks[0], _words(key) & {"alpha", "alphas"}
-        of_scale = f"{DIVIDED.format(f'{value * rank:g}')}, if it multiplies the change, or {rank} if it does not"
-        fix = STATE.format(f"{value:g}") if factor else of_scale
+        other = "" if factor else f", if it multiplies the change, or {rank} if it does not"
+        fix = STATE.format(f"{value if factor else value * rank:g}") + other
     return InputError(what, f"{table.place}{key} = {shown(value)}", fix)
 
 

@@ -23,7 +23,7 @@ from ..errors import FitError
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from .changes import Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .conversion.expected import GIVE_RANK, MATRICES, can_copy, holds_columns, is_copied, is_product, vector_ending
+from .conversion.expected import FOR_KOHYA, MATRICES, can_copy, holds_columns, is_copied, is_product, vector_ending
 from .conversion.made import Made, holds, is_turned, stored_magnitude, value_made, whole_made
 from .conversion.placed import placed, placed_rows
 from .conversion.planned import written_dtype
@@ -190,7 +190,7 @@ class Converter:
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
         storage = Storage(form(algorithm, self.to), self._dtype(shares), 0.0, self.at)
         if algorithm == FACTORS and wanted.left is None and self.rules is None:
-            raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
+            raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
         rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
         layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
@@ -252,13 +252,13 @@ class Converter:
             axis, shape = s.patch.magnitude or ("in", ())
             if axis != "out" or "magnitude" not in self.to.endings:
                 raise FitError(f"{self.to.name} has no place for this magnitude of DoRA", place.name,
-                               "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
+                               TO_LORA)  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
             total += placed(value, s, out)
             seen += sum(run.rows for run in s.runs)
         if seen != out or any(s.strength != 1 for s in shares):
             raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
-                           "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
+                           TO_LORA)  # fmt: skip
         found = total.to(self._dtype(shares))
         return found.reshape(magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:])))
 

@@ -28,6 +28,10 @@ FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
+IN_FULL: Final = "store whole matrices: --algorithm full"
+GIVE_RANK: Final = f"give --rank, such as 32 or energy:0.99, or {IN_FULL}"
+GIVE_BASE: Final = "give the base model of the training: --base MODEL"
+
 
 def form(algorithm: str, to: Dialect) -> str:
     """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
@@ -136,7 +140,7 @@ def make_adapter_job(
         and EXACT in (rules.linear.name, rules.kernels.name)
     ):
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
-                       "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full")  # fmt: skip
+                       GIVE_RANK)  # fmt: skip
     recorded = tuple(sorted((name, value) for name, value in given.items() if name in others or value != OWN[name]))
     found = None if base is None else input_path(base)
     return AdapterJob(

@@ -17,9 +17,9 @@ from ..engine.placement import HOST, Placement, finite, odd
 from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change, largest_rank
-from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
 from .joining.targets import Runs, Target
-from .outcome.layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED, Layer, Norms
+from .outcome.layer import NOT_LOW_RANK, STACKED, Layer, Norms
 from .outcome.single import Distinct
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
@@ -196,10 +196,10 @@ class Cut(NamedTuple):
         return rank * self.scale if abs(self.scale) >= LEAST_SCALE else float(rank)
 
 
-def expect_finite(tensors: Iterable[Tensor], where: str, fix: str = "use --dtype fp32") -> None:
+def expect_finite(tensors: Iterable[Tensor], where: str) -> None:
     """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite."""
     if any(odd(t) and not bool(finite(t).all()) for t in tensors):
-        raise TooLarge("a number is too large for the dtype of the output", where, fix)
+        raise TooLarge("a number is too large for the dtype of the output", where, "write --dtype fp32 or bf16")
 
 
 @dataclass(frozen=True)

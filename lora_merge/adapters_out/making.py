@@ -62,7 +62,7 @@ class GeneralMaker:
             if not isfinite(layer.squares):
                 raise beyond_fp64(part.name)
             where = f"{self.job.output}: {part.label}"
-            expect_finite(layer.tensors.values(), where, "write it with --dtype fp32 or bf16")
+            expect_finite(layer.tensors.values(), where)
             zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
             told = replace(layer, effect=layer.effect or own.effect, norms=wanted.norms[part.label],
                            weight=None if zero else self.weight(part))  # fmt: skip

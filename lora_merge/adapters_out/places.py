@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from ..disk.files import StoredTensor
 from ..errors import FitError
 from ..matching.patch import Patch
-from ..models.chosen import leave_out
+from ..models.chosen import or_leave_out
 from ..models.names import Names
 from ..models.weights import RowSlice, WeightView
 from ..text import listed
@@ -151,8 +151,8 @@ def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
                 continue
             found[_key(whole)], values[_key(whole)] = whole, (info, strength)
     if lost:
-        fix = "; or leave them out: ".join(filter(None, ("convert to another dialect", leave_out(lost))))
-        raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3), fix)
+        raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
+                       or_leave_out("convert to another dialect", lost))  # fmt: skip
     return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
             for key, place in found.items()]  # fmt: skip
 

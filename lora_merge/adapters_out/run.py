@@ -22,7 +22,7 @@ from ..engine.torch_preload import load_library
 from ..errors import FitError, InputError
 from ..progress import Counting
 from ..text import Note
-from .job import AdapterJob
+from .job import GIVE_BASE, AdapterJob
 from .joining.concatenated import Concatenation
 from .joining.targets import Target
 from .joining.weight_norms import weight_norms
@@ -145,5 +145,5 @@ def _entries(
             key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
             found.append(replace(one, name=key))
     if twice := next(unique(found), None):
-        raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
+        raise FitError("two layers of the output would have one name", twice, GIVE_BASE)
     return found

@@ -31,8 +31,8 @@ from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
 from ..planning.cache import CheckpointCache
 from ..text import Note, listed, plural
-from .job import AdapterJob
-from .joining.names import GIVE_BASE, body_of, joined, shape_of
+from .job import GIVE_BASE, AdapterJob
+from .joining.names import body_of, joined, shape_of
 from .joining.targets import Target
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) ->
         other = _other(job, wanted, opened, hashes)
     if other and not job.overwrite:
         raise UsageError(f"the output exists and {other}", str(job.output),
-                         "choose another output, or give --overwrite")  # fmt: skip
+                         "choose another -o, or give --overwrite")  # fmt: skip
     return not other
 
 
@@ -86,7 +86,7 @@ def made(job: AdapterJob, hashes: Hashes) -> bool:
         other = _other_adapter(job, hashes)
     if other and not job.inputs.overwrite:
         raise UsageError(f"the output exists and {other}", str(job.output),
-                         "choose another output, or give --overwrite")  # fmt: skip
+                         "choose another -o, or give --overwrite")  # fmt: skip
     return not other
 
 

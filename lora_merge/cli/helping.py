@@ -145,7 +145,7 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        return UsageError(f"there is no option {name}", typed(), f"{_meant(name, context)}{see}")
+        return UsageError(f"there is no option {name}", typed(), _meant(name, context) + see)
     shown = re.search(
         r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
     )

@@ -40,7 +40,7 @@ def check_output(
         raise UsageError(
             f"the output folder holds {plural(len(lost), 'file')} that the merged model does not have",
             f"{target}: {listed(lost)}",
-            "choose another -o, or move them away; --overwrite replaces only what it writes anew",
+            "choose another -o, or move them away",
         )
 
 

@@ -82,13 +82,16 @@ FOREIGN: Final = tuple(
 Used only for files without adapter tensors."""
 
 
-def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a file without adapter tensors is and what to do with it; None if its keys do not show it."""
+def foreign(keys: Iterable[str]) -> str:
+    """Return what a file without adapter tensors is; "" if its keys do not show it."""
     keys = [*keys]
-    what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
-    if what is None and keys and not any("." in key for key in keys):
-        what = EMBEDDING  # its only keys are names of tokens or encoders
-    return (what, {CLONEOFSIMO: BY_NUMBERS, PACKED: UNPACKED}.get(what, BESIDE)) if what else None
+    of_tokens = EMBEDDING if keys and not any("." in key for key in keys) else ""  # or names of encoders
+    return next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), of_tokens)
+
+
+def instead(what: str) -> str:
+    """Return what to do with such a file."""
+    return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == PACKED else BESIDE
 
 
 def are_factors(loaded: Sequence[object]) -> bool:

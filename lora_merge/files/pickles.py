@@ -28,7 +28,7 @@ from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
-from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
+from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested
 from .pickle_scan import NotRun, scan
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _read(path: Path) -> Header:
     infos.sort(key=lambda t: (1, 0, 0) if isinstance(t.source, Memory) else (0, t.offset, t.nbytes))
     found = {t.name: t for t in infos}
     if not found and (what := foreign(name for name in nested(table) if "." in name)):
-        raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
+        raise InputError(f"not a state dict but {what}", str(path), instead(what))
     left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
         notes = (*notes, Note(f"{path.name}: left out entries that are not tensors: {listed(left)}"))

@@ -16,14 +16,14 @@ from ..adapters.file import weight_shapes
 from ..adapters.peft.rules import PeftRules
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.layouts import PEFT
-from ..files.lookalikes import foreign
+from ..files.lookalikes import foreign, instead
 from ..models.architectures import Architecture
 from ..models.assumed import has_words, names_all
 from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..models.prefixes import innermost
 from ..models.spellings import Component
-from ..models.strengths import leave_out
+from ..models.strengths import or_leave_out
 from ..options import Unmatched
 from ..shapes import Shape, flat
 from ..text import NUMBER, Note, by_pattern, counted, plural
@@ -295,26 +295,27 @@ def raise_problems(
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        why, fix = _split_advice(explain(names, [], shapes)) if isinstance(worst, ShapeMismatch) else ("", "")
+        reason = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
+        why = _why(reason)
         if (
             isinstance(worst, ShapeMismatch) and not why and result.unmatched
         ):  # the names may give the reason where the shapes do not
-            why, fix = _split_advice(explain(names, list(result.unmatched), shapes))
+            reason = explain(names, list(result.unmatched), shapes)
+            why = _why(reason)
             if why.startswith("the base is "):
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
                 why = f"the base is {_one(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
-        others = ""
+        fix = _advice(reason) or worst.fix
         if not why and result.modules > len(failures) == len(unfit):
-            others = leave_out(key for keys in unfit for key in keys)
-        others = f"; or leave out what does not fit: {others}" if others else ""
+            fix = or_leave_out(fix, (key for keys in unfit for key in keys))
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
-        raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", (fix or worst.fix) + others)
+        raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
     left = counted(by_pattern(result.unmatched), SHOWN)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
-        raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
+        raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     reason = explain(names, list(result.unmatched), shapes)
-    why, fix = _split_advice(reason)
+    why, fix = _why(reason), _advice(reason)
     where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_one(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
@@ -350,10 +351,13 @@ def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None
         raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
 
 
-def _split_advice(reason: str) -> tuple[str, str]:
-    """Return (reason, advice) of a text `reason; advice`; a text without a semicolon is all advice."""
-    why, _, fix = reason.rpartition("; ")
-    return why, fix
+def _why(reason: str) -> str:
+    """Return the reason of a text `reason; advice`; a text without a semicolon is all advice."""
+    return reason.rpartition("; ")[0]
+
+
+def _advice(reason: str) -> str:
+    return reason.rpartition("; ")[2]
 
 
 def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | None:

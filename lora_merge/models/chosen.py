@@ -12,7 +12,8 @@ from ..text import expression
 from .names import Names
 from .parts import Parts
 
-FLAGS: Final = ("--include", "--exclude")
+EXCLUDE: Final = "--exclude"
+FLAGS: Final = ("--include", EXCLUDE)
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class Chosen:
         self.exclude.check(networks, what)
 
 
-def leave_out(keys: Iterable[str], *, alike: bool = False) -> str:
-    """Return the option that leaves parameters of these keys out, for a message; "" for too many kinds of keys.
+def or_leave_out(fix: str, keys: Iterable[str], *, alike: bool = False) -> str:
+    """Return a fix, and as another one the option that leaves parameters of these keys out; not for too many kinds of
+    keys.
 
     `alike`: and all whose keys differ from these in numbers alone.
     """
     names = expression(keys, alike=alike)
-    return f"{FLAGS[1]} {typed([f'{REGEX}^{names}$'])}" if names else ""
+    return fix + (f", or leave that out: {EXCLUDE} {typed([f'{REGEX}^{names}$'])}" if names else "")
 
 
 def parts(value: Any, flag: str) -> tuple[str, ...]:

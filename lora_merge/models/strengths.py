@@ -28,10 +28,11 @@ def on_base(adapter: Adapter, names: Names) -> Adapter:
     return replace(adapter, parts=tuple(parts))
 
 
-def leave_out(keys: Iterable[str]) -> str:
-    """Return the option with which these weights of the base stay as they are; "" for too many kinds of them."""
+def or_leave_out(fix: str, keys: Iterable[str]) -> str:
+    """Return a fix, and as another one the option with which these weights of the base stay as they are; not for too
+    many kinds of them."""
     names = expression(keys)
-    return f"{OPTION} {typed([f'{REGEX}^{names}$=0'])}" if names else ""
+    return fix + (f"; or leave out what does not fit: {OPTION} {typed([f'{REGEX}^{names}$=0'])}" if names else "")
 
 
 class Strengths:

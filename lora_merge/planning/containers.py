@@ -24,6 +24,7 @@ from ..files.gguf.view import ARCHITECTURE, as_plain
 from ..files.headers import layout
 from ..job import Job
 from ..models.weights import Weight
+from ..paths import typed
 from ..shapes import Shape
 from ..text import Note, quoted
 from .plan import OutputTensor
@@ -66,10 +67,10 @@ def check_container(job: Job, base: Index) -> Job:
     elif base.path.is_dir():
         if not gguf:
             raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
-                             "merge with --dtype keep")  # fmt: skip
+                             "write --dtype keep")  # fmt: skip
         if job.output.suffix.lower() == GGUF:
             raise UsageError("the output is a folder with the parts of the base", f"-o {job.output}",
-                             f"write -o {job.output.with_suffix('')}")  # fmt: skip
+                             f"write -o {typed([str(job.output.with_suffix(''))])}")  # fmt: skip
         return job
     if gguf == (job.output.suffix.lower() == GGUF):
         return job
@@ -186,15 +187,18 @@ def new_gguf(job: Job, base: Index) -> NewGguf | None:
 
 def check_tensors(job: Job, base: Index, targets: Iterable[OutputTensor]) -> None:
     """Raise FitError if a GGUF output would hold a tensor that the base lacks, or one of another size."""
-    for t in targets if base.gguf is not None and in_gguf(job, base) else ():
-        own = base.tensors.get(t.name)
+    if base.gguf is None or not in_gguf(job, base):
+        return
+    fix, name = "merge into the original checkpoint", job.output.with_suffix(".safetensors").name
+    if not base.gguf.language and not base.path.is_dir():
+        fix = f"write an ordinary checkpoint: --dtype bf16 -o {typed([name])}"
+    for t in targets:
+        own, where = base.tensors.get(t.name), f"{base.path}: {t.stored}"
         if own is None:
-            raise FitError("an adapter needs a tensor that the GGUF file lacks", f"{base.path}: {t.stored}",
-                           "the model shares one tensor for two weights; leave the adapter's part out with "
-                           "--unmatched skip, or merge into the original checkpoint")  # fmt: skip
+            raise FitError("an adapter needs a tensor that the GGUF file lacks", where, fix)
         if own.shape != t.shape:
-            raise FitError("an adapter changes the size of a tensor, and the entries of a GGUF file tell the old one",
-                           f"{base.path}: {t.stored}", "merge into the original checkpoint")  # fmt: skip
+            what = "an adapter changes the size of a tensor, and the entries of a GGUF file tell the old one"
+            raise FitError(what, where, fix)
 
 
 def header_of(

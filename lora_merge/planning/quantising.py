@@ -94,16 +94,19 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     given.check(able, NOT_QUANTISED)
     kept = _precise(job, base)
     chosen = [base.tensors[key] for key, part in able.items() if not kept(key) and not given.cover([key], part)]
-    made: dict[str, Made] = {}
-    for info in chosen:
+
+    def coded(info: StoredTensor) -> Made | None:
         one = _blocks(job, base, info) if form is None else form.make(info)
-        if one is not None and not any(t.name in base.tensors and t.name not in base.beside for t in one.beside):
-            made[info.name] = one
+        taken = one is None or any(t.name in base.tensors and t.name not in base.beside for t in one.beside)
+        return None if taken else one
+
+    made = {info.name: one for info in chosen if (one := coded(info)) is not None}
     if form is not None and form.section is not None:
         made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
     if not made:
-        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
-                         "write --dtype keep, or change --keep-precision")  # fmt: skip
+        others = any(coded(base.tensors[key]) for key in able)
+        fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
+        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
     return Quantising(made, dict(_sections(base, made, form)))
 
 
@@ -185,7 +188,7 @@ def _form(job: Job, base: Index) -> Form:
         raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
         raise UsageError("a folder without config.json cannot tell how it is quantised", f"{base.path}: {where}",
-                         f"give the file in it, and write --dtype {' or '.join(FILES)}")  # fmt: skip
+                         "write --dtype keep, give the file in it, or add its config.json")  # fmt: skip
     if folder and base.config.get("model_type") in NO_CONVERSION:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
                          f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip

@@ -20,6 +20,7 @@ from .read_recipe import Input, Recipe
 
 FILES: Final = 20_000  # looked at while searching for inputs
 DEPTH: Final = 3  # folders below the searched ones
+SEARCH: Final = "name its folder with --search"
 
 
 def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
@@ -43,7 +44,7 @@ class _Present:
         tops = list(folders)
         for top in tops:
             if not top.is_dir():
-                raise UsageError("no such folder", str(top), "name a folder with --search")
+                raise UsageError("no such folder", f"--search {top}", "name a folder that is there, or leave it out")
         self._found: list[Path] = []
         self._more = _walk(tops)
 
@@ -83,9 +84,9 @@ def _find(one: Input, present: Iterable[Path]) -> Path:
         raise VerificationFailed("the output is older or newer than one of its inputs",
                                  f"{[*others, namesake][0]} is not that of {quoted(one.name)} then, "
                                  f"whose weights have the SHA-256 {digest}",
-                                 "merge again, or name the folder of the former version with --search")  # fmt: skip
+                                 f"merge again, or {SEARCH}")  # fmt: skip
     raise InputError(f"the input {quoted(one.name)} is not found", f"SHA-256 {digest}, {size} bytes",
-                     "name its folder with --search")  # fmt: skip
+                     SEARCH)  # fmt: skip
 
 
 def different(one: Input, path: Path) -> str | None:

@@ -14,6 +14,7 @@ from ..errors import InputError, VerificationFailed
 from ..files.headers import metadata_of
 from ..files.json_files import read_json
 from ..files.side_files import CONFIG_DTYPES
+from ..paths import typed
 from ..planning.plan import OutputFile, Plan
 from ..text import Note, listed, quoted
 
@@ -22,8 +23,11 @@ EVERYBODY: Final = FLOATS | WHOLE
 
 TIED: Final = "tie_word_embeddings"
 AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
-LATER: Final = "take it from lora-merge replay, or merge again"
-"""Remedy for a wrong side file when a finished output is verified."""
+
+
+def instead(output: Path) -> str:
+    """Return what to do about a wrong side file of a finished output."""
+    return f"merge again, or take it from lora-merge replay {typed([str(output)])} -o OTHER"
 
 
 def check_folder(plan: Plan, part: Path, *, new: bool) -> None:
@@ -32,8 +36,10 @@ def check_folder(plan: Plan, part: Path, *, new: bool) -> None:
     `new`: whether the output was written just now.
     """
     if plan.is_folder:
-        for check in (_check_indexes, _check_configs, _check_pipeline):
-            check(plan, part, AGAIN if new else LATER)
+        fix = AGAIN if new else instead(part)
+        _check_indexes(plan, part, fix)
+        _check_configs(plan, part, fix)
+        _check_pipeline(plan, part, fix)
 
 
 def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> tuple[Note, ...]:

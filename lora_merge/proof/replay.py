@@ -27,9 +27,10 @@ from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..shapes import Shape
 from ..text import Note, listed, plural, quoted
-from .find_inputs import different, find
+from .find_inputs import SEARCH, different, find
 from .grids import ROUNDING
 from .header_changes import header_changes, notes, with_header_changes
+from .loadable import instead
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
@@ -86,7 +87,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         if KEY in made.metadata and (wrong := misleading(plan, output)):
             raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
-                                     "merge again, or take these files from lora-merge replay")  # fmt: skip
+                                     instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
             proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
@@ -172,7 +173,7 @@ def _tokenizer(whose: str, folders: Iterable[Path]) -> str | Path:
     found = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
     if found is None:
         raise UsageError(f"the folder {quoted(whose)}, whose tokenizer the output has, is not found", "the recipe",
-                         "name the folder that it is in with --search")  # fmt: skip
+                         SEARCH)  # fmt: skip
     return found
 
 

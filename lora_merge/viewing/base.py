@@ -26,11 +26,11 @@ def base_facts(index: Index) -> dict[str, Any]:
     """Return what the header and the configuration of a model tell."""
     lookup = names(index)
     recipe = parsed(index.metadata.get(KEY, ""))
-    other = foreign(index.tensors) if lookup.architecture == "unknown" else None
+    other = foreign(index.tensors) if lookup.architecture == "unknown" else ""
     parameters = sum(prod(t.shape) for t in index.parameters.values())
     stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())
     return {
-        **({"looks_like": other[0]} if other else {}),
+        **({"looks_like": other} if other else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": parameters, "bits_per_weight": round(stored / parameters, 2) if parameters else 0,
         "blocks": block_sizes(index, lookup),

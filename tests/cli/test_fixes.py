@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import pytest
+import torch
+import yaml
 
+import lora_merge
 from lora_merge import errors
-from lora_merge.models.chosen import leave_out
+from lora_merge.batch.schema import JobEntry
+from lora_merge.cli.habits.options import FOREIGN
+from lora_merge.models.chosen import or_leave_out
+from lora_merge.spellings import in_jobs_file
 from lora_merge.text import expression
+from tests.kit import gguf_files
+from tests.kit.adapters import kohya
 from tests.kit.command_line import run
-from tests.kit.files import save
+from tests.kit.files import load, save
 from tests.kit.fixes import BY_HAND, TYPED, UNTYPED
+from tests.kit.flux import flux, of_flux
 from tests.kit.models import TE, sd1
 from tests.kit.readme import ROOT
-from tests.kit.tensors import rand
-from tests.kit.typed_fixes import OURS, Failure, expect_typed, pattern, scene, taken_down, typed, ways
+from tests.kit.tensors import Tensors, rand
+from tests.kit.typed_fixes import CHOSEN, OURS, Failure, commands, expect_typed, pattern, scene, taken_down, typed, ways
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,22 @@ def texts(hooks: ModuleType) -> set[str]:
 def test_fixes_with_an_option_or_a_command_have_a_row(texts: set[str]) -> None:
     ours = {text for text in texts if OURS.search(text)}
     listed = [*TYPED, *SCENES, *(text for rows in UNTYPED.values() for text in rows)]
+    ours -= {f"{text}; …" for text in FOREIGN.values()}  # see the test of these
     assert sorted(ours) == sorted(listed)
+
+
+def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: set[str]) -> None:
+    """What is left of options belongs to commands that no jobs file has, and to those of other programs."""
+    field = re.compile(rf"(?<![\w-])({'|'.join(JobEntry.model_fields)}): (\{{[^}}]*\}}|\[[^]]*\]|'[^']*'|[^\s,;]+)")
+    known, left = commands()["batch"].params, set[str]()
+    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+        text = re.sub(r"(--[a-z-]+) …\w*", lambda found: f"{found[1]} {CHOSEN.get(found[1], 'x')}", text)
+        said = in_jobs_file(re.sub(r"lora-merge [^;]*", "", text))
+        left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)} - {o for p in known for o in p.opts}
+        for name, value in field.findall(said) if said != text else ():
+            words = {name: yaml.safe_load(CHOSEN.get(value, value.replace("…", "x")))}
+            JobEntry.model_validate({"base": "b", "adapters": ["a"], "output": "o", **words})
+    assert left == {"--head", "--local-dir", "--search", "-s"}
 
 
 def test_other_fixes_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
@@ -66,38 +92,185 @@ SCENES: Final[dict[str, str]] = {
     "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
     "write -s …": "BASE A -s 80%",
     "if it is the output, write -o …; else …": "BASE A out/",
-    "give the base model that it was trained on: --base MODEL": "convert STRANGE --to kohya -o x.safetensors",
     "merge it first: lora-merge BASE …": "extract BASE A",
     "name the base first, adapters after it; adapters alone: lora-merge combine A B": "A A",
+    "average changes: --space delta": "average PEFT PEFT --ema 0.9 --space factors -o x.safetensors",
+    "choose another -o, or move them away": "FOLDER A -o FULL --overwrite",
+    "choose another -o": "BASE A -o wrong.yaml/x.safetensors",
+    "convert to another dialect, or leave that out: --exclude …": "convert OF_FLUX --to xlabs --base FLUX -o x.safetensors",
+    "use kohya or comfy, or leave that out: --exclude …": "convert WORDS --to diffusers --base WORDED -o x.safetensors",
+    "give a base that stores both (tie_word_embeddings: false), or leave that out: --exclude …": "combine HEADS --base TIED --format peft -o out",
+    "give the base that it was tuned from, or leave that out: --exclude …": "extract BASE LACKING -o x.safetensors",
+    "use another checkpoint of the training, or leave that out: --exclude …": "extract BASE BROKEN -o x.safetensors",
+    "name a LoRA or another adapter; adapters with their model are written so: lora-merge combine ADAPTER ADAPTER2 --base …; the difference of two models becomes an adapter by lora-merge extract BASE …": "combine BASE A -o x.safetensors",
+    "name a folder with -o": "FOLDER A -o wrong.yaml",
+    "see lora-merge help …": "extract BASE --strange x",
+    "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module, if it multiplies the change, or … if it does not": "SMALL SCALED -o x.safetensors",
+    "write --dtype fp32 or bf16": "combine A:1e9 --base BASE --dtype fp16 --algorithm full -o x.safetensors",
+    "…; or leave out what does not fit: --strength-for …": "BASE WIDE -o x.safetensors",
+    "store whole matrices: --algorithm full": "combine STACK --base STACKED --rank 2 -o x.safetensors",
+    "correct the layouts in the map, or leave --map out": "BASE A --map names.yaml -o x.safetensors",
+    "correct it, or state what the training used: --setting lora_alpha=…, which is divided by the rank of each module": "SMALL UNREADABLE -o x.safetensors",
+    "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module": "SMALL STATED -o x.safetensors",
+    "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full": "combine A B --method ties -o x.safetensors",
+    "merge again with --compute-dtype fp64": "verify MADE --base small.safetensors --adapter lora.safetensors:0.1 --adapter lora.safetensors:1e7 "
+    "--adapter lora.safetensors:-1e7 --full",
+    "merge again, or name its folder with --search": "verify RETRAINED",
+    "merge again, or take it from lora-merge replay … -o OTHER": "verify ELSEWHERE",
+    "merge into its original .safetensors checkpoint, convert the adapter by llama.cpp's convert_lora_to_gguf.py, or give the names by --map": "STRANGE.gguf PEFT -o x.gguf",
+    "name its folder with --search": "verify MOVED",
+    "name a file in it: -o FOLDER/NAME.safetensors": "BASE A -o TWICE",
+    "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE": "convert OFT:0.5 --dtype bf16 --base BASE -o x.safetensors",
+    "write --dtype keep": "GGUFS PLAIN -o x --dtype bf16",
+    "write --dtype keep, give the file in it, or add its config.json": "FOLDER A --dtype nf4 -o x",
+    "write --setting musubi_t=true, with --sigma-rel": "average A A --setting musubi_t=true -o x.safetensors",
+    "write -o …": "GGUFS PLAIN -o x.gguf",
+    "write an ordinary checkpoint: --dtype bf16 -o …": "FLUX.gguf BIAS -o x.gguf",
 }
 """Text of a fix → a command that is refused with it, for texts that no other test prints."""
 
 
-@pytest.mark.few(6)
+def folder_of(tensors: Tensors, path: Path, name: str = "model.safetensors", **config: Any) -> Path:
+    """A folder of one file, and of a configuration if there is one."""
+    path.mkdir()
+    save(tensors, path / name)
+    if config:
+        (path / ("adapter_config.json" if "r" in config else "config.json")).write_text(json.dumps(config))
+    return path
+
+
+def merged(folder: Path, **options: Any) -> Path:
+    """A merged file, of which the adapter is in another folder now."""
+    base, lora = save(sd1(), folder / "base.safetensors"), save(kohya(sd1()), folder / "style.safetensors")
+    lora_merge.merge(base, lora, folder / "out.safetensors", **options)
+    lora.rename(folder.with_name("former") / lora.name)
+    return folder / "out.safetensors"
+
+
+def retrained(folder: Path) -> Path:
+    """A merged file, of which another version of the adapter has its name."""
+    out = merged(folder)
+    save(kohya(sd1(), seed=3), folder / "style.safetensors")
+    return out
+
+
+def elsewhere(folder: Path) -> Path:
+    """A merged folder with a configuration of another dtype than its weights."""
+    base = folder_of({"a.weight": rand(8, 8)}, folder / "base", dtype="float32")
+    out = lora_merge.merge(base, save(SMALL_LORA, folder / "lora.safetensors"), folder / "out", dtype="bf16").output
+    (Path(out) / "config.json").write_text('{"dtype": "float32"}')
+    return Path(out)
+
+
+def made(folder: Path) -> Path:
+    """A merged file of another program, without a recipe and with coarse numbers."""
+    weight = save({"a.weight": rand(64, 64)}, folder / "small.safetensors")
+    lora = {"a.lora_A.weight": rand(4, 64, seed=2), "a.lora_B.weight": rand(64, 4, seed=1)}
+    save(lora, folder / "lora.safetensors")
+    delta = lora["a.lora_B.weight"] @ lora["a.lora_A.weight"]
+    return save(
+        {"a.weight": load(weight)["a.weight"] + 0.1 * delta + rand(64, 64, seed=3, scale=1e-3)},
+        folder / "out.safetensors",
+    )
+
+
+def gguf(path: Path, kind: str, names: Sequence[str]) -> Path:
+    """A GGUF file of small matrices."""
+    path.parent.mkdir(exist_ok=True)
+    return gguf_files.write(path, kind, {f"{name}.weight": (rand(32, 32).numpy(), "F16") for name in names})
+
+
+SMALL_LORA: Final = {"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}
+EXPERTS: Final = "model.layers.0.mlp.experts.gate_up_proj"
+LAYER: Final = "model.layers.0.self_attn.q_proj"
+Q_PROJ: Final = "base_model.model.layers.0.self_attn.q_proj"
+LINEAR: Final = "single_blocks.0.linear2"
+PLAIN: Final = {f"{LINEAR}.lora_A.weight": rand(2, 32), f"{LINEAR}.lora_B.weight": rand(32, 2)}
+OF_FLUX: Final = (LINEAR, "img_in", "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj")
+PEFT: Final = {f"{Q_PROJ}.lora_A.weight": rand(2, 32), f"{Q_PROJ}.lora_B.weight": rand(32, 2)}
+MAP: Final = "title: A model\nlayouts:\n  native: [trunk.0.qkv.weight]\nnative:\n  trunk.{i}.qkv: trunk.{i}.qkv\n"
+MADE: Final[dict[str, Callable[[Path], Path]]] = {
+    "HALF": lambda at: save({k: v for k, v in sd1().items() if not k.startswith(TE)}, at / "half.safetensors"),
+    "PEFT": lambda at: folder_of(PEFT, at / "peft", "adapter_model.safetensors", peft_type="LORA", r=2, lora_alpha=2,
+                                 target_modules=["q_proj"]),
+    "FOLDER": lambda at: folder_of(sd1(), at / "folder"),
+    "FULL": lambda at: folder_of(sd1(), at / "full", "other.safetensors"),
+    "FLUX": lambda at: save(flux(), at / "flux.safetensors"),
+    "SMALL": lambda at: save({"a.weight": rand(8, 8)}, at / "small.safetensors"),
+    "STATED": lambda at: save(SMALL_LORA, at / "lora.safetensors", {"alpha": "nan"}),
+    "UNREADABLE": lambda at: folder_of(SMALL_LORA, at / "side", "lora.safetensors") / "lora.safetensors",
+    "MADE": made,
+    "MOVED": merged,
+    "RETRAINED": retrained,
+    "ELSEWHERE": elsewhere,
+    "STRANGE.gguf": lambda at: gguf(at / "strange.gguf", "strange", ["blk.0.attn_q"]),
+    "FLUX.gguf": lambda at: gguf(at / "flux.gguf", "flux", OF_FLUX),
+    "GGUFS": lambda at: gguf(at / "ggufs" / "flux.gguf", "flux", OF_FLUX).parent,
+    "PLAIN": lambda at: save(PLAIN, at / "plain.safetensors"),
+    "BIAS": lambda at: save(PLAIN | {f"{LINEAR}.diff_b": rand(32)}, at / "bias.safetensors"),
+    "TWICE": lambda at: folder_of({}, at / "base+lora.safetensors").parent,
+    "LACKING": lambda at: save({k: v for k, v in sd1().items() if "to_q" not in k}, at / "lacking.safetensors"),
+    "BROKEN": lambda at: save({k: v * (float("nan") if "2.1.transformer_blocks.0.attn1.to_q" in k else 1) for k, v in sd1().items()},
+                              at / "broken.safetensors"),
+    "SCALED": lambda at: save(SMALL_LORA, at / "lora.safetensors", {"lora_scale": "2.0"}),
+    "WIDE": lambda at: save({k: torch.cat([v, v]) if "attn1_to_q.lora_up" in k else v for k, v in kohya(sd1()).items()},
+                            at / "wide.safetensors"),
+    "OF_FLUX": lambda at: save(
+        {k: v for k, v in of_flux().items() if "img_in" in k or "img_attn_qkv" in k}, at / "of_flux.safetensors"
+    ),
+    "WORDED": lambda at: save(sd1() | {f"{TE}text_model.embeddings.token_embedding.weight": rand(77, 24)}, at / "w.safetensors"),
+    "WORDS": lambda at: save({f"lora_te_text_model_embeddings_token_embedding.lora_{n}.weight": rand(*shape)
+                              for n, shape in (("up", (77, 2)), ("down", (2, 24)))}, at / "words.safetensors"),
+    "TIED": lambda at: folder_of(
+        {"model.embed_tokens.weight": rand(32, 16), "model.norm.weight": rand(16), f"{LAYER}.weight": rand(16, 16)},
+        at / "tied", model_type="llama", architectures=["LlamaForCausalLM"], tie_word_embeddings=True, vocab_size=32,
+    ),
+    "HEADS": lambda at: folder_of(
+        {f"base_model.model.{name}.lora_{n}.weight": rand(*shape) for name, rows in (("lm_head", 32), (LAYER, 16))
+         for n, shape in (("A", (2, 16)), ("B", (rows, 2)))},
+        at / "heads", "adapter_model.safetensors", peft_type="LORA", r=2, lora_alpha=2,
+        target_modules=["lm_head", "q_proj"],
+    ),
+    "STACKED": lambda at: save({f"{EXPERTS}.weight": rand(3, 16, 8)}, at / "stacked.safetensors"),
+    "STACK": lambda at: save({f"{EXPERTS}.diff": rand(3, 16, 8)}, at / "stack.safetensors"),
+    "OFT": lambda at: save({"lora_te_text_model_encoder_layers_0_self_attn_q_proj.oft_blocks": rand(4, 6, 6)},
+                           at / "oft.safetensors"),
+}  # fmt: skip
+"""Placeholder of a command → what makes the file, or the folder, in a folder of the test."""
+
+
 @pytest.mark.parametrize(("text", "words"), SCENES.items(), ids=SCENES.values())
 def test_a_refused_command_runs_as_its_fix_says(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path, former = tmp_path / "here", tmp_path / "former"
+    tmp_path.mkdir(), former.mkdir()
     monkeypatch.chdir(tmp_path)
-    files = dict(scene())
-    if "HALF" in words:
-        files["HALF"] = str(
-            save({k: v for k, v in sd1().items() if not k.startswith(TE)}, tmp_path / "half.safetensors")
-        )
-    if "STRANGE" in words:
-        pair = {"some.where.lora_A.weight": rand(2, 8), "some.where.lora_B.weight": rand(8, 2)}
-        files["STRANGE"] = str(save(pair, tmp_path / "strange.safetensors"))
     (tmp_path / "wrong.yaml").write_text("version: 1\njobs:\n- {base: b, adapters: [a], output: o, unmatched: 5}\n")
-    files["WRONG.yaml"] = "wrong.yaml"
+    (tmp_path / "names.yaml").write_text(MAP)
+    files = {**scene(), "WRONG.yaml": "wrong.yaml"}
+    names = [word.partition(":") for word in words.split()]
+    files |= {name: str(MADE[name](tmp_path)) for name in dict.fromkeys(name for name, *_ in names) if name in MADE}
+    if "UNREADABLE" in words:
+        (tmp_path / "side" / "config.json").write_text('{"lora_alpha": ')
     with taken_down() as failures:
-        done = run(
-            *(
-                files.get(w.partition(":")[0], w.partition(":")[0]) + "".join(w.partition(":")[1:])
-                for w in words.split()
-            )
-        )
+        done = run(*(files.get(name, name) + "".join(more) for name, *more in names))
     assert done.code, done.out
     expect_typed(failures, [text])
+
+
+@pytest.mark.parametrize("text", sorted({text for text in FOREIGN.values() if OURS.search(text)}))
+def test_an_option_of_another_program_is_answered_with_what_works(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = "bf16" if "--dtype" in text else "0.5"
+    for name in (name for name, advice in FOREIGN.items() if advice == text):
+        with taken_down() as failures:
+            assert run("combine", scene()["A"], scene()["B"], "-o", "x.safetensors", f"{name}x", value).code
+            assert run(scene()["BASE"], scene()["A"], "-o", "x.safetensors", name).code
+        for outcome in filter(None, map(typed, failures)):
+            assert not any(outcome.values()), outcome
 
 
 def test_packages_of_fixes_are_those_that_the_project_names(texts: set[str]) -> None:
@@ -137,7 +310,7 @@ def test_a_text_of_the_code_is_that_of_the_message() -> None:
 
 def test_names_are_left_out_by_what_is_printed() -> None:
     keys = [f"model.layers.{n}.mlp.experts.gate_up_proj" for n in (3, 12)]
-    option = leave_out(keys)
+    option = or_leave_out("", keys).removeprefix(", or leave that out: ")
     assert option == "--exclude 're:^model\\.layers\\.(3|12)\\.mlp\\.experts\\.gate_up_proj$'"
     named = re.compile(option.split("'")[1].removeprefix("re:"))
     assert [bool(named.search(f"model.layers.{n}.mlp.experts.gate_up_proj")) for n in (3, 12, 4)] == [True, True, False]

@@ -20,18 +20,7 @@ from lora_merge.viewing.inspect import inspect
 from tests.files import quantised_forms
 from tests.files.quantised_forms import FORMS, SHAPE, Form
 from tests.kit.files import load, save
-from tests.kit.quantised import (
-    ALL,
-    NAMES,
-    adapter,
-    base,
-    exact,
-    kept,
-    made_plain,
-    parts,
-    same,
-    stored,
-)
+from tests.kit.quantised import ALL, NAMES, adapter, base, exact, kept, made_plain, parts, same, stored
 from tests.kit.tensors import Tensors, rand
 
 

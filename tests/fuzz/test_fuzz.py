@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.targets import (
-    TARGETS,
-    run,
-    run_long,
-)
+from tests.fuzz.targets import TARGETS, run, run_long
 from tests.kit.pairs import examples
 
 GROWTH = 300  # MB that all cases together may add to the process

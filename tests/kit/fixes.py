@@ -22,9 +22,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/planning/test_folders.py::test_the_folder_of_the_tokenizer_is_not_replaced",
     "give --rank, or convert to kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
-    "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
-        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
-    "give the base model that they were trained on: --base MODEL":
+    "give the base model of the training: --base MODEL":
         "tests/adapters_out/test_combine.py::test_merging_the_combination_is_merging_all_also_with_dora_and_biases",
     "give the base that it was tuned from, …or leave them out: --unmatched skip":
         "tests/adapters_out/test_extract_tokens.py::test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused",
@@ -60,6 +58,20 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
     "one merge needs no file: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
+    "merge again with --compute-dtype fp32":
+        "tests/proof/test_verify.py::test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for",
+    "name the folder: --tokenizer …":
+        "tests/planning/test_folders.py::test_a_tokenizer_of_several_adapters_is_named",
+    "state it: --setting row_order=stacked for an adapter of a base with all of q, then k, then v, as single files have them; --setting row_order=heads for q, k and v head by head, as in the original shards":
+        "tests/proof/test_second_reading.py::test_rows_with_two_orders_are_those_of_the_setting[True-False-stacked]",
+    "use --rank 32 or --rank energy:0.99":
+        "tests/adapters_out/test_extract.py::test_noise_of_whole_numbers_is_not_known",
+    "write --dtype keep, or change --keep-precision":
+        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+    "write --dtype keep, as what the adapter changes is not quantised; or …":
+        "tests/files/test_quantised.py::test_another_dtype_is_refused",
+    "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
+        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
     "state whether weights are [in, out] with --setting fan_in_fan_out=true or false; the wrong one transposes the change":
         "tests/matching/test_conv1d.py::test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
     "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both ends, which computes something else":
@@ -87,6 +99,9 @@ TYPED: Final[Mapping[str, str]] = {
 
 UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "a GPU or a system that fails so is needed": (
+        "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
+        "choose another -o; is another run at it?",
+        "make room, or write to another disk with -o",
         "end other programs that use the device, or use --device cpu",
         "give --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v)",
@@ -112,43 +127,16 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "give it as --rank",
         "give its name; --json prints the report",
     ),
-    "its error is raised in tests of rooms below the command line, or after the plan; none of them is a row yet": (
-        "average changes: --space delta",
-        "bring it to LoRA: --algorithm lora --rank RULE",
+    "every format that is written again rounds stochastically": ("leave --rounding out, or write --dtype bf16",),
+    "a folder of PEFT is converted to a folder of PEFT": ("name another dialect with --to",),
+    "a language model is needed whose experts a table knows as stacked": (
+        "store whole matrices: --algorithm full, or leave that out: --exclude …",
+    ),
+    "no layout of the tables leaves rows of a base without a name": (
         "choose another --format, or drop them with --unmatched skip",
-        "choose another -o, or move them away; --overwrite replaces only what it writes anew",
-        "choose another output, or give --overwrite",
-        "correct the layouts in the map, or leave --map out",
-        "give --base, so that names are known",
-        "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full",
-        "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full",
-        "give the file in it, and write --dtype …",
-        "leave --rounding out, or write --dtype bf16",
-        "lora-merge batch --init writes a first jobs file",
-        "merge again with --compute-dtype fp32",
-        "merge again with --compute-dtype fp64",
-        "merge again, or name the folder of the former version with --search",
-        "merge again, or take these files from lora-merge replay",
-        "merge into its original .safetensors checkpoint, convert the adapter by llama.cpp's convert_lora_to_gguf.py, or give the names by --map",
-        "write -o …",
-        "correct it, or move it away and state --setting lora_alpha=…, which is divided by the rank of each module",
-        "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module",
-        "merge with --dtype keep",
-        "name a file in it: -o FOLDER/NAME.safetensors",
-        "name a folder with --search",
-        "name another dialect with --to",
-        "name its folder with --search",
-        "name the folder that it is in with --search",
-        "name the folder: --tokenizer …",
+    ),
+    "the first adapter would need words of no table for one module of several weights": (
         "name the output's dialect, such as --format kohya",
-        "state it: --setting row_order=stacked for an adapter of a base with all of q, then k, then v, as single files have them; row_order=heads for q, k and v head by head, as in the original shards",
-        "store whole matrices with --algorithm full",
-        "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE",
-        "the model shares one tensor for two weights; leave the adapter's part out with --unmatched skip, or merge into the original checkpoint",
-        "use --algorithm full, or …",
-        "use --rank 32 or --rank energy:0.99",
-        "use true, with --sigma-rel",
-        "write --dtype keep, or change --keep-precision",
     ),
 }
 """Reason why no test types a fix → its texts."""
@@ -163,9 +151,9 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
     ),
     "the user corrects a file or a line": (
-        "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "make",
+        "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
-    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
+    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or", "a"),
     "a call in Python": ("bring", "cast", "undo", "see"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),

@@ -25,15 +25,7 @@ from lora_merge.models.architectures.notation import BadRow, Table, parse
 from lora_merge.models.components import LOOSE
 from lora_merge.models.names import Names, names
 from lora_merge.models.weights import WeightView
-from tests.kit.architectures import (
-    ALL,
-    CONVERTERS,
-    RECORDED,
-    header,
-    native_of,
-    recorded,
-    rows,
-)
+from tests.kit.architectures import ALL, CONVERTERS, RECORDED, header, native_of, recorded, rows
 from tests.kit.files import index
 
 

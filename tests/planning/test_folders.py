@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,14 @@ def test_a_tokenizer_that_is_not_there_is_refused(model: Path, value: str, monke
     monkeypatch.chdir(model)
     with pytest.raises(UsageError, match=r"whole tokenizer|no such folder"):
         merged(model, tokenizer=value)
+
+
+def test_a_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
+    shutil.copytree(grown / "ad", grown / "other")
+    file = grown / "other" / "adapter_model.safetensors"
+    save({name: value for name, value in load_file(file).items() if "lora_" in name}, file)
+    with pytest.raises(UsageError, match="several adapter folders hold a tokenizer"):
+        lora_merge.merge(grown / "base", [grown / "ad", grown / "other"], grown / "out", tokenizer="adapter")
 
 
 def test_the_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:

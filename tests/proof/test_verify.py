@@ -576,7 +576,7 @@ def test_a_recipe_does_not_decide_how_strictly_it_is_judged(
     count = 1 + len(changes.get("more", ()))
     inputs: dict[str, Any] = {"base": base, "adapters": [lora] * count} if named else {}
     with pytest.raises(VerificationFailed, match=refused):
-        prove(out, full=True, **inputs)
+        lora_merge.verify(out, full=True, **inputs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
@@ -604,4 +604,4 @@ def test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for(
     assert done.verified is not None
     assert any("1 merged tensor is not proven" in str(note) for note in done.verified["warnings"])
     with pytest.raises(VerificationFailed, match="not proven: the bound is above the change"):
-        prove(out, full=True, options={"compute_dtype": "bf16"})
+        lora_merge.verify(out, full=True, compute_dtype="bf16")

@@ -10,12 +10,7 @@ import torch
 import lora_merge
 from lora_merge.errors import FitError
 from tests.kit.files import load, load_all, save
-from tests.kit.pipelines import (
-    PIPELINES,
-    layers,
-    saved,
-    stable_diffusion,
-)
+from tests.kit.pipelines import PIPELINES, layers, saved, stable_diffusion
 from tests.kit.tensors import Tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -73,7 +73,7 @@ def make_average(
         raise UsageError(f"there is no space {shown(own['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
     if not isinstance(own[MUSUBI], bool) or (own[MUSUBI] and own["sigma_rel"] is None):
         raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(own[MUSUBI])}",
-                         "use true, with --sigma-rel")  # fmt: skip
+                         f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
     moving = {name: own[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=own["weights"], **moving)
     refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]

@@ -21,12 +21,11 @@ from ...models.spellings import Component
 from ...planning.cache import CheckpointCache
 from ...planning.make_plan import Inputs
 from ..dialects import Dialect
-from ..job import AdapterJob
+from ..job import GIVE_BASE, AdapterJob
 from ..joining.names import shape_of
 from ..places import Place, places
 from ..sources import NO_SHAPE, Sources, check_complete, on_base
 
-GIVE_BASE: Final = "give the base model that it was trained on: --base MODEL"
 NOWHERE: Final = Path("the base that was not given")
 
 

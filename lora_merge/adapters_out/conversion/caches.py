@@ -11,9 +11,9 @@ from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...engine.tensors import TensorCache
 from ...errors import UsageError
-from ..job import AdapterJob
+from ..job import GIVE_BASE, AdapterJob
 from ..sources import Sources
-from .assumed import GIVE_BASE, NOWHERE
+from .assumed import NOWHERE
 
 
 class WithoutBase(TensorCache):

@@ -10,7 +10,7 @@ from ...adapter_options import KEEP
 from ...algorithms.whole import FULL, SET
 from ...errors import FitError
 from ..dialects import Dialect
-from ..job import FACTORS, WHOLE, form
+from ..job import FACTORS, GIVE_RANK, WHOLE, form
 from ..joining.targets import is_plain
 from ..outcome.planned import known_rank
 from ..peft.products import TO_LORA
@@ -19,7 +19,7 @@ from ..places import Filled, Place, Share
 from ..rank_rules import EXACT
 from .task import Conversion
 
-GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
+FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
 
 MATRICES: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
@@ -40,7 +40,7 @@ def expect_held(task: Conversion, one: Filled) -> None:
     elif job.algorithm == WHOLE:
         _expect_matrix(place, to)
     elif _is_exact(task, place) and any(known_rank(s.patch) is None for s in shares):
-        raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
+        raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
 
 
 def _expect_kept(task: Conversion, one: Filled) -> None:
@@ -78,7 +78,7 @@ def _expect_magnitudes(one: Filled, to: Dialect, tables: Collection[str]) -> Non
     of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in one.shares)
     if not holds_columns(one, to, tables) and not (of_rows and "magnitude" in to.endings):
         raise FitError(f"{to.name} has no place for this magnitude of DoRA", one.place.name,
-                       "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
+                       TO_LORA)  # fmt: skip
 
 
 def _expect_matrix(place: Place, to: Dialect) -> None:

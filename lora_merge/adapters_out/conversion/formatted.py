@@ -20,7 +20,7 @@ from ...errors import FitError, MergeError
 from ...files.checkpoint import open_checkpoint
 from ...matching.remarks import NO_ALPHA
 from ...methods import COMBINATIONS
-from ...models.chosen import leave_out
+from ...models.chosen import or_leave_out
 from ...planning.cache import CheckpointCache
 from ...planning.recipe import KEY
 from ...progress import Progress, unwatched
@@ -83,8 +83,9 @@ def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
     known = sources.inputs.names.shapes if sources.inputs else {}
     head = next((t.key for t in sources.targets if known and t.key not in known), "")
     if to.folder and head:
-        raise FitError(TRAINED_APART, head, "give a base that stores both (tie_word_embeddings: false), or leave the "
-                       f"head out: {leave_out([head])}")  # fmt: skip
+        raise FitError(
+            TRAINED_APART, head, or_leave_out("give a base that stores both (tie_word_embeddings: false)", [head])
+        )
     return to
 
 

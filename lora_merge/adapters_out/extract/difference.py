@@ -19,7 +19,7 @@ from ...engine.placement import finite, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
 from ...errors import InputError
 from ...files.checkpoint import Index
-from ...models.chosen import leave_out
+from ...models.chosen import or_leave_out
 from ...models.weights import RowSlice, Weight, WeightView
 from ..layers import beyond_fp64
 from ..truncation.effect import NOTHING, Totals, squares_of_rows, totals_of
@@ -28,8 +28,6 @@ from .rounding import DIGITS, NARROW, SAMPLE, mean_square
 
 HELD: Final = 2**24
 """Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
-
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
     if not math.isfinite(totals.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
         sound = all(bool(finite(block).all()) for _, block in old.blocks())
         side, view = (tuned, pair.tuned) if sound else (base, there or pair.tuned)
-        fix = f"use another checkpoint of the training, or leave it out: {leave_out(pair.place.keys)}"
+        fix = or_leave_out("use another checkpoint of the training", pair.place.keys)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}", fix)
     if bool(moved.any()) and "F64" in dtypes and not 0 < totals.squares < math.inf:
         raise beyond_fp64(pair.name, "large" if totals.squares else "small")

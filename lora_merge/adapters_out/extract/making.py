@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
-from ...models.chosen import leave_out
+from ...models.chosen import or_leave_out
 from ..conversion.expected import vector_ending
 from ..conversion.made import Made, value_made, whole_made
 from ..dialects import COPIED
-from ..job import AUTO, FACTORS, WHOLE
+from ..job import AUTO, FACTORS, IN_FULL, WHOLE
 from ..joining.targets import Target
 from ..layers import Cut, Storage, Wanted
-from ..outcome.layer import Layer
+from ..outcome.layer import STACKED, Layer
 from ..peft.tables import TABLE
 from ..places import Place
 from ..rank_rules import EXACT, NOISE, Rule, choose
@@ -31,16 +30,10 @@ from .difference import Difference
 from .kronecker import kronecker
 from .task import ERROR, SKIP, Extraction
 
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
-
-def _without(found: Difference) -> str:
-    """Return the option that leaves out this weight, and that of every other layer."""
-    return f"leave them out: {leave_out(found.pair.place.keys, alike=True)}"
-
-
-def _full(found: Difference) -> str:
-    return f"use --algorithm full, or {_without(found)}"
+def _stacked(found: Difference) -> FitError:
+    """Return the error for weights of stacked experts; they can be left out, with those of every other layer."""
+    return FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, found.pair.place.keys, alike=True))
 
 
 def measured(made: Made | None, found: Difference) -> Made | None:
@@ -72,7 +65,7 @@ class Extractor:
         """Return the factors of tiny matrices of one shape."""
         shape, matrix = found[0].pair.place.view.shape, found[0].pair.place.view.matrix
         if matrix[0] != shape[0]:
-            raise FitError(STACKED, found[0].pair.name, _full(found[0]))
+            raise _stacked(found[0])
         alpha = self.alpha
 
         def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
@@ -132,7 +125,7 @@ class Extractor:
         if not self.task.to.copies:
             raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
         if found.change.shape[0] != where.view.shape[0]:
-            raise FitError(STACKED, where.name, _without(found))
+            raise _stacked(found)
         layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
@@ -154,7 +147,7 @@ class Extractor:
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
-            raise FitError(STACKED, target.name, _full(found))
+            raise _stacked(found)
         if (rows := self._few_rows(found)) is not None:
             moved = found.change.of_rows(rows).dense()
             ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)

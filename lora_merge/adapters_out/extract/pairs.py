@@ -9,7 +9,7 @@ from typing import Final
 
 from ...errors import FitError
 from ...files.checkpoint import Index
-from ...models.chosen import Chosen, leave_out
+from ...models.chosen import Chosen, or_leave_out
 from ...models.names import AVERAGES, Names
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
@@ -174,7 +174,7 @@ def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
     lost = {p.component for p in absent} - {p.place.component for p in found}
     kept = sorted({p.place.component for p in found})
     keys = [p.view.row_slices[0].key for p in absent]
-    fix = f"choose what both have: --include {' --include '.join(kept)}" if lost and kept else (
-        ", or leave them out: ".join(filter(None, (ITS_BASE, leave_out(keys)))))  # fmt: skip
+    both = f"choose what both have: --include {' --include '.join(kept)}"
+    fix = both if lost and kept else or_leave_out(ITS_BASE, keys)
     are = plural(len(absent), "parameter of the base is", "parameters of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

@@ -14,8 +14,8 @@ from ...models.guess import architectures, seen
 from ...models.names import of_the_denoiser
 from ...models.prefixes import prefixed
 from ...shapes import Shape
+from ..job import GIVE_BASE
 
-GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
 SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 

@@ -21,9 +21,7 @@ Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, of those that change it."""
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
-GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
 STACKED: Final = "the weights of stacked experts have no factors in these formats"
-IN_FULL: Final = "store whole matrices with --algorithm full"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ...matching.patch import Patch
 from ...methods import COMBINATIONS
 from ...text import Note
 from ..dialects import dialect
-from ..job import AUTO, FACTORS, WHOLE, AdapterJob
+from ..job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
 from ..joining.targets import Target, is_plain
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..rank_rules import COUNT, EXACT, SAME
@@ -22,7 +22,7 @@ from ..report import AdapterReport
 from ..sources import Sources, open_sources, ruled
 from ..truncation.need import note
 from ..written import CONTENTS, Spelling
-from .layer import GIVE_RANK, IN_FULL, NOT_LOW_RANK, STACKED
+from .layer import NOT_LOW_RANK, STACKED
 from .outcome import Facts, coverage, output_dtype, planned
 
 

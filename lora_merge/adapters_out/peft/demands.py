@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from ...errors import FitError, UsageError
-from ..conversion.assumed import GIVE_BASE
 from ..dialects import Dialect
+from ..job import GIVE_BASE
 from ..places import Place
 from .folder import BIAS, EXPERT, whole_modules
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ...algorithms import ALGORITHMS
 from ...errors import FitError
-from ...models.chosen import leave_out
+from ...models.chosen import or_leave_out
 from ..dialects import Dialect
 from ..places import Place, Share
 
@@ -34,4 +34,4 @@ def expect_table(place: Place, to: Dialect) -> None:
     alone."""
     if "up_bias" in to.endings and "table_up" not in to.endings:
         raise FitError(f"{to.name} has no place for factors of an embedding", place.label,
-                       f"use kohya or comfy, or leave it out: {leave_out(place.keys)}")  # fmt: skip
+                       or_leave_out("use kohya or comfy", place.keys))  # fmt: skip

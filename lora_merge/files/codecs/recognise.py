@@ -84,8 +84,6 @@ UNMARKED: Final = "nvfp4 without a mark, whose scales may lie in tiles (ComfyUI)
 MARKED: Final = (
     "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"
 )
-FIXES: Final = {SVDQUANT: LOADED, UNMARKED: MARKED}
-"""Format → what to do, where it is something else."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class Quantised:
 
     how: str = ""  # format and the tensor that shows it, for messages
     parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
-    fix: str = FIX
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -111,10 +108,11 @@ class Quantised:
         """Raise InputError if the merge changes quantised tensors, by an adapter or by another dtype."""
         if not self.parts:
             return
+        fix = _instead(self.how)
         if any(map(self.holds, changed)):
-            raise self._refusal(path, "")
+            raise self._refusal(path, fix)
         if dtype != "keep":
-            raise self._refusal(path, ", or with --dtype keep: what the adapter changes is not quantised")
+            raise self._refusal(path, f"write --dtype keep, as what the adapter changes is not quantised; or {fix}")
 
     @contextmanager
     def blamed(self, path: Path) -> Iterator[None]:
@@ -124,18 +122,22 @@ class Quantised:
         except FitError as e:
             if not self.parts:
                 raise
-            raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
+            raise self._refusal(path, _instead(self.how), f"; {e.what}: {e.where}") from e
 
-    def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
-        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", f"{self.fix}{other}")
+    def _refusal(self, path: Path, fix: str, beside: str = "") -> InputError:
+        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", fix)
+
+
+def _instead(how: str) -> str:
+    """Return what to do instead of a merge into weights of a format, with which `how` begins."""
+    return LOADED if how.startswith(SVDQUANT) else MARKED if how.startswith(UNMARKED) else FIX
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
     """Return the quantised parts of all components of a pipeline."""
     inside = {f"{name}.{part}".removesuffix(".") for name, found in parts.items() for part in found.parts}
     how = (f"{found.how}, in {name}" for name, found in parts.items() if found.parts)
-    fix = (found.fix for found in parts.values() if found.parts)
-    return Quantised(next(how, ""), frozenset(inside), next(fix, FIX))
+    return Quantised(next(how, ""), frozenset(inside))
 
 
 def recognised(
@@ -183,11 +185,10 @@ def quantised(
         found = {part: f"{UNMARKED}, it has {name}" for part in found}
     if found:
         how = next(iter(found.values()))
-        fix = next((fix for what, fix in FIXES.items() if how.startswith(what)), FIX)
-        return Quantised(_as_told(how, told), frozenset(found), fix)
+        return Quantised(_as_told(how, told), frozenset(found))
     for key, what in METADATA.items():
         if key in metadata and not packed:
-            return Quantised(f"{what}, its metadata has {key}", frozenset({""}), FIXES.get(what, FIX))
+            return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
     if told and not packed:
         return Quantised(f"{told.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
