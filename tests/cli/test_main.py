@@ -702,7 +702,7 @@ def test_pipe_without_a_reader_is_refused_before_the_work(
 @pytest.mark.skipif(os.name == "nt", reason="links need a right there")
 @pytest.mark.parametrize("place", ["loop/r.json", "file/r.json", "none/r.json", "tty"])
 def test_place_that_no_report_can_have_is_refused_before_the_work(
-    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Below a link to itself, below a file that may be written, below a dangling link; a terminal that is gone."""
     (tmp_path / "loop").symlink_to("loop")
@@ -711,7 +711,7 @@ def test_place_that_no_report_can_have_is_refused_before_the_work(
     if place == "tty":
         monkeypatch.setattr(streams, "_stream", lambda _: failed(errno.ENXIO))
     out = tmp_path / "o.safetensors"
-    code, _, err = run(model, style, "-o", out, "--report", tmp_path / place)
+    code, _, err = run(model, model, "-o", out, "--report", tmp_path / place)
     assert (code, "cannot be written there" in err) == (2, True), err
     assert not out.exists()
 
