@@ -156,8 +156,8 @@ def unmerge(
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
     Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
-    report says by how much. A merge that cut numbers (`on_overflow="saturate"`) or was no sum is refused. The base
-    itself, where it is at hand, is exact.
+    report says by how much. A merge that may have cut numbers (`on_overflow="saturate"`) or was no sum is refused. The
+    base itself, where it is at hand, is exact.
 
     Parameters:
         merged: A file or a folder that adapters were merged into.

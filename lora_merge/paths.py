@@ -108,6 +108,11 @@ def expand(path: str | Path) -> Path:
     return plain if os.path.realpath(plain) == os.path.realpath(found) else found
 
 
+def real_path(path: Path) -> Path:
+    """Return the path behind all links. `Path.resolve` raises RuntimeError for a link to itself before Python 3.13."""
+    return Path(os.path.realpath(path))
+
+
 def input_path(path: str | Path) -> Path:
     """Return the path of an input as `expand` does, with the ending of the file that is there if it lacks one.
 

@@ -71,7 +71,7 @@ EVERY = "".join(chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) 
 HIDDEN = [c for c in EVERY if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c != "\t"]
 """Controls, directions of writing, zero widths, tags and line ends, as Python's Unicode has them."""
 
-INVISIBLE = ["\u034f", "\u115f", "\u3164", "\ufe0f", "\uffa0", "\U000e0101"]
+INVISIBLE = ["\u034f", "\u115f", "\u3164", "\ufe0f", "\uffa0", "\U000e0101", "\U000e01f0", "\U000e0fff"]
 """Ignorable by default, in other categories: joiners, fillers and selectors of variants."""
 
 

@@ -14,6 +14,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Final
 
+from ..paths import real_path
 from .templates import NoSuchName
 
 LOOKED_AT: Final = 300_000  # names in folders, for all patterns of one jobs file; a second
@@ -79,7 +80,7 @@ class Search:
 
     def _leads_back(self, path: Path, entry: os.DirEntry[str]) -> bool:
         """Return whether it is a link to a folder that it lies in."""
-        return entry.is_symlink() and (self.folder / path).resolve().is_relative_to(Path(entry.path).resolve())
+        return entry.is_symlink() and real_path(self.folder / path).is_relative_to(real_path(Path(entry.path)))
 
     def _entries(self, path: Path) -> list[os.DirEntry[str]]:
         """Return what lies in a folder; nothing for a path that is not a folder, or that cannot be read."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, cause, failure
+from ..paths import real_path
 from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -183,11 +184,13 @@ class ReportFile:
             self._streams, self._written = self._fd >= 0, False
             present = exists(self.path)
             if not self._streams and not (
-                os.access(self.path.parent, os.W_OK) and (not present or os.access(self.path, os.W_OK))
+                is_folder(self.path.parent)
+                and os.access(self.path.parent, os.W_OK)
+                and (not present or os.access(self.path, os.W_OK))
             ):
                 self._open(0 if present else os.O_CREAT)
         except OSError as e:
-            if e.errno == errno.ENXIO:
+            if e.errno == errno.ENXIO and self.path.is_fifo():
                 raise UsageError("nobody reads the pipe", f"{flag} {text}",
                                  "start its reader first, or choose a file") from e  # fmt: skip
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE) from e
@@ -214,7 +217,7 @@ class ReportFile:
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Return whether the report is this file, or lies in this folder: anywhere in a new one, else over a file."""
-        here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
+        here, there, present = real_path(self.path), real_path(path), self.path.exists()
         inside = there in here.parents and (new or present)
         return here == there or inside or (present and same(self.path, path))
 

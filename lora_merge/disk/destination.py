@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UsageError
-from ..paths import WEIGHTS, WINDOWS, exists, forbidden
+from ..paths import WEIGHTS, WINDOWS, exists, forbidden, real_path
 from ..text import listed, plural
 from .volumes import same
 from .writer import elsewhere, failure
@@ -31,7 +31,7 @@ def check_output(
     """
     with failures(target):
         if ".." in target.parent.parts:  # new/../name exists as soon as new is made
-            target = Path(os.path.realpath(target.parent), target.name)
+            target = real_path(target.parent) / target.name
         protect(target, inputs)
         _check_name(target, folder=folder)
         check_kind(target, overwrite=overwrite, folder=folder)
@@ -48,7 +48,7 @@ def protect(target: Path, inputs: Iterable[Path]) -> None:
     """Raise UsageError if the output would replace one of these files, or a folder that holds one."""
     if not exists(target):
         return
-    real = Path(os.path.realpath(target))
+    real = real_path(target)
     found = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
     if found is not None:
         what = f"the output would replace the base, an adapter or another file that is read: {found.name}"

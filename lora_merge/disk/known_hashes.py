@@ -15,7 +15,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from ..errors import MergeError
 from ..limits import from_json
 from .files import open_regular
 from .pages import PAGE
+from .publish import put_file
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system
 
@@ -34,7 +34,7 @@ SMALLEST: Final = 16 << 20  # bytes; smaller files are not remembered: they are 
 SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
 MOST: Final = 4096  # files; the oldest entries are removed
 LARGEST: Final = 4 << 20  # bytes of the file with the entries; several times what `MOST` entries need
-ABANDONED: Final = 3600.0  # seconds after which a temporary file is removed: its writer is dead
+PRIVATE: Final = 0o600  # mode of the files in the cache folder
 
 SAMPLES: Final = 16  # blocks of a file that the signature of its entry covers
 KEY_BYTES: Final = 32
@@ -121,22 +121,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         key = _key() or _new_key(folder)
         new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
         kept = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
-        for part in folder.glob(".sha256.*"):
-            if time.time() - part.stat().st_mtime > ABANDONED:
-                part.unlink()
-        _put(cache_file(), json.dumps(dict(kept)).encode())
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that only the user can read, completely or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".sha256.")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
+        put_file(cache_file(), json.dumps(dict(kept)).encode(), mode=PRIVATE)
 
 
 def _ours(path: Path, others: int = 0o022) -> bool:
@@ -161,7 +146,7 @@ def _key() -> bytes | None:
 
 def _new_key(folder: Path) -> bytes:
     key = secrets.token_bytes(KEY_BYTES)
-    _put(folder / "key", key)
+    put_file(folder / "key", key, mode=PRIVATE)
     return key
 
 

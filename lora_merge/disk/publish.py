@@ -23,7 +23,7 @@ from ..errors import MergeError, UsageError
 from ..process import begin_commit, kept_back, uninterrupted
 from .destination import check_kind, check_output, failures
 from .system import CAN_OPEN_FOLDERS, PLAIN_FLAGS, swap_names
-from .temporary import LOCK, OLD, create, moved, release, remove, sibling, sweep, try_lock
+from .temporary import LOCK, NEW, OLD, create, moved, release, remove, sibling, sweep, try_lock
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Errors of the disk itself. Any other error means that the file system does not support the call."""
@@ -86,6 +86,8 @@ def replacing(
                 sync_folder(target.parent)  # a failing disk shows here, before the rename
                 if not LOCK and not _same(_look(part), os.fstat(lock)):
                     raise OSError(errno.EIO, REPLACED, str(part))
+                if overwrite:
+                    _keep_modes(target, part)
                 begin_commit()
                 old = _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
                 done = True
@@ -99,18 +101,21 @@ def replacing(
             _unmake(made)
 
 
-def put_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """Write a small file next to outputs: a card, a page, a report. It is complete and on the disk, or not there.
+def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
+    """Write a small file: a card, a page, a report, remembered digests. It is complete and on the disk, or not there.
 
-    A link at the path is replaced, and never followed. Signals wait until it is written. Raises MergeError.
+    A link at the path is replaced, and never followed. Signals wait until it is written. `mode`: the permissions, also
+    of a file that replaces one with others; without it, those of the old file, or the usual ones. Raises MergeError.
     """
     with failures(path), kept_back():
         check_kind(path, overwrite=overwrite)
         with suppress(OSError):
             sweep(path.parent)
-        part, lock = create(path, folder=False)
+        part, lock = create(path, folder=False, mode=NEW if mode is None else mode)
         try:
             part.write_bytes(content)
+            if mode is None:
+                _keep_modes(path, part)
             _sync(part)
             with _turn(path.parent):
                 old = _publish(part, path, overwrite=overwrite, replaces=os.path.lexists(path))
@@ -198,8 +203,6 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
     rename is undone and the old output has its name again. Where the file system can neither swap nor link names, the
     old file is lost at that point, and the new one stays.
     """
-    if overwrite and target.exists():
-        _keep_modes(target, part)
     old: Path | None = None
     if overwrite and replaces:
         old = _swap_folder(part, target) if part.is_dir() else _swap_file(part, target)

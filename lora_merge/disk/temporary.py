@@ -31,6 +31,8 @@ ROOM: Final = NAME_LIMIT - len("..0123456789ab.lora-merge.part.lock")
 """Bytes of the target's name in the name of its temporary file; of a longer name, the beginning."""
 SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
 
+NEW: Final = 0o666  # permissions of a new file, before the umask
+
 LOCK: Final = "" if CAN_LOCK else ".lock"
 """Ending of the file that a run locks while it writes a temporary file; "" where that is the temporary file itself."""
 
@@ -38,15 +40,18 @@ _swept: dict[Path, float] = {}
 """Folder → time of its last search."""
 
 
-def create(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """Make a temporary file or folder and lock it; return its path and the descriptor with the lock."""
+def create(target: Path, *, folder: bool, mode: int = NEW) -> tuple[Path, int]:
+    """Make a temporary file or folder and lock it; return its path and the descriptor with the lock.
+
+    `mode`: permissions of a file, from which the system takes those of its umask.
+    """
     while True:
         part = sibling(target)
         locked = part.with_name(part.name + LOCK)
         try:
             if LOCK:
                 locked.touch(exist_ok=False)
-            _make(part, folder=folder)
+            _make(part, folder=folder, mode=mode)
         except FileExistsError:  # a network disk lost the reply to the first attempt: the random name is ours
             remove(part)
             continue
@@ -62,12 +67,12 @@ def create(target: Path, *, folder: bool) -> tuple[Path, int]:
             raise
 
 
-def _make(part: Path, *, folder: bool) -> None:
+def _make(part: Path, *, folder: bool, mode: int) -> None:
     """Make the temporary file or folder; FileExistsError if the name is taken, also by a link."""
     if folder:
         part.mkdir()
         return
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         os.close(fd)
     except OSError:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
+from ..paths import real_path
+
 Mode = Literal["auto", "direct", "buffered"]
 
 MOUNTS: Final = Path("/proc/self/mountinfo")  # Linux's table of what is mounted where
@@ -43,7 +45,7 @@ def file_system(path: Path) -> str:
     """Return the type of the file system of `path`, which need not exist yet, such as `ext4`; "" if unknown."""
     if not MOUNTS.exists():
         return ""
-    here, best, kind = f"{_existing(path).resolve()}/".replace("//", "/"), "", ""
+    here, best, kind = f"{real_path(_existing(path))}/".replace("//", "/"), "", ""
     for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]:
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4]).rstrip("/") + "/"
@@ -74,7 +76,7 @@ def same(a: Path, b: Path) -> bool:
             return True
     except OSError:
         return False  # one of them is not there
-    a, b = Path(os.path.realpath(a)), Path(os.path.realpath(b))
+    a, b = real_path(a), real_path(b)
     return a != b and str(a).casefold() == str(b).casefold() and ignores_case(a.parent)
 
 

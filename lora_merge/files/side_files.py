@@ -15,6 +15,7 @@ from ..disk.files import StoredTensor, unreadable
 from ..dtypes import TABLE
 from ..errors import InputError
 from ..limits import from_json
+from ..paths import real_path
 from ..shapes import Shape
 from ..text import listed
 from .checkpoint import Index
@@ -120,7 +121,7 @@ def refuse_links_outside(base: Index, sides: Mapping[str, Path]) -> None:
 
 def _leads_out(path: Path, folder: Path) -> bool:
     """Return whether a file is a link to a place outside of a folder and of the model cache that holds the folder."""
-    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    root, target = real_path(folder), real_path(path)
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
     return {root, *blobs}.isdisjoint(target.parents) and not _is_blob(target)
 

@@ -25,6 +25,7 @@ from ..files.file_uses import UNPLACED, Folder
 from ..models.names import Names
 from ..models.weights import whole
 from ..options import Unmatched
+from ..paths import real_path
 from ..text import Note, listed, plural, quoted
 
 NO_PLACE: Final = "no tensor of the base has these names"
@@ -47,10 +48,10 @@ def with_trained_weights(
     uses, index = [], adapter.index
     tensors, headers = dict(index.tensors), dict(index.headers)
     strange, notes = [*adapter.strange], [*adapter.notes]
-    of_base = {path.resolve() for path in {info.file for info in base.values()}}
+    of_base = {real_path(path) for path in {info.file for info in base.values()}}
     for use in (f for f in (folder.files if folder else ()) if f.why == UNPLACED):
         path = index.path / use.name
-        if path.resolve() in of_base:
+        if real_path(path) in of_base:
             uses.append(use._replace(why=IS_BASE))
             continue
         try:

@@ -162,6 +162,7 @@ def _job(
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options["map"] = folder / recipe.map_name
+        # an input that no later run reads: it needs no sync
         options["map"].write_text(recipe.map_text, encoding="utf-8")
     return recipe.job(paths, output, **options)
 

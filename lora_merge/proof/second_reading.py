@@ -96,7 +96,7 @@ def compare(
         own = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         factor = partial(strength, ref.strength, ref.parts, seen.places.blocks)
-        for claim in claims(index.tensors, numbers, seen, factor):
+        for claim in claims(index.tensors, numbers, seen, factor, copies):
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, own, shapes)
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}

@@ -55,12 +55,12 @@ def plan_unmerge(
 
 
 def _expect_sum(recipe: Recipe, made: Path) -> None:
-    """Raise FitError for a merge that is no sum, or that cut numbers."""
+    """Raise FitError for a merge that is no sum, or that may have cut numbers."""
     if (method := recipe.options.get("method", SUM)) != SUM:
         raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
-            "the merge cut numbers that its dtype cannot hold (--on-overflow saturate), which nothing brings back",
+            "the merge may have cut numbers that the dtype cannot hold (--on-overflow saturate): nothing restores them",
             str(made), _instead(recipe),
         )  # fmt: skip
 

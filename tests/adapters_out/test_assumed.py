@@ -70,19 +70,23 @@ def test_a_part_that_is_left_out_has_zero_rows_where_its_size_is_known(folder: P
     assert all(torch.allclose(wanted[k], got[k], atol=1e-6) for k in wanted)
 
 
-def sd3(last: int, blocks: int = 2) -> Tensors:
+KOHYA_SD3 = "lora_unet_joint_blocks_{}_context_block_adaLN_modulation_1.lora_up.weight"
+DIFFUSERS_SD3 = "transformer.transformer_blocks.{}.norm1_context.linear.lora_B.weight"
+
+
+def sd3(last: int, blocks: int = 2, up: str = KOHYA_SD3) -> Tensors:
     """An adapter for the modulation of the text stream of SD3, whose last block has a third of the rows."""
     found: Tensors = {}
     for n in range(blocks):
-        name = f"lora_unet_joint_blocks_{n}_context_block_adaLN_modulation_1"
-        found[f"{name}.lora_up.weight"] = rand(last if n == blocks - 1 else 48, 2, seed=n)
-        found[f"{name}.lora_down.weight"] = rand(2, 8, seed=n)
+        found[up.format(n)] = rand(last if n == blocks - 1 else 48, 2, seed=n)
+        found[up.format(n).replace("_up", "_down").replace("_B", "_A")] = rand(2, 8, seed=n)
     return found
 
 
 ASKS = {
     "the rows of a part": (parts(every=False), "kohya", "leaves out single_transformer_blocks.0.proj_mlp"),
     "the last block": (sd3(48), "diffusers", "which block is the last one"),
+    "the last block in diffusers' words": (sd3(48, up=DIFFUSERS_SD3), "kohya", "which block is the last one"),
     "the only block": (sd3(16, 1), "diffusers", "which block is the last one"),
     "the model": ({"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}, "kohya", "fit no model"),
     "a name": (
@@ -110,10 +114,7 @@ def test_the_last_block_is_told_by_its_rows(tmp_path: Path) -> None:
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="diffusers")
     before, after = load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "b.safetensors")
     for n, order in ((0, range(48)), (1, [*range(8, 16), *range(8)])):
-        up = after[f"transformer.transformer_blocks.{n}.norm1_context.linear.lora_B.weight"]
-        assert torch.equal(
-            up, before[f"lora_unet_joint_blocks_{n}_context_block_adaLN_modulation_1.lora_up.weight"][list(order)]
-        )
+        assert torch.equal(after[DIFFUSERS_SD3.format(n)], before[KOHYA_SD3.format(n)][list(order)])
 
 
 def test_a_formula_that_reads_the_base_asks_for_it(folder: Path, tmp_path: Path) -> None:

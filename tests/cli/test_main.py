@@ -691,6 +691,33 @@ def test_pipe_without_a_reader_is_refused_before_the_work(
     assert not out.exists()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+@pytest.mark.parametrize("place", ["loop/r.json", "file/r.json", "none/r.json", "tty"])
+def test_place_that_no_report_can_have_is_refused_before_the_work(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Below a link to itself, below a file that may be written, below a dangling link; a terminal that is gone."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "none").symlink_to("nowhere")
+    (tmp_path / "file").touch(mode=0o777)
+    if place == "tty":
+        monkeypatch.setattr(streams, "_stream", lambda _: failed(errno.ENXIO))
+    out = tmp_path / "o.safetensors"
+    code, _, err = run(model, model, "-o", out, "--report", tmp_path / place)
+    assert (code, "cannot be written there" in err) == (2, True), err
+    assert not out.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+@pytest.mark.parametrize("option", ["--report", "--html"])
+def test_link_to_itself_is_replaced_like_other_links(
+    run: Run, tmp_path: Path, model: Path, style: Path, option: str
+) -> None:
+    (tmp_path / "loop.html").symlink_to("loop.html")
+    assert run(model, style, "-o", tmp_path / "o.safetensors", option, tmp_path / "loop.html")[0] == 0
+    assert (tmp_path / "loop.html").is_file() and not (tmp_path / "loop.html").is_symlink()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no such pipes")
 @pytest.mark.parametrize("place", ["p", "/dev/fd/{}", "link"])
 def test_pipe_with_a_reader_gets_the_report_or_the_failure(
@@ -785,7 +812,7 @@ def test_report_in_a_folder_that_allows_no_new_file_is_written_in_place(
         inode = place.stat().st_ino
         with monkeypatch.context() as patch:
             if mounted:
-                patch.setattr(publish, "create", lambda *_, **__: busy())
+                patch.setattr(publish, "create", lambda *_, **__: failed())
             else:
                 patch.setattr(os, "access", lambda path, *rest: path != folder and really(path, *rest))
             report = streams.ReportFile(str(place))
@@ -797,8 +824,8 @@ def test_report_in_a_folder_that_allows_no_new_file_is_written_in_place(
         assert place.stat().st_ino == inode
 
 
-def busy() -> None:
-    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+def failed(number: int = errno.EBUSY) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.few(2)

@@ -160,20 +160,34 @@ def test_a_strange_file_in_its_place_is_none(files: Path) -> None:
     os.mkfifo(cache_file())
     assert recall() == {}
     assert merged(files) == sha(files / "base.safetensors")
-    assert len(recall()) == 2
+    assert recall() == {}  # nothing but files and links is replaced
+    cache_file().unlink()
     cache_file().write_text("{" + " " * known_hashes.LARGEST + "}")
     assert recall() == {}
-
-
-def test_what_a_killed_process_left_is_removed(files: Path) -> None:
-    cache_file().parent.mkdir(parents=True)
-    old, new = (cache_file().with_name(f".sha256.{n}") for n in ("old", "new"))
-    for path, age in ((old, 2), (new, 0)):
-        path.touch()
-        then = time.time() - age * known_hashes.ABANDONED
-        os.utime(path, (then, then))
     merged(files)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert len(recall()) == 2
+
+
+@pytest.mark.parametrize("name", ["key", "sha256.json"])
+def test_files_that_others_can_read_or_write_are_replaced_by_private_ones(files: Path, name: str) -> None:
+    """Their permissions are not taken over, as those of an output that is replaced are."""
+    cache_file().parent.mkdir(mode=0o700, parents=True)
+    cache_file().with_name(name).write_bytes(bytes(known_hashes.KEY_BYTES))
+    cache_file().with_name(name).chmod(0o666)
+    merged(files)
+    assert {p.name: p.stat().st_mode & 0o777 for p in cache_file().parent.iterdir()} == {
+        "key": 0o600,
+        "sha256.json": 0o600,
+    }
+    assert len(recall()) == 2
+
+
+def test_digests_are_on_the_disk_before_they_have_their_name(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file with that name after a power cut would be read as no digests, an empty key as none."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd, fsync=os.fsync: (synced.append(os.fstat(fd).st_ino), fsync(fd)))
+    merged(files)
+    assert {p.stat().st_ino for p in (cache_file(), cache_file().with_name("key"), cache_file().parent)} <= {*synced}
 
 
 def test_without_a_place_for_it_all_works(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

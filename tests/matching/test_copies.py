@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import InputError
+from lora_merge.errors import InputError, VerificationFailed
+from lora_merge.matching.conflicts import DuplicateCheck
 from tests.kit.files import load, save
 from tests.kit.tensors import Tensors, rand
 
@@ -49,10 +50,9 @@ def test_modules_of_one_weight_with_other_alphas_are_no_copies(
         lora_merge.plan(base, save(twice(*alphas), tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
 
 
-@pytest.mark.parametrize("pattern", [{}, {"diffusion_model.m.a": 6}])
-def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict[str, int]) -> None:
-    """No tensor states it: the bytes of both modules are equal."""
-    folder = tmp_path / "adapter"
+def peft_twice(folder: Path, pattern: dict[str, int]) -> tuple[Path, Path]:
+    """A base and an adapter folder with the same factors under two names; no tensor states an α."""
+    folder /= "adapter"
     folder.mkdir()
     pair = {"lora_A.weight": rand(2, 8), "lora_B.weight": rand(8, 2, seed=1)}
     save(
@@ -61,9 +61,24 @@ def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict
     )
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "alpha_pattern": pattern, "target_modules": ["a"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    base = save({"m.a.weight": rand(8, 8, seed=2)}, tmp_path / "b.safetensors")
+    return save({"m.a.weight": rand(8, 8, seed=2)}, folder / "b.safetensors"), folder
+
+
+@pytest.mark.parametrize("pattern", [{}, {"diffusion_model.m.a": 6}])
+def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict[str, int]) -> None:
+    base, folder = peft_twice(tmp_path, pattern)
     if pattern:
         with pytest.raises(InputError, match="two modules of the adapter change the same weight"):
             lora_merge.plan(base, folder, tmp_path / "o.safetensors")
         return
-    assert lora_merge.merge(base, folder, tmp_path / "o.safetensors").verified is not None
+    verified = lora_merge.merge(base, folder, tmp_path / "o.safetensors").verified
+    assert verified is not None
+    assert verified["matching"] == {"modules": 1, "proven": 1, "alone": [], "why": {}}
+
+
+def test_a_plan_of_copies_with_other_alphas_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The account of tensors sees equal bytes: only the second reading compares the scale of a copy with the other's."""
+    monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: SPELLINGS[1] in patch.module.name)
+    base, folder = peft_twice(tmp_path, {"diffusion_model.m.a": 6})
+    with pytest.raises(VerificationFailed, match="the scale of an adapter's module"):
+        lora_merge.merge(base, folder, tmp_path / "o.safetensors")

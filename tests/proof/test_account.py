@@ -70,15 +70,20 @@ def test_what_changes_nothing_is_named_with_its_reason(tmp_path: Path) -> None:
 STEMS = ("m.a", "m.a.default", "m.a._orig_mod", "lycoris_m_a", "base_model.model.m.a.default")
 
 
+READ = {"m.a", "lycoris_m_a"}
+"""Names that the second reading knows."""
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("stems", "equal"), [*((pair, True) for pair in combinations(STEMS, 2)), (STEMS[:2], False), (STEMS[2:4], False)]
 )
 def test_one_module_under_two_names(tmp_path: Path, stems: tuple[str, str], *, equal: bool) -> None:
-    """Equal copies are applied once, whichever of the names the second reading knows; others are refused."""
+    """Equal copies are applied once, and confirmed if the second reading knows a name; others are refused."""
     one, two = peft_pair(stems[0], 1), peft_pair(stems[1], 1 if equal else 2)
     if equal:
         assert merged(tmp_path, one | two)["unused"] == 2
+        assert prove(tmp_path / "out.safetensors")["matching"]["proven"] == bool({*stems} & READ)
         return
     with pytest.raises(lora_merge.MergeError) as caught:
         merged(tmp_path, one | two)

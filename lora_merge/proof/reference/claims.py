@@ -7,7 +7,7 @@ not certain are left out. Every claim must be what the plan says (second_reading
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -107,12 +107,15 @@ class Base:
         return frozenset(found)
 
 
-def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
-    """Yield what is certain of an adapter's modules; modules that claim the same place are left out."""
+def claims(
+    tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str] = ()
+) -> Iterator[Claim]:
+    """Yield what is certain of an adapter's modules; modules that claim the same place are left out, but for those
+    whose tensors are all among `copies`, the names of tensors that the plan takes for copies of others."""
     uncertain = _uncertain_prefix(tensors, base)
     certain = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
     read = [replace(group, kind=variant(group, numbers)) for group in certain]
-    yield from _experts(read, numbers, base, strength)
+    yield from _experts(read, numbers, base, strength, copies)
     yield from _tokens(tensors, numbers, base, strength)
     placed = ((group, _place(group, read, base)) for group in read)
     found = [
@@ -120,11 +123,11 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     ]
     if any(_is_stored_in_out(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
-    taken = Counter((_family(group.kind), place.rows) for group, place in found)
+    taken = Counter((_family(group.kind), place.rows) for group, place in found if not _is_copy(group, copies))
     has_copies = any(COPIED in name for name in tensors)
     vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
     for group, place in found:
-        claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] == 1 else None
+        claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
         if claim is not None and claim.kind in STARTED and has_copies:
             continue  # a stored copy may lack the start already, and stand in for the base: the plan compares them
         if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
@@ -152,10 +155,16 @@ def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, s
                 yield Claim(stem, "set", {"diff": info.name}, spans, 1.0)
 
 
-def _experts(read: list[Group], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
+def _is_copy(group: Group, copies: Collection[str]) -> bool:
+    return all(info.name in copies for role, info in group.roles.items() if role not in NUMBERS)
+
+
+def _experts(
+    read: list[Group], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str]
+) -> Iterator[Claim]:
     """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
     found = [(group, *there) for group in read if (there := _stacked(group, numbers, base)) is not None]
-    taken = Counter(place.rows for _, place, _ in found)
+    taken = Counter(place.rows for group, place, _ in found if not _is_copy(group, copies))
     for group, place, path in found:
         scale = numbers.of_experts(group, path, place.shape[0])
         factor = strength(place.rows[0].key, place.network)
