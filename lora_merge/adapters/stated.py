@@ -28,7 +28,7 @@ from ..files.yaml_source import parse
 from ..limits import from_json
 from ..options import is_finite, shown
 from ..text import Note, listed
-from .file import SCALES, AdapterFile, Module, rank_of
+from .file import SCALES, AdapterFile, Module, group, rank_of
 from .peft.rules import METADATA, UNTYPED, PeftRules, by_component, rules
 
 
@@ -216,6 +216,17 @@ def statement(file: AdapterFile) -> Statement:
     ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))})) if tables else ()
     header = _read([table for table in tables if table.header], ranks)
     return header if header.settles else _read(tables, ranks)
+
+
+def side_file(index: Index) -> Path | None:
+    """Return the JSON or YAML file next to an adapter that states the scale of its modules; None without one."""
+    sides = [] if "peft_type" in index.config else [side.path for side in side_texts(index)]
+    if not sides:
+        return None
+    file = group(index)
+    peft = rules_of(file)
+    place = peft.fields.where if peft.aside or peft.components else statement(file).used
+    return next((path for path in sides if place == str(path) or place.startswith(f"{path}: ")), None)
 
 
 def _lacks_alpha(file: AdapterFile) -> bool:

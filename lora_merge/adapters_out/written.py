@@ -20,6 +20,7 @@ from ..dtypes import bytes_of
 from ..files.checkpoint import Index
 from ..files.headers import layout, padded
 from ..files.layouts import PEFT
+from ..planning.recipe import configurations
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
@@ -104,7 +105,8 @@ def recipe(
     found: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
         "tuned" if job.command == "extract" else "adapters": [
-            {**facts(index, digest), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            {**facts(index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
+             "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],
         "options": {**shared, **dict(job.options)}, "residual": float(f"{residual:.6g}"),
