@@ -252,8 +252,10 @@ def _of_header(index: Index) -> Iterator[Table]:
 
 
 def _of_side(side: SideText) -> Iterator[Table]:
-    """Yield the tables of a JSON or YAML file; InputError if it names alpha and cannot be read."""
+    """Yield the tables of a configuration; InputError if it names alpha and cannot be read."""
     try:
+        if side.unread:
+            raise ValueError(side.unread)
         value = from_json(side.text) if side.path.suffix == ".json" else parse(side.text, str(side.path)).value
     except (ValueError, UsageError, InputError) as e:
         if not re.search(r"(?:lora|network)_alpha", side.text):
