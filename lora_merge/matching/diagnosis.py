@@ -222,9 +222,12 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
     groups = [*by_pattern(unmatched).values()][:MOST_ROWS]
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
-    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml"
-    fix = fix if rows else ""
-    return f"{why}; {fix or OWN_BASE}"
+    every = "" if rows else ", with a row for every such name"
+    rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
+    fix = (
+        f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
+    )
+    return f"{why}; {fix}, else {OWN_BASE}"
 
 
 def nearest(name: str, stored: Iterable[str]) -> list[str]:
