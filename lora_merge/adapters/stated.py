@@ -46,7 +46,7 @@ class Meaning(Enum):
 
 ENTRIES: Final[Mapping[str, Meaning]] = {
     **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
-    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's word for α / r; mistral-finetune, args.py
+    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's α / r; mistral-finetune, model/args.py
     **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
     **dict.fromkeys(("r", "rank", "dim", "lora_r", "lora_rank", "lora_dim"), Meaning.RANK),
     **dict.fromkeys(("network_rank", "network_dim", "adapter_rank", "adapter_dim"), Meaning.RANK),
