@@ -326,10 +326,13 @@ def raise_problems(
             fix,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
+        known = (
+            "" if why.startswith("the base is ") else f"{reason}; or "
+        )  # names of layers are nothing to compare with
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{reason}; or leave them out with --unmatched skip",
+            f"{known}leave them out with --unmatched skip",
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(
