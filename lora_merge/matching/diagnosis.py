@@ -332,7 +332,7 @@ def raise_problems(
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{known}leave them out with --unmatched skip",
+            f"{advice}; or leave them out with --unmatched skip",
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(

@@ -129,7 +129,7 @@ def test_a_part_by_its_own_names_goes_below_the_module_that_its_folder_names(mod
 
 REFUSED = {
     "several modules": ("part.bin", CONNECTOR),
-    "have no place": ("new_embeddings.safetensors", {"input_embeddings": torch.ones(2, HIDDEN)}),
+    "rows of new tokens": ("new_embeddings.safetensors", {"input_embeddings": torch.ones(2, HIDDEN)}),
     "have no place in": ("non_lora_trainables.bin", {"base_model.model.other.weight": torch.ones(3)}),
     "only in part": ("x.safetensors", {"model.embed_tokens.weight": torch.ones(12, HIDDEN), "strange": torch.ones(2)}),
 }
