@@ -326,9 +326,8 @@ def raise_problems(
             fix,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
-        known = (
-            "" if why.startswith("the base is ") else f"{reason}; or "
-        )  # names of layers are nothing to compare with
+        # their names are not names of layers, which could be compared with the base's
+        advice = "correct their names" if why.startswith("the base is ") else reason
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
