@@ -99,9 +99,9 @@ def different(one: Input, path: Path) -> str | None:
     if one.config and config_hash(path) != one.config:
         return str(configuration(path) or path)
     if one.stated:
-        file = side_file(open_checkpoint(path, adapter=True))
-        if file is None or sha256(file) != one.stated:
-            return str(file or path)
+        stating = side_file(open_checkpoint(path, adapter=True))
+        if stating is None or sha256(stating) != one.stated:
+            return str(stating or path)
     return None
 
 
