@@ -32,8 +32,8 @@ LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it o
 IS_BASE: Final = "it is the base"
 MOST_LEVELS: Final = 6  # of a name that are taken off
 APPENDED: Final = frozenset({"input_embeddings", "output_embeddings"})
-"""Names of the rows of new tokens that vLLM put behind those of the base (vllm/lora/models.py, until 0.11; written by
-fms-hf-tuning for it). PEFT and transformers do not read them."""
+"""Names of the rows of new tokens that vLLM put behind those of the base (vllm/lora/models.py; fms-hf-tuning
+writes them for it). PEFT and transformers do not read them."""
 
 OTHER_BASE: Final = "use the base of that training"
 APPEND: Final = (
