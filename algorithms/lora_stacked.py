@@ -2,8 +2,8 @@
 
 A is (E, r, in) and B (E, out, r); a factor with a first axis of 1 serves all experts. Tinker shares the outer side of
 each layer, SGLang the inner one of the first and the outer one of the second; SkyRL and Megatron share none. Sources:
-https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge.py, https://github.com/NovaSky-AI/SkyRL #1852,
-https://github.com/sgl-project/sglang pull 21466.
+https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge.py,
+https://github.com/NovaSky-AI/SkyRL #1852, https://github.com/sgl-project/sglang pull 21466.
 """
 
 from __future__ import annotations

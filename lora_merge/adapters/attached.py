@@ -7,15 +7,17 @@ left the layer's own weight at `L.weight`. Source: PEFT 0.21, tuners/tuners_util
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from ..disk.files import StoredTensor
 from ..errors import InputError
-from ..files.checkpoint import Index
+from ..files.checkpoint import Index, adapter_config, of_components
 from ..files.layouts import PEFT
 from ..text import Note, listed, plural, quoted
+from .peft.rules import METADATA
 
 WRAPPED: Final = ("base_layer", "original_module")
 WHOLE: Final = "modules_to_save"
@@ -34,11 +36,13 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     `config`: the adapter_config.json of its training. InputError for several adapters, since a file does not say which
     of them are in use.
     """
+    if index.components:
+        return _of_components(index)
     stored = {name: info for header in index.headers.values() for name, info in header.tensors.items()}
     layers = {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED}
     layers |= {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words)
                if word.startswith(FACTOR) and f"{'.'.join(words[:n])}.weight" in stored}  # fmt: skip
-    if not layers or index.components:
+    if not layers:
         return None
     of_adapter = {name: words for name in stored if (words := _own_words(name, layers))}
     adapters = {words[1] for words in of_adapter.values() if len(words) > 1 and words[1] not in LEAVES}
@@ -67,6 +71,28 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     own = {} if "peft_type" in index.config else index.config
     model = replace(index, tensors=plain, packed={}, config=own).recognised()
     return model, Index(index.path, changes, {}, files, config, headers, notes=(note,))
+
+
+def _of_components(index: Index) -> tuple[Index, Index] | None:
+    """Return the plain pipeline, and one adapter for its components with names as diffusers saves them."""
+    found = {
+        name: both for name, part in index.components.items() if (both := detached(part, adapter_config(part.path)))
+    }
+    if not found:
+        return None
+    plain = of_components(
+        index.path, index.config, {**index.components, **{name: own for name, (own, _) in found.items()}}
+    )
+    changes, stated = dict[str, StoredTensor](), dict[str, Any]()
+    for name, (_, own) in found.items():
+        for key, info in own.tensors.items():
+            inner = f"{name}.{key.removeprefix(PEFT)}"
+            changes[inner] = replace(info, name=inner)
+        stated |= {f"{name}.{field}": value for field, value in own.config.items()}
+    headers = {path: header for _, own in found.values() for path, header in own.headers.items()}
+    notes = tuple(Note(f"{name}: {note}") for name, (_, own) in found.items() for note in own.notes)
+    metadata = {METADATA: json.dumps(stated)} if stated else {}
+    return plain, Index(index.path, changes, metadata, (*headers,), {}, headers, notes=notes)
 
 
 def _words(name: str) -> list[str]:

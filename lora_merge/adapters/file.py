@@ -386,5 +386,10 @@ def rank_of(module: Module) -> int:
     slot = next((s for s in RANK_SLOTS if s in module.slots), None)
     if slot is None or not (shape := module.slots[slot].shape):
         return 0
-    stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
+    up = module.shapes.get("up", ())
+    kernel = up[1:] == (
+        shape[0],
+        *(1 for _ in shape[2:]),
+    )  # a convolution's, which a layer of experts has at rank 1 only
+    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].stacked for name in complete)
     return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]

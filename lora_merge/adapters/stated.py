@@ -28,7 +28,7 @@ from ..files.yaml_source import parse
 from ..limits import from_json
 from ..options import is_finite, shown
 from ..text import Note, listed
-from .file import SCALES, AdapterFile, Module, rank_of
+from .file import SCALES, AdapterFile, Module, group, rank_of
 from .peft.rules import METADATA, UNTYPED, PeftRules, by_component, rules
 
 
@@ -46,7 +46,7 @@ class Meaning(Enum):
 
 ENTRIES: Final[Mapping[str, Meaning]] = {
     **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
-    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's word for α / r; mistral-finetune, args.py
+    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's α / r; mistral-finetune, model/args.py
     **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
     **dict.fromkeys(("r", "rank", "dim", "lora_r", "lora_rank", "lora_dim"), Meaning.RANK),
     **dict.fromkeys(("network_rank", "network_dim", "adapter_rank", "adapter_dim"), Meaning.RANK),
@@ -218,6 +218,17 @@ def statement(file: AdapterFile) -> Statement:
     return header if header.settles else _read(tables, ranks)
 
 
+def side_file(index: Index) -> Path | None:
+    """Return the JSON or YAML file next to an adapter that states the scale of its modules; None without one."""
+    sides = [] if "peft_type" in index.config else [side.path for side in side_texts(index)]
+    if not sides:
+        return None
+    file = group(index)
+    peft = rules_of(file)
+    place = peft.fields.where if peft.aside or peft.components else statement(file).used
+    return next((path for path in sides if place == str(path) or place.startswith(f"{path}: ")), None)
+
+
 def _lacks_alpha(file: AdapterFile) -> bool:
     """Return whether the tensors of some module leave its scale open."""
     return any(m.shared.keys().isdisjoint(SCALES) and not m.slots.keys() <= {"diff"} for m in file.modules)
@@ -241,8 +252,10 @@ def _of_header(index: Index) -> Iterator[Table]:
 
 
 def _of_side(side: SideText) -> Iterator[Table]:
-    """Yield the tables of a JSON or YAML file; one without entries for a file that names alpha and cannot be read."""
+    """Yield the tables of a configuration; one without entries for a file that names alpha and cannot be read."""
     try:
+        if side.unread:
+            raise ValueError(side.unread)
         value = from_json(side.text) if side.path.suffix == ".json" else parse(side.text, str(side.path)).value
     except (ValueError, UsageError, InputError) as e:
         if re.search(r"(?:lora|network)_alpha", side.text):

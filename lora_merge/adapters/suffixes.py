@@ -177,7 +177,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
         # LLMs-from-scratch wraps the layer and keeps it as `linear`
         (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
-        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook weights/_merge_utils.py)
+        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py)
         ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
         # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
         (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),

@@ -39,7 +39,7 @@ from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
 from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
 from .outcome.layer import Kept
-from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, planned
+from .outcome.outcome import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
 from .outcome.planned import known_rank
 from .peft.folder import FLAG, config, differing_ranks, expect_one, task_type
 from .places import Filled, Place, filled, places
@@ -135,7 +135,7 @@ def run(
         layers = {prefix_name(task.to, m.place): m.layer for m in writing.made}
         outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
-                 *_stated_again(job, writing.made), *differing_ranks(own),
+                 *_stated_again(job, writing.made), *differing_ranks(own), *idle_alpha(job, stored=task.to.alpha),
                  *(unread(e.name for e in entries) if own is None else ()),
                  *dict.fromkeys(note for one in writing.made for note in one.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
@@ -180,7 +180,8 @@ def plan(task: Conversion, found: Opened | None = None) -> AdapterReport:
         of_folder = config(made, _before(sources, None), found.everywhere)
         size += len(text_of(of_folder))
     dtype = spoken(Counter(kind for _, layer in own for _, kind, _ in sorted(layer.tensors)).most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *differing_ranks(of_folder))
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *differing_ranks(of_folder),
+             *idle_alpha(job, stored=task.to.alpha))  # fmt: skip
     facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
     return planned(job, facts, layers, size)
 

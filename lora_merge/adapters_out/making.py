@@ -28,7 +28,6 @@ from .outcome.layer import Layer, Stored, without_bytes
 from .rank_rules import EXACT
 from .sources import Sources
 from .truncation.factored import STORED_IN_16
-from .written import Spelling
 
 
 @dataclass
@@ -47,7 +46,7 @@ class GeneralMaker:
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
-        self.stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
+        self.stores_alpha = self.sources.spelling.alpha
         self.notes: dict[Note, None] = {}
 
     def made(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:

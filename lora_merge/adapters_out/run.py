@@ -28,14 +28,14 @@ from .joining.targets import Target
 from .joining.weight_norms import weight_norms
 from .metadata.sizes import tensors_of
 from .outcome.layer import Layer, Stored, waiting
-from .outcome.outcome import Facts, Outcome, Run, coverage, left_out, model_of, output_dtype
+from .outcome.outcome import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype
 from .outcome.planned import memory_note, nbytes, planned_layers, weights_of
 from .proof import Claims, prove
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .side_by_side import on_one_core, side_by_side
 from .sources import Sources
-from .written import Entry, Spelling, drafted, expect_room, unique
+from .written import Entry, drafted, expect_room, unique
 
 if TYPE_CHECKING:
     from .making import GeneralMaker
@@ -65,7 +65,8 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         layers, kept, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros))
+        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros),
+                 *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
@@ -106,7 +107,7 @@ class LayerMaker:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
         told = begin("make", weights_of(self.job, self.sources, self.dtype))
         ranks = self.general.shared_out(told) if self.job.rules.together else {}
-        stores_alpha = Spelling.of(self.sources.adapters[0]).alpha
+        stores_alpha = self.sources.spelling.alpha
         layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[Stored | None]:
@@ -136,7 +137,7 @@ def _entries(
     sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
 ) -> list[Entry]:  # fmt: skip
     """Return the tensors of the output in the order of the layers; FitError where two have one name."""
-    spelling = Spelling.of(sources.adapters[0])
+    spelling = sources.spelling
     found = []
     for target in (part for whole in sources.targets for part in whole.stored):
         if target.label not in layers:

@@ -34,6 +34,7 @@ from ..text import Note, listed, plural
 from .job import GIVE_BASE, AdapterJob
 from .joining.names import body_of, joined, shape_of
 from .joining.targets import Target
+from .written import Spelling
 
 if TYPE_CHECKING:
     from ..planning.make_plan import Inputs
@@ -60,6 +61,13 @@ class Sources:
     inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
     fused: str = KEEP
     """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
+    stores_alpha: bool = False
+    """Whether the result stores α in any case, since it is written again in a dialect that does."""
+
+    @property
+    def spelling(self) -> Spelling:
+        """The spelling of the result: that of the first adapter."""
+        return Spelling.of(self.adapters[0], alpha=self.stores_alpha)
 
 
 def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:

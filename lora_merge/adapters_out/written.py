@@ -20,6 +20,7 @@ from ..dtypes import bytes_of
 from ..files.checkpoint import Index
 from ..files.headers import layout, padded
 from ..files.layouts import PEFT
+from ..planning.recipe import configurations
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
@@ -57,12 +58,12 @@ class Spelling:
     alpha: bool  # whether α is stored; otherwise it equals the rank
 
     @classmethod
-    def of(cls, file: AdapterFile) -> Spelling:
-        """Return the spelling of an adapter's own factors, or kohya's."""
+    def of(cls, file: AdapterFile, *, alpha: bool = False) -> Spelling:
+        """Return the spelling of an adapter's own factors, or kohya's. `alpha`: whether α is stored in any case."""
         seen = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
                        if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
         pair = seen.most_common(1)[0][0] if seen else PAIRS[0]
-        stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
+        stored = alpha or any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
         return cls(*pair, alpha=stored)
 
     def key(self, name: str, parameter: str, slot: str, *, norm: bool = False) -> str:
@@ -104,7 +105,8 @@ def recipe(
     found: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
         "tuned" if job.command == "extract" else "adapters": [
-            {**facts(index, digest), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            {**facts(index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
+             "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],
         "options": {**shared, **dict(job.options)}, "residual": float(f"{residual:.6g}"),

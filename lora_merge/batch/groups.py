@@ -22,6 +22,7 @@ from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
 from ..proof.unmerge import taken_back
 from ..report import Report
+from ..text import Note
 from .commands import Request
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
@@ -34,6 +35,8 @@ TRANSIENT: Final = frozenset(
      errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLCK}
 )  # fmt: skip
 """Failures of disks and networks that may be over in a moment."""
+
+IDLE: Final = "{} of the defaults is left out: it has no effect on this job"
 
 T = TypeVar("T")
 
@@ -145,7 +148,11 @@ def _together(
             last = time.monotonic()
 
 
-def _ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
+def _ended(entry: BatchJob, status: Status, *, report: Report | AdapterReport | None = None, **more: Any) -> JobReport:
+    """Return the report of a job, with the parts of the defaults that it is without."""
+    if report is not None and entry.idle:
+        report = replace(report, notes=(*report.notes, *(Note(IDLE.format(part)) for part in entry.idle)))
+    more["report"] = report
     return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
 
 

@@ -23,6 +23,7 @@ from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
 from ..method_numbers import NAMES
 from ..methods import METHODS, SUM
+from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import exists, expand, home, no_address, of_index
 from ..planning.plan import protected
@@ -61,6 +62,7 @@ class BatchJob:
     template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
     request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
     usual: frozenset[tuple[str, str]] = frozenset()  # (option, part) of the defaults, which may fit other jobs only
+    idle: tuple[str, ...] = ()  # those of them that are left out, as typed: they have no effect on this job
 
     @property
     def inputs(self) -> tuple[Path, ...]:
@@ -76,7 +78,8 @@ class BatchJob:
         if request is not None:
             options = ((n, _without(value, part) if n == name else value) for n, value in request.options)
             request = replace(request, options=tuple(options))
-        return replace(self, job=job, request=request, usual=self.usual - {(option, part)})
+        return replace(self, job=job, request=request, usual=self.usual - {(option, part)},
+                       idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
     @property
     def sources(self) -> tuple[Path, ...]:

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import UsageError
 from ..options import OPTIONS
-from .habits.options import FOREIGN, advice_fits
+from .habits.options import FOREIGN, advice_on
 from .look import DEBUG, EVERYWHERE, FLAG, Color
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
@@ -164,8 +164,8 @@ def _meant(name: str, context: Any) -> str:
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return _in_file(plain)
     near = _alike(plain, known) or [one for one in known if one.startswith(plain)][:3]
-    other = [one for one in _alike(plain, FOREIGN) if advice_fits(FOREIGN[one], known)]
-    return f"did you mean {' or '.join(near)}? " if near else f"{FOREIGN[other[0]]}; " if other else ""
+    other = [advice for one in _alike(plain, FOREIGN) if (advice := advice_on(one, known))]
+    return f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
 
 
 def _in_file(flag: str) -> str:

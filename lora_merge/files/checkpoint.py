@@ -270,6 +270,11 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
         raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
+    return of_components(path, config, parts)
+
+
+def of_components(path: Path, config: Mapping[str, Any], parts: Mapping[str, Index]) -> Index:
+    """Return a pipeline of these components."""
     tensors = {
         f"{part}.{name}": replace(info, name=f"{part}.{name}", stored=info.stored or name)
         for part, index in parts.items()

@@ -1,4 +1,4 @@
-"""The texts of the JSON and YAML files next to an adapter, which may state what its tensors do not."""
+"""The texts of the configurations next to an adapter, which may state what its tensors do not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ..errors import InputError
 from .checkpoint import Index
 from .layouts import SUFFIXES, entries
 
-ENDINGS: Final = (".json", ".yaml", ".yml")
+TOML: Final = ".toml"
+ENDINGS: Final = (".json", ".yaml", ".yml", TOML)
 LONGEST: Final = 1 << 18  # bytes of a configuration; tokenizers and indexes of shards are longer
+LARGEST: Final = 1 << 25  # bytes of a file that is searched for words
 MOST: Final = 64  # files of one folder
 
 
@@ -22,6 +24,7 @@ class SideText(NamedTuple):
     path: Path
     text: str
     certain: bool  # whether it belongs to this adapter: its folder holds no other adapter
+    unread: str = ""  # why its entries are not read; "" for one that is
 
 
 def side_texts(index: Index) -> Iterator[SideText]:
@@ -43,20 +46,23 @@ def side_texts(index: Index) -> Iterator[SideText]:
             continue
         read += 1
         if read > MOST:
-            raise InputError(f"more than {MOST} JSON and YAML files are next to the adapter", str(path.parent),
+            raise InputError(f"more than {MOST} configurations are next to the adapter", str(path.parent),
                              "move the adapter into a folder of its own")  # fmt: skip
         if (text := _text(path)) is not None:
-            yield SideText(path, text, named or whole or not others)
+            long = f"it is longer than {LONGEST >> 10} KiB" if len(text) > LONGEST else ""
+            yield SideText(
+                path, text, named or whole or not others, long or "TOML is not read" * path.name.endswith(TOML)
+            )
 
 
 def _text(path: Path) -> str | None:
-    """Return the text of a small file; None for a longer one, and for one that is not text."""
+    """Return the text of a file; None for one that is too large or no text."""
     try:
         with open_regular(path) as f:
-            raw = f.read(LONGEST + 1)
+            raw = f.read(LARGEST + 1)
     except OSError as e:
         raise unreadable(path, e) from e
     try:
-        return None if len(raw) > LONGEST else raw.decode("utf-8-sig")
+        return None if len(raw) > LARGEST else raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None

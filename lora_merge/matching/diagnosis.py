@@ -222,9 +222,12 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
     groups = [*by_pattern(unmatched).values()][:MOST_ROWS]
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
-    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml"
-    fix = fix if rows else ""
-    return f"{why}; {fix or OWN_BASE}"
+    every = "" if rows else ", with a row for every such name"
+    rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
+    fix = (
+        f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
+    )
+    return f"{why}; {fix}, else {OWN_BASE}"
 
 
 def nearest(name: str, stored: Iterable[str]) -> list[str]:
@@ -324,10 +327,12 @@ def raise_problems(
             fix,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
+        # their names are not names of layers, which could be compared with the base's
+        advice = "correct their names" if why.startswith("the base is ") else reason
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{reason}; or leave them out with --unmatched skip",
+            f"{advice}; or leave them out with --unmatched skip",
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(

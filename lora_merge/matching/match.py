@@ -6,7 +6,7 @@ One error lists all problems of one kind. Nothing here reads weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -36,7 +36,7 @@ from .diagnosis import IDLE, STRANGE, check_scales, check_variant, raise_problem
 from .incomplete import Gap, gaps, incomplete
 from .orientation import Base
 from .pairs import pairs
-from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
+from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
@@ -113,6 +113,7 @@ class MatchBuilder:
         self.shape_errors: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
         self.new_values: dict[tuple[RowSlice, ...], StoredTensor] = {}  # parameters with a new value
         self.duplicates = DuplicateCheck(self.path, self.values)
+        self.has_elements = any(info.nbytes for info in context.adapter.index.tensors.values())
         self.replaced_runs = 0  # of consecutive rows, so far
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
         self.unfit: list[list[str]] = []  # for each module of another shape, the weights of the base that it changes
@@ -166,11 +167,13 @@ class MatchBuilder:
             return None
         return view
 
-    def _lose(self, name: str, tensors: Iterable[StoredTensor], why: str) -> None:
+    def _lose(self, name: str, tensors: Collection[StoredTensor], why: str) -> None:
         """Record a module without a place, or a tensor; it is left out if its network has factor 0."""
         if self.strengths.leaves_out(name):
             self.unused |= dict.fromkeys((info.name for info in tensors), OFF)
             self.remarks.setdefault(LEFT_OUT, {})[name] = None
+        elif self.has_elements and not any(info.nbytes for info in tensors):
+            self.unused |= dict.fromkeys((info.name for info in tensors), NO_LAYER)
         else:
             self.unmatched[name] = why
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..adapters.file import AdapterFile
 from ..adapters.peft.rules import STORED_VALUES
@@ -32,10 +32,25 @@ NO_PLACE: Final = "no tensor of the base has these names"
 LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
 IS_BASE: Final = "it is the base"
 MOST_LEVELS: Final = 6  # of a name that are taken off
+APPENDED: Final = frozenset({"input_embeddings", "output_embeddings"})
+"""Names of the rows of new tokens that vLLM put behind those of the base (vllm/lora/models.py; fms-hf-tuning
+writes them for it). PEFT and transformers do not read them."""
+
+OTHER_BASE: Final = "use the base of that training"
+APPEND: Final = (
+    "append them to the embeddings and the head of the base, save it, and merge into that, with this file elsewhere"
+)
 
 
 class _Ambiguous(Exception):
-    """Several modules of the base have the names and shapes of a file."""
+    """Several modules of the base, named in its arguments, have the names and shapes of a file."""
+
+
+class _Problem(NamedTuple):
+    """Why the weights of a file cannot be placed, and what to do; empty texts without a problem."""
+
+    what: str = ""
+    fix: str = OTHER_BASE
 
 
 def with_trained_weights(
@@ -62,12 +77,12 @@ def with_trained_weights(
             uses.append(use._replace(why=f"it cannot be read: {e.what}"))
             continue
         placed, problem = _placed(path, header, names, base)
-        if problem and unmatched == "error":
+        if problem.what and unmatched == "error":
             first = listed(map(quoted, header.tensors), 3)
-            raise FitError(f"weights that were trained besides the adapter {problem}", f"{path}: {first}",
-                           "use the base of that training; or leave the file out with --unmatched skip")  # fmt: skip
-        if problem or not placed:
-            uses.append(use._replace(why=LEFT_OUT if problem else NO_PLACE))
+            raise FitError(f"weights that were trained besides the adapter {problem.what}", f"{path}: {first}",
+                           f"{problem.fix}; or leave the file out with --unmatched skip")  # fmt: skip
+        if problem.what or not placed:
+            uses.append(use._replace(why=LEFT_OUT if problem.what else NO_PLACE))
             continue
         for info in placed:
             if info.name in tensors:
@@ -87,21 +102,25 @@ def with_trained_weights(
 
 def _placed(
     path: Path, header: Header, names: Names, base: Mapping[str, StoredTensor]
-) -> tuple[list[StoredTensor], str]:
+) -> tuple[list[StoredTensor], _Problem]:
     """Return the tensors of a file under the names of the base's; none, with the problem if there is one."""
     infos = [*header.tensors.values()]
     known = [_key(info, names, base) for info in infos]
     if infos and all(known):
-        return _renamed(infos, [str(key) for key in known]), ""
+        return _renamed(infos, [str(key) for key in known]), _Problem()
     try:
         keys = _below_one_prefix(infos, base, {path.stem, path.parent.name})
     except _Ambiguous as e:
-        return [], f"fit several modules of the base: {e}"
+        named = f"{e.args[0].rpartition('.')[2]}{path.suffix}"
+        return [], _Problem(f"fit several modules of the base: {listed(e.args)}", f"name it {named} if it is for that")
     if keys:
-        return _renamed(infos, keys), ""
+        return _renamed(infos, keys), _Problem()
     if any(known):
-        return [], f"have only in part a place in the base: {sum(map(bool, known))} of {plural(len(infos), 'tensor')}"
-    return [], "have no place in the base" if TRAINED.fullmatch(path.name) and infos else ""
+        count = f"{sum(map(bool, known))} of {plural(len(infos), 'tensor')}"
+        return [], _Problem(f"have only in part a place in the base: {count}")
+    if APPENDED.issuperset(header.tensors) and infos:
+        return [], _Problem("are rows of new tokens, which belong behind those of the base", APPEND)
+    return [], _Problem("have no place in the base" if TRAINED.fullmatch(path.name) and infos else "")
 
 
 def _renamed(infos: Sequence[StoredTensor], keys: Sequence[str]) -> list[StoredTensor]:
@@ -143,7 +162,7 @@ def _below_one_prefix(infos: Sequence[StoredTensor], base: Mapping[str, StoredTe
         named = [prefix for prefix in fitting if hints.intersection(prefix.split("."))]
         chosen = named if len(named) == 1 else fitting
         if len(chosen) > 1:
-            raise _Ambiguous(listed(prefix.rstrip(".") for prefix in chosen))
+            raise _Ambiguous(*(prefix.rstrip(".") for prefix in chosen))
         if chosen and (named or len(infos) > 1 or not chosen[0]):
             return [f"{chosen[0]}{tail}" for tail in tails]
     return []

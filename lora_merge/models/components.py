@@ -26,6 +26,7 @@ CONTAINERS: Final = tuple(
         (r"text_encoders\.(?P<id>\w+)\.(?:transformer\.)?",                        "te"),
         (r"text_encoder(?:_(?P<one>[0-9]{1,9}))?\.",                                      "te"),
         (r"first_stage_model\.|vae\.|pretransform\.model\.",                       "vae"),
+        (r"text_embedding_projection\.",                                           "other"),  # LTX-2's
         (r"model_ema\.",                                                           "ignored"),
     )
 )  # fmt: skip

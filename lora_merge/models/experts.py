@@ -31,7 +31,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Last level of a module's name → the layers of an expert that it holds, in this order.
 
-Sources: https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge.py (w1, w2, w3);
+Sources: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py (w1, w2, w3);
 https://github.com/vllm-project/vllm model_executor/layers/fused_moe/layer.py (w13).
 """
 
@@ -140,11 +140,18 @@ def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architectu
 
 
 def _alone(module: re.Match[str], part: str, expert: int, find: Find) -> WeightView | None:
-    """Return a layer of an expert that the base stores alone. Experts without a gate call their first layer up."""
+    """Return a layer of an expert that the base stores alone. Experts without a gate call their first layer up, so `w1`
+    is that and `w3` is none."""
     owner, mark = module["owner"], _mark(module)
-    names = (*STORED[part], *(STORED["up"] if module["leaf"] == "w1" else ()))
-    found = (find(f"{owner}{mark}{expert}{mark}{name}") for name in names)
-    return next((view for view in found if view is not None), None)
+
+    def layer(part: str) -> WeightView | None:
+        views = (find(f"{owner}{mark}{expert}{mark}{name}") for name in STORED[part])
+        return next((view for view in views if view is not None), None)
+
+    if module["leaf"] not in ("w1", "w3"):
+        return layer(part)
+    gate = layer("gate")
+    return layer("up") if (gate is None) == (module["leaf"] == "w1") else gate if module["leaf"] == "w1" else None
 
 
 def _mark(module: re.Match[str]) -> str:

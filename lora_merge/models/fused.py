@@ -93,13 +93,14 @@ JOINED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 Sources: https://github.com/huggingface/diffusers models/attention.py, models/attention_processor.py (fuse_projections);
 https://github.com/vllm-project/vllm packed_modules_mapping;
-https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge_qwen3_5.py (in_proj_qkv).
+https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_qwen3_5.py (in_proj_qkv).
 """
 
 INSIDE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({**JOINED, "in_proj": ("gate_proj", "x_proj")})
 """Name of a layer of a base → names of layers, trained apart, that are its first rows, in this order.
 
-Source: https://github.com/thinking-machines-lab/tinker-cookbook weights/_merge_nemotron.py (in_proj of Mamba 2).
+Source: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_nemotron.py
+(in_proj of Mamba 2).
 """
 
 

@@ -198,10 +198,15 @@ class Names:
         """
         pattern = self._numbers.sub("#", name), parameter
         if pattern not in self._by_pattern:
-            readings = [(body, [p for p in self.hinted(hint) if p.knows(body, parameter)])
-                        for hint, body in self._readings(name)]  # fmt: skip
+            readings = [(body, self._knowing(hint, body, parameter)) for hint, body in self._readings(name)]
             self._by_pattern[pattern] = [(len(name) - len(body), parts) for body, parts in readings if parts]
         return self._by_pattern[pattern]
+
+    def _knowing(self, hint: str, body: str, parameter: str) -> list[Component]:
+        """Return the networks that a prefix means and that know a name. A part of the denoiser in a single file, which
+        is a network of its own in the base, is meant by names that the denoiser lacks."""
+        found = [p for p in self.hinted(hint) if p.knows(body, parameter)]
+        return [p for p in found if not p.connects] or found if hint in DENOISERS else found
 
     def as_stored(self, view: WeightView) -> WeightView:
         """Return the view with the keys of the base, whose names may be wrapped (`_orig_mod.`)."""

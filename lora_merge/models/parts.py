@@ -211,12 +211,6 @@ def _called(word: str, names: Names) -> list[str]:
     return [p.label for p in names.parts if p.kind == kind or (p.kind in UNSURE and kinds.get(p.label) == kind)]
 
 
-def networks(part: str, names: Names) -> list[str]:
-    """Return the labels of all networks that a part names; the part itself if it names none."""
-    found = [p.label for p in names.parts for own in labels(part, names) if _covers_component(own, p.label)]
-    return list(dict.fromkeys(found)) or [part]
-
-
 def _covers_component(part: str, component: str) -> bool:
     """Return whether the label of a part covers a component: `te` all text encoders, `unet` every denoiser."""
     same = part in DENOISER and component in DENOISER

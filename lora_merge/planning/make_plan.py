@@ -165,7 +165,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     own = base_folder(base)
     read = {path for one in matched.adapters for path in one.adapter.index.files}
     of_adapters = {path for path in read if base.path in path.parents and path not in base.files}
-    within = {path.parent for path in of_adapters} | {ref.path for ref in job.adapters if ref.path == base.path}
+    within = {path.parent for path in {*of_adapters, *read.intersection(base.files)}}
     unpacked = bool(base.packed) and job.dtype != "keep"
     uses = []
     for file in own.files:

@@ -78,7 +78,7 @@ class Quantising:
 NOTHING: Final = Quantising({})
 
 KEEP: Final = "--keep-precision"
-NOT_QUANTISED: Final = "a part without effect: no weight that could be quantised is in it"
+NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised is in it"
 
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
@@ -90,24 +90,34 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
     given = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
-    able = dict(_quantisable(base, names))
-    given.check(able, NOT_QUANTISED)
-    kept = _precise(job, base)
-    chosen = [base.tensors[key] for key, part in able.items() if not kept(key) and not given.cover([key], part)]
-
-    def coded(info: StoredTensor) -> Made | None:
-        one = _blocks(job, base, info) if form is None else form.make(info)
-        taken = one is None or any(t.name in base.tensors and t.name not in base.beside for t in one.beside)
-        return None if taken else one
-
-    made = {info.name: one for info in chosen if (one := coded(info)) is not None}
-    if form is not None and form.section is not None:
-        made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
+    made = _made(job, base, names, form, Parts(KEEP, (), names))
+    if made and given.texts:
+        given.check({key: names.component(key) for key in made}, NOT_QUANTISED)
+        made = _made(job, base, names, form, given)
     if not made:
-        others = any(coded(base.tensors[key]) for key in able)
+        others = any(_coded(job, base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
         fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
     return Quantising(made, dict(_sections(base, made, form)))
+
+
+def _made(job: Job, base: Index, names: Names, form: Form | None, given: Parts) -> Mapping[str, Made]:
+    """Return the weights that are quantised, in their new form. `given`: the parts that keep their numbers."""
+    kept = _precise(job, base)
+    made: dict[str, Made] = {}
+    for key, part in _quantisable(base, names):
+        if not (kept(key) or given.cover([key], part)) and (one := _coded(job, base, form, base.tensors[key])):
+            made[key] = one
+    if form is not None and form.section is not None:
+        made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
+    return made
+
+
+def _coded(job: Job, base: Index, form: Form | None, info: StoredTensor) -> Made | None:
+    """Return the new form of a weight; None if the format or its names have no room for it."""
+    made = form.make(info) if form else _blocks(job, base, info)
+    taken = made is None or any(t.name in base.tensors and t.name not in base.beside for t in made.beside)
+    return None if taken else made
 
 
 def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from ..adapters.stated import side_file
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
 from ..files.seal import SEAL, ZEROS
@@ -110,9 +111,14 @@ def recipe(
     found: dict[str, Any] = {
         "version": __version__,
         "format": FORMAT,
-        "base": _input(job.base, base, left),
+        "base": {**_input(job.base, base, left), **configurations(job.base, None)},
         "adapters": [
-            {**_input(ref.path, index, left), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            {
+                **_input(ref.path, index, left),
+                **configurations(ref.path, index),
+                "strength": ref.strength,
+                "parts": [list(p) for p in ref.parts],
+            }
             for ref, index in zip(job.adapters, adapters, strict=True)
         ],
     }
@@ -137,9 +143,14 @@ def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
     ]}  # fmt: skip
     if folder:
         found["folder"] = True
-    if config := config_hash(path):
-        found["config"] = config
     return found
+
+
+def configurations(path: Path, adapter: Index | None) -> dict[str, str]:
+    """Return the entries of an input with the SHA-256 of its configuration, and of the file that states an adapter's
+    scale."""
+    found = {"config": config_hash(path), "stated": sha256(file) if adapter and (file := side_file(adapter)) else ""}
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def config_hash(path: Path) -> str:

@@ -21,7 +21,7 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name
 from ..job import Adapter
-from ..matching.patch import COPY, OFF, ZEROS, Match, Patch
+from ..matching.patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch
 from ..models.weights import RowSlice
 from ..options import BLOCK_LIST
 from ..planning.plan import Plan
@@ -183,6 +183,8 @@ def _holds(why: str, info: StoredTensor, adapter: Adapter, copies: _Copies) -> b
         return _may_be_off(adapter)
     if why == ZEROS:
         return not np.any(copies.read(info))
+    if why == NO_LAYER:
+        return not info.nbytes
     return why != COPY or copies.has(info)
 
 

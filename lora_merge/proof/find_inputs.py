@@ -11,8 +11,9 @@ from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from ..adapters.stated import side_file
 from ..errors import InputError, UsageError, VerificationFailed
-from ..files.checkpoint import configuration
+from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import of_index
 from ..planning.recipe import config_hash, sha256
 from ..text import quoted
@@ -98,6 +99,10 @@ def different(one: Input, path: Path) -> str | None:
             return str(file)
     if one.config and config_hash(path) != one.config:
         return str(configuration(path) or path)
+    if one.stated:
+        stating = side_file(open_checkpoint(path, adapter=True))
+        if stating is None or sha256(stating) != one.stated:
+            return str(stating or path)
     return None
 
 

@@ -31,6 +31,7 @@ class Input:
     files: tuple[tuple[str, int, str], ...]
     folder: bool
     config: str  # SHA-256 of the configuration that is read with it; empty in recipes without it
+    stated: str  # SHA-256 of the file next to an adapter that states its scale; empty without one
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def input_of(value: Mapping[str, Any]) -> Input:
     files = tuple((_inside(f["name"]), _count(f["size"]), text_of(f["sha256"])) for f in value["files"])
     if not files:
         raise ValueError("an input without files")
-    return Input(text_of(value["name"]), files, bool(value.get("folder")), text_of(value.get("config", "")))
+    return Input(text_of(value["name"]), files, bool(value.get("folder")), text_of(value.get("config", "")),
+                 text_of(value.get("stated", "")))  # fmt: skip
 
 
 def text_of(value: Any) -> str:

@@ -125,7 +125,7 @@ def _unknown(left: Mapping[int, str], index: Index, seen: Base, factor: Strength
 
 
 def _texts(index: Index) -> Iterator[str]:
-    return (side.text for side in side_texts(index))
+    return (side.text for side in side_texts(index) if not side.unread)
 
 
 def _as_floats(base: Index) -> Mapping[str, StoredTensor]:

@@ -80,6 +80,21 @@ def test_stated_alpha_is_divided_by_the_rank_of_each_module(tmp_path: Path, entr
     assert scales(adapter(tmp_path, entries)) == [scale, scale]
 
 
+@pytest.mark.parametrize(("down", "up"), [((4, 5, 3), (6, 4, 1)), ((4, 1, 3), (6, 4, 1)), ((2, 4, 5), (2, 3, 4))])
+def test_rank_of_three_axes_is_that_of_a_convolution_or_of_each_expert(
+    tmp_path: Path, down: tuple[int, ...], up: tuple[int, ...]
+) -> None:
+    kernel = up[-1] == 1
+    factors = {"a.lora_A.weight": torch.randn(down), "a.lora_B.weight": torch.randn(up)}
+    rank = down[0] if kernel else down[1]
+    save_file(factors, tmp_path / "style.safetensors", {"alpha": str(2 * rank), "rank": str(rank)})
+    weight = torch.zeros(6, *down[1:]) if kernel else torch.zeros(2, 3, 5)
+    done = lora_merge.merge_state_dict({"a.weight": weight}, tmp_path / "style.safetensors")["a.weight"]
+    b, a = factors["a.lora_B.weight"], factors["a.lora_A.weight"]
+    product = (b.flatten(1) @ a.flatten(1)).reshape(weight.shape) if kernel else b @ a
+    assert torch.allclose(done, 2 * product, atol=1e-5)
+
+
 def test_stated_patterns_of_peft_hold_for_their_modules(tmp_path: Path) -> None:
     header = {"r": "4", "lora_alpha": "4", "peft_type": "PeftType.LORA", "alpha_pattern": "{'b': 12}"}
     assert scales(adapter(tmp_path, header)) == [1.0, 3.0]
@@ -171,6 +186,21 @@ def test_number_in_a_file_of_unknown_meaning_is_refused_by_its_name(tmp_path: Pa
     path.with_name("notes.json").write_text(text)
     with pytest.raises(InputError, match=r"notes\.json"):
         scales(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("long.json", json.dumps({"x": "y" * (1 << 18), "lora_alpha": 8})), ("own.toml", "lora_alpha = 8\n")],
+)
+def test_configuration_that_is_not_read_is_refused_where_it_names_alpha(tmp_path: Path, name: str, text: str) -> None:
+    path = adapter(tmp_path / "style")
+    path.with_name(name).write_text(text)
+    with pytest.raises(
+        InputError, match=rf"cannot be read: (it is longer|TOML)[\s\S]*{name}[\s\S]*--setting lora_alpha="
+    ):
+        scales(path)
+    path.with_name(name).write_text(text.replace("lora_alpha", "steps"))
+    assert scales(path) == [1.0, 1.0]
 
 
 def test_configuration_of_several_files_is_refused(tmp_path: Path) -> None:

@@ -118,3 +118,28 @@ def test_the_stage_that_loads_is_the_time_in_which_inputs_are_opened(
     report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", format=to, device="cpu")
     assert report.stages["load"] >= 0.05
     assert sum(report.stages.values()) == pytest.approx(report.seconds)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2}])
+def test_a_stated_alpha_is_stored_in_a_dialect_that_has_it_though_the_input_has_none(
+    folder: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    without, out = tmp_path / "without.safetensors", tmp_path / "out.safetensors"
+    given: dict[str, Any] = {"base": folder / "base.safetensors"}
+    lora_merge.convert(folder / "a.safetensors", without, to="diffusers", **given)
+    report = lora_merge.combine([without], out, format="kohya", alpha=7, **given, **options)
+    assert {v.item() for k, v in load_file(out).items() if k.endswith(".alpha")} == {7.0}
+    assert not any("has no effect" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("to", ["diffusers", "peft"])
+def test_a_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: Path) -> None:
+    out = tmp_path / ("out" if to == "peft" else "out.safetensors")
+    given: dict[str, Any] = {"base": folder / "base.safetensors", "alpha": 7, "overwrite": True}
+    reports = [lora_merge.convert(folder / "a.safetensors", out, to=to, **given),
+               lora_merge.combine([folder / "a.safetensors"], out, format=to, **given),
+               lora_merge.resize(out, tmp_path / ("again" + out.suffix), rank=1, **given),
+               plan(make_adapter_job("combine", [folder / "a.safetensors"], out, given["base"],
+                                     {"format": to, "alpha": 7, "overwrite": True}))]  # fmt: skip
+    for report in reports:
+        assert any("--alpha 7 has no effect" in note for note in report.notes), report

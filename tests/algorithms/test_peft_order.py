@@ -23,6 +23,7 @@ from lora_merge.matching.unstored import _targets
 from lora_merge.models.module_order import in_order, tables
 from tests.algorithms.peft_models import MODELS, SMALL
 from tests.kit.peft_oracle import assert_close, save, train
+from tests.models.module_orders import added, joined
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "unilora": (peft.UniLoraConfig, {"r": 3, "theta_d_length": 50}),
@@ -86,6 +87,15 @@ def test_the_order_is_that_of_named_modules(model: str) -> None:
     shuffled = random.Random(4).sample(names, len(names))
     assert in_order(shuffled, model) == names
     assert in_order([], model) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "opt", "FluxTransformer2DModel", "WanTransformer3DModel"])
+def test_the_table_of_orders_is_what_its_generator_makes(name: str) -> None:
+    table = {part: [*orders] for part, orders in tables()[name].items()}
+    made = added({}, name)
+    assert {part: {*orders} for part, orders in made.items()} == {p: {*o} for p, o in joined([table]).items()}
+    assert added({name: {"": ["lm_head model"]}}, name).get("", [""])[0] == "lm_head model"
 
 
 def test_a_class_around_the_model_lists_what_the_model_lists() -> None:

@@ -469,7 +469,7 @@ class LongCatLora(Trained):
 class StackedExperts(nn.Module):
     """Tinker, SkyRL, SGLang: factors of three axes, of which one may be for all experts.
 
-    thinking-machines-lab/tinker-cookbook 78b0202, weights/_merge.py.
+    thinking-machines-lab/tinker-cookbook 78b0202, tinker_cookbook/weights/_merge.py.
     """
 
     def __init__(self, weights: Tensor, up: int, down: int, rank: int = 2, alpha: float = 4.0) -> None:

@@ -104,6 +104,16 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
     assert named <= OWN
 
 
+@pytest.mark.parametrize("command", ["extract base.safetensors tuned.safetensors", "resize lora.safetensors"])
+@pytest.mark.parametrize("option", ["--lora-rank", "--lora_dim", "--network-dim", "--dim", "-r"])
+def test_a_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, option: str, command: str) -> None:
+    """Merges have no rank; commands that write adapters have --rank."""
+    code, _, err = run(*command.split(), option, "16")
+    assert code == 2 and "use --rank N" in err
+    code, _, err = run("base.safetensors", "lora.safetensors", option, "16")
+    assert code == 2 and "resize ADAPTER --rank N" in err
+
+
 @pytest.mark.parametrize(("words", "right"), [
     ("--model base.safetensors --loras lora.safetensors loras/ink.safetensors --ratios 0.8 0,5 --save_to o --precision fp16",
      "base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.5 -o o.safetensors --dtype fp16"),

@@ -254,7 +254,7 @@ def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
     assert quantised("none") == weights | {*KEPT[1:]}
     assert quantised("none", "lm_*") == weights | {KEPT[1]}
     assert quantised("layers.0") == quantised("L00") == quantised("re:layers.0")
-    for text in ("layers.9", "re:nothing", "re:norm", "nothing.*", "te"):
+    for text in ("layers.9", "re:nothing", "re:norm", "lm_head", "nothing.*", "te"):
         with pytest.raises(UsageError, match="without effect") as caught:
             lora_merge.plan(source, lora, dtype="int8", keep_precision=["layers.0", text])
         assert caught.value.where == f"--keep-precision {text}"

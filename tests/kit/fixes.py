@@ -78,7 +78,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/models/test_tied_weights.py::test_one_end_of_a_model_that_cannot_be_parted_is_refused[shared]",
     "use the base it was trained on, or merge all the same with --unmatched skip":
         "tests/matching/test_wrong_pairs.py::test_both_sides_are_named[native/wan-t2v-14B-native/wan-i2v-14B-T2V or 2.2-I2V]",
-    "use the base of that training; or leave the file out with --unmatched skip":
+    "…; or leave the file out with --unmatched skip":
         "tests/planning/test_folders.py::test_weights_without_one_place_are_refused_and_the_fix_works[several modules]",
     "write --dtype bf16":
         "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",

@@ -217,3 +217,18 @@ def test_map_of_names_with_a_mistake_is_refused(text: str, tmp_path: Path) -> No
     (tmp_path / "names.yaml").write_text(text)
     with pytest.raises(lora_merge.MergeError, match=r"names\.yaml, line 1"):
         lora_merge.merge_state_dict({"b.0.q.weight": rand(4, 4)}, {"a.0.q.lora_A.weight": rand(1, 4), "a.0.q.lora_B.weight": rand(4, 1)}, map=tmp_path / "names.yaml")  # fmt: skip
+
+
+def test_error_without_a_row_for_all_modules_says_what_is_true_for_any_base(tmp_path: Path) -> None:
+    """The numbers of the names differ, so no pattern fits; the row of one name does, and the base may be another one."""
+    base = {f"core.{n}.mix.weight": rand(H, H, seed=i) for i, n in enumerate(("one", "two"))}
+    tensors, _ = adapter(base, base, lambda name: name)
+    renamed = {key.replace("core.one", "net.0").replace("core.two", "net.1"): value for key, value in tensors.items()}
+    with pytest.raises(FitError) as error:
+        lora_merge.merge_state_dict(base, renamed)
+    assert ", with a row for every such name, else use the base" in error.value.fix
+    row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
+    assert row is not None
+    (tmp_path / "names.yaml").write_text(row[1])
+    with pytest.raises(UnmatchedModules, match="1 of 2"):
+        lora_merge.merge_state_dict(base, renamed, map=tmp_path / "names.yaml")

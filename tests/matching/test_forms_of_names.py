@@ -135,14 +135,98 @@ def test_a_layer_of_another_name_is_no_part_without_evidence(tmp_path: Path) -> 
         )
 
 
-def test_connectors_of_ltx_2_by_the_names_of_diffusers_on_the_single_file(tmp_path: Path) -> None:
+H = 8
+LTX2 = ("audio_patchify_proj", "patchify_proj", "adaln_single.linear", "audio_adaln_single.linear")
+GPT_OSS = ("model.embed_tokens", "model.layers.0.self_attn.sinks")
+FLUX = ("double_blocks.0.img_mod.lin", "single_blocks.0.modulation.lin")
+SPELLINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[int, ...]], dict[str, str]]] = {
+    "LTX-2 connectors, diffusers": (
+        tuple(f"model.diffusion_model.{name}" for name in LTX2),
+        {"model.diffusion_model.video_embeddings_connector.transformer_1d_blocks.0.attn1.to_q": (H, H),
+         "text_embedding_projection.aggregate_embed": (H, 20)},
+        {"connectors.video_connector.transformer_blocks.0.attn1.to_q":
+         "model.diffusion_model.video_embeddings_connector.transformer_1d_blocks.0.attn1.to_q",
+         "connectors.text_proj_in": "text_embedding_projection.aggregate_embed"},
+    ),
+    "LTX-2.3 connectors, diffusers": (
+        tuple(f"model.diffusion_model.{name}" for name in LTX2),
+        {f"text_embedding_projection.{name}_aggregate_embed": (H, 20) for name in ("video", "audio")},
+        {f"connectors.{name}_text_proj_in": f"text_embedding_projection.{name}_aggregate_embed"
+         for name in ("video", "audio")},
+    ),
+    "GPT-OSS, Tinker": (
+        GPT_OSS, {f"model.layers.0.self_attn.{n}_proj": (H, H) for n in "qkvo"},
+        {f"base_model.model.model.layers.0.attn.{n}_proj": f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"},
+    ),
+    "Flux, DiffSynth-Studio": (
+        FLUX,
+        {"double_blocks.0.img_attn.qkv": (3 * H, H), "double_blocks.0.txt_attn.qkv": (3 * H, H),
+         "double_blocks.0.txt_attn.proj": (H, H), "double_blocks.0.img_mlp.2": (H, 4 * H),
+         "single_blocks.0.linear1": (7 * H, H), "single_blocks.0.linear2": (H, 5 * H),
+         "final_layer.adaLN_modulation.1": (2 * H, H), "vector_in.in_layer": (H, 20)},
+        {"blocks.0.attn.a_to_qkv": "double_blocks.0.img_attn.qkv", "blocks.0.attn.b_to_qkv": "double_blocks.0.txt_attn.qkv",
+         "blocks.0.attn.b_to_out": "double_blocks.0.txt_attn.proj", "blocks.0.ff_a.2": "double_blocks.0.img_mlp.2",
+         "blocks.0.norm1_a.linear": "double_blocks.0.img_mod.lin", "single_blocks.0.to_qkv_mlp": "single_blocks.0.linear1",
+         "single_blocks.0.proj_out": "single_blocks.0.linear2", "single_blocks.0.norm.linear": "single_blocks.0.modulation.lin",
+         "final_norm_out.linear": "final_layer.adaLN_modulation.1", "pooled_text_embedder.0": "vector_in.in_layer"},
+    ),
+    "JoyImage-Edit, DiffSynth-Studio": (
+        ("double_blocks.0.img_attn_qkv", "condition_embedder.time_proj"),
+        {f"double_blocks.0.{s}_mlp.net.{n}": (H, H) for s in ("img", "txt") for n in ("0.proj", "2")},
+        {f"double_blocks.0.{s}_mlp.{n}": f"double_blocks.0.{s}_mlp.net.{own}" for s in ("img", "txt")
+         for n, own in (("proj", "0.proj"), ("out_proj", "2"))},
+    ),
+    "Anima's conditioner, diffusers": (
+        ("net.blocks.0.mlp.layer1", "net.llm_adapter.blocks.0.self_attn.q_proj"),
+        {"net.llm_adapter.blocks.0.mlp.0": (H, H)},
+        {"text_conditioner.blocks.0.mlp.0": "net.llm_adapter.blocks.0.mlp.0",
+         "text_conditioner.blocks.0.self_attn.q_proj": "net.llm_adapter.blocks.0.self_attn.q_proj"},
+    ),
+}  # fmt: skip
+"""Trainer → layers by which the model is known, others with their shapes, name in the adapter → layer."""
+
+
+@pytest.mark.parametrize("trainer", SPELLINGS)
+def test_names_of_a_trainer_mean_the_layers_that_its_converter_says(trainer: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    at = "model.diffusion_model."
-    signs = ("audio_patchify_proj", "patchify_proj", "adaln_single.linear", "audio_adaln_single.linear")
-    base = {f"{at}{name}.weight": torch.randn(8, 8, dtype=torch.float64) for name in signs}
-    key = f"{at}video_embeddings_connector.transformer_1d_blocks.0.attn1.to_q.weight"
-    base[key] = torch.randn(8, 8, dtype=torch.float64)
-    up, down = factors(8, 8)
-    name = "connectors.video_connector.transformer_blocks.0.attn1.to_q"
-    found = merged(base, {f"{name}.lora_B.weight": up, f"{name}.lora_A.weight": down}, tmp_path)
-    torch.testing.assert_close(found[key], base[key] + up @ down, rtol=0, atol=1e-9)
+    signs, layers, names = SPELLINGS[trainer]
+    shapes = {**dict.fromkeys(signs, (H, H)), **layers}
+    base = {name if name.endswith("sinks") else f"{name}.weight": torch.randn(*shape, dtype=torch.float64)
+            for name, shape in shapes.items()}  # fmt: skip
+    adapter, wanted = dict[str, Tensor](), dict(base)
+    for name, layer in names.items():
+        up, down = factors(*shapes[layer])
+        adapter |= {f"{name}.lora_B.default.weight": up, f"{name}.lora_A.default.weight": down}
+        wanted[f"{layer}.weight"] = base[f"{layer}.weight"] + up @ down
+    torch.testing.assert_close(merged(base, adapter, tmp_path), wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0, 0)])
+def test_empty_factors_stand_for_a_layer_that_experts_lack(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Tinker: experts without a gate have w1 and w2, and w3 is stored without elements."""
+    torch.manual_seed(1)
+    at, experts = "backbone.layers.0.mixer.experts.", range(4)
+    base = {f"{at}{e}.{name}.weight": torch.randn(*s, dtype=torch.float64) for e in experts
+            for name, s in (("up_proj", (12, 8)), ("down_proj", (8, 12)))}  # fmt: skip
+    tensors = {
+        "w1.lora_A": (1, 3, 8),
+        "w1.lora_B": (4, 12, 3),
+        "w2.lora_A": (4, 3, 12),
+        "w2.lora_B": (1, 8, 3),
+        "w3.lora_A": shape,
+        "w3.lora_B": shape,
+    }
+    adapter = {f"{at}{name}.weight": torch.randn(*s, dtype=torch.float64) for name, s in tensors.items()}
+    wanted = {}
+    for e in experts:
+        for name, own in (("up_proj", "w1"), ("down_proj", "w2")):
+            up, down = (
+                t[e % len(t)] for t in (adapter[f"{at}{own}.lora_B.weight"], adapter[f"{at}{own}.lora_A.weight"])
+            )
+            wanted[f"{at}{e}.{name}.weight"] = base[f"{at}{e}.{name}.weight"] + up @ down
+    torch.testing.assert_close(merged(base, adapter, tmp_path), wanted, rtol=0, atol=1e-9)
+    save_file(base, tmp_path / "base.safetensors")
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
+    assert "it has no elements" in report.to_json()
+    with pytest.raises(UnmatchedModules):
+        merged(base, {k: torch.zeros(0) for k in adapter if "w3" in k}, tmp_path)

@@ -416,6 +416,23 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
     return text
 
 
+def test_conditioner_of_anima_is_a_part_of_the_single_file_and_a_network_of_the_pipeline() -> None:
+    """Blocks of the denoiser have the same names, which its prefix decides."""
+    block = ("self_attn.q_proj", "self_attn.o_proj", "cross_attn.o_proj", "mlp.2")
+    own = {f"{name}.weight": (8, 8) for name in ("embed", "out_proj", *(f"blocks.0.{one}" for one in block))}
+    found = names(pipeline(transformer=header("diffusers/cosmos2-2B"), text_conditioner=own))
+    for name, key in (
+        ("diffusion_model.llm_adapter.blocks.0.self_attn.q_proj", "text_conditioner.blocks.0.self_attn.q_proj"),
+        ("lora_unet_llm_adapter_blocks_0_cross_attn_o_proj", "text_conditioner.blocks.0.cross_attn.o_proj"),
+        ("text_conditioner.blocks.0.self_attn.q_proj", "text_conditioner.blocks.0.self_attn.q_proj"),
+        ("diffusion_model.blocks.0.self_attn.q_proj", "transformer.transformer_blocks.0.attn1.to_q"),
+    ):
+        view = found.find(name)
+        assert view is not None and [p.key for p in view.row_slices] == [f"{key}.weight"], name
+    with pytest.raises(AmbiguousName):
+        found.find("blocks.0.self_attn.q_proj")
+
+
 @pytest.mark.parametrize("prefix", ["diffusion_model.", "lora_unet_", "model.diffusion_model."])
 def test_connectors_of_ltx2_are_a_part_of_the_single_file_and_a_network_of_the_pipeline(prefix: str) -> None:
     """The words of diffusers' scripts/convert_ltx2_to_diffusers.py."""

@@ -150,7 +150,7 @@ def test_absent_network_needs_factor_0_and_modules_in_the_adapter(
 def test_part_of_the_defaults_of_a_batch_needs_an_effect_on_one_job(
     option: str, files: dict[str, str], tmp_path: Path
 ) -> None:
-    """Jobs that lack it are made without it; a part of one job must fit that job."""
+    """Jobs that lack it are made without it, with a note; a part of one job must fit that job."""
     value: Any = {"strength_for": {"te": 0.5}, "rank_for": {"te": 1}, "exclude": ["te"]}[option]
     merging = option == "strength_for"
     common = {"base": files["base"], "overwrite": True, **({} if merging else {"command": "resize", "rank": 2})}
@@ -159,6 +159,11 @@ def test_part_of_the_defaults_of_a_batch_needs_an_effect_on_one_job(
     ]
     reports = lora_merge.run_batch({"version": 1, "defaults": {**common, option: value}, "jobs": jobs})
     assert [report.ok for report in reports] == [True, True]
+    notes = [
+        "left out: it has no effect on this job" in report.to_json()
+        for report in sorted(reports, key=lambda r: r.number)
+    ]
+    assert notes == [False, True]
     with pytest.raises(UsageError, match="without effect"):
         lora_merge.run_batch({"version": 1, "defaults": {**common, option: value}, "jobs": jobs[1:]})
     one = [jobs[0], {**jobs[1], option: value}]

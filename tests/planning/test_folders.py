@@ -132,7 +132,7 @@ def test_a_part_by_its_own_names_goes_below_the_module_that_its_folder_names(mod
 
 REFUSED = {
     "several modules": ("part.bin", CONNECTOR),
-    "have no place": ("new_embeddings.safetensors", {"input_embeddings": torch.ones(2, HIDDEN)}),
+    "rows of new tokens": ("new_embeddings.safetensors", {"input_embeddings": torch.ones(2, HIDDEN)}),
     "have no place in": ("non_lora_trainables.bin", {"base_model.model.other.weight": torch.ones(3)}),
     "only in part": ("x.safetensors", {"model.embed_tokens.weight": torch.ones(12, HIDDEN), "strange": torch.ones(2)}),
 }
@@ -306,3 +306,41 @@ def test_a_model_folder_that_holds_an_adapter_is_a_base_and_an_adapter(model: Pa
     (file,) = {*(model / "ad").glob("*.safetensors")}
     assert lora_merge.merge(model / "base", base, model / "as-adapter").changed == report.changed, file
     assert inspect(base)["kind"] == "checkpoint"
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_adapters_attached_inside_the_components_of_a_pipeline_are_merged(tmp_path: Path, *, stated: bool) -> None:
+    """Each component is a plain model then; its own adapter_config.json states α, else α is the rank."""
+    base, wanted = tmp_path / "base", dict[str, dict[str, torch.Tensor]]()
+    parts = {"transformer": "diffusion_pytorch_model", "text_encoder": "model", "vae": "diffusion_pytorch_model"}
+    base.mkdir()
+    for seed, (part, stem) in enumerate(parts.items()):
+        (base / part).mkdir()
+        (base / part / "config.json").write_text("{}")
+        weights = {f"{part[0]}.blocks.{n}.to_q.weight": rand(HIDDEN, HIDDEN, seed=seed + n) for n in range(2)}
+        wanted[part] = dict(weights)
+        if part != "vae":
+            name = f"{part[0]}.blocks.0.to_q"
+            up, down = rand(HIDDEN, 2, seed=7 + seed), rand(2, HIDDEN, seed=9)
+            weights |= {
+                f"{name}.base_layer.weight": weights.pop(f"{name}.weight"),
+                f"{name}.lora_A.style.weight": down,
+                f"{name}.lora_B.style.weight": up,
+            }
+            scale = 3.0 if stated and part == "text_encoder" else 1.0
+            wanted[part][f"{name}.weight"] = wanted[part][f"{name}.weight"] + scale * up @ down
+        save(weights, base / part / f"{stem}.safetensors")
+    if stated:
+        (base / "text_encoder" / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6})
+        )
+    index = {"_class_name": "APipeline", **{part: ["diffusers", "AModel"] for part in parts}}
+    (base / "model_index.json").write_text(json.dumps(index))
+    report = lora_merge.merge(base, [], tmp_path / "out")
+    for part, stem in parts.items():
+        found = load_file(tmp_path / "out" / part / f"{stem}.safetensors")
+        assert found.keys() == wanted[part].keys()
+        assert all(torch.allclose(value, wanted[part][key], atol=1e-5) for key, value in found.items()), part
+    assert lora_merge.verify(tmp_path / "out")["proven"]
+    assert "an adapter is attached inside the model" in report.to_json()
+    assert not (tmp_path / "out" / "text_encoder" / "adapter_config.json").exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lora_merge
 from lora_merge.engine.admission import admit
@@ -351,3 +352,27 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
         torch.set_num_threads(before)
     if sys.platform.startswith("linux"):
         assert {*seen} == {1} and len(seen) in (2, 4)
+
+
+def test_a_file_that_states_the_scale_is_one_of_the_inputs(tmp_path: Path) -> None:
+    """Bytes depend on it: another alpha in it is another merge, for `verify` and for a batch that is run again."""
+    folder = tmp_path / "style"
+    folder.mkdir()
+    base, side, out = tmp_path / "base.safetensors", folder / "training.yaml", tmp_path / "out.safetensors"
+    save({"layer.weight": torch.zeros(6, 5)}, base)
+    save({"layer.lora_A.weight": torch.ones(4, 5), "layer.lora_B.weight": torch.ones(6, 4)},
+              folder / "lora.safetensors")  # fmt: skip
+    side.write_text("lora:\n  alpha: 8\n  rank: 4\n", encoding="utf-8")
+    small = {"command": "resize", "adapters": [str(folder / "lora.safetensors")], "rank": 2,
+             "output": str(tmp_path / "small.safetensors")}  # fmt: skip
+    jobs: dict[str, Any] = {"version": 1, "jobs": [
+        {"base": str(base), "adapters": [str(folder / "lora.safetensors")], "output": str(out)}, small,
+    ]}  # fmt: skip
+    assert {job.status for job in lora_merge.run_batch(jobs)} == {"merged", "made"}
+    assert lora_merge.verify(out, search=[tmp_path])["proven"]
+    assert {job.status for job in lora_merge.run_batch(jobs)} == {"skipped"}
+    side.write_text("lora:\n  alpha: 2\n  rank: 4\n", encoding="utf-8")
+    with pytest.raises(VerificationFailed, match="older or newer") as caught:
+        lora_merge.verify(out, search=[tmp_path])
+    assert "training.yaml" in caught.value.where
+    assert {job.status for job in lora_merge.run_batch(jobs)} == {"failed"}  # another recipe is not replaced

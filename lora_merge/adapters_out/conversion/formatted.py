@@ -27,7 +27,7 @@ from ...progress import Progress, unwatched
 from ...text import Note
 from ..dialects import Dialect, dialect
 from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
-from ..outcome.outcome import Run, output_dtype
+from ..outcome.outcome import Run, idle_alpha, output_dtype
 from ..outcome.planned import plan as plan_in_own
 from ..outcome.planned import planned_layers, ranks
 from ..rank_rules import COUNT, EXACT, SAME, Rule
@@ -56,6 +56,7 @@ def plan(job: AdapterJob) -> AdapterReport:
     from .pretended import pretended
 
     first, second = _both(job, sources, to)
+    sources = replace(sources, stores_alpha=to.alpha)
     own, checkpoints = replace(first, format=to.name), CheckpointCache()
     told = plan_in_own(own, sources)
     dtype = output_dtype(first, sources.adapters)
@@ -67,8 +68,9 @@ def plan(job: AdapterJob) -> AdapterReport:
     layers = {name: {**one, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else one
               for name, one in again.layers.items()}  # fmt: skip
     written = min(told.written, again.written) if job.rules.together else again.written
-    return replace(told, layers=layers, format=again.format, dtype=again.dtype, written=written,
-                   notes=_notes(told, again), disk=Room.at(job.output, told.written + written).facts)  # fmt: skip
+    notes = (*_notes(told, again), *idle_alpha(job, stored=to.alpha))
+    return replace(told, layers=layers, format=again.format, dtype=again.dtype, written=written, notes=notes,
+                   disk=Room.at(job.output, told.written + written).facts)  # fmt: skip
 
 
 def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
@@ -112,7 +114,8 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         job = ruled(job, sources)
         to = _written_in(job, sources)
         if to is not None:
-            return _converted(job, sources, this, to)
+            done = _converted(job, replace(sources, stores_alpha=to.alpha), this, to)
+            return replace(done, notes=(*done.notes, *idle_alpha(job, stored=to.alpha)))
         done = run_in_own(job, sources, this)
     return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
 

@@ -35,7 +35,7 @@ from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
 from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..outcome.layer import Kept, Layer
-from ..outcome.outcome import Facts, Outcome, Run, planned
+from ..outcome.outcome import Facts, Outcome, Run, idle_alpha, planned
 from ..peft.biases import with_biases
 from ..peft.complete import as_table, completed
 from ..peft.folder import config, differing_ranks, expect_one, task_type
@@ -176,7 +176,7 @@ def _facts(found: Opened, layers: int, notes: tuple[Note, ...]) -> Facts:
     rules, algorithm = found.task.job.rules, found.task.job.algorithm
     tasks = [(p.name, p.place.view.matrix, rules.of_layer(p.name, kernel=p.place.kernel)) for p in found.pairs.pairs
              if algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]  # fmt: skip
-    notes = (*notes, *note(tasks, found.task.job.inputs.max_memory))
+    notes = (*notes, *note(tasks, found.task.job.inputs.max_memory), *idle_alpha(found.task.job, stored=found.to.alpha))
     return Facts(_coverage(found, layers), spoken(FILE_DTYPES[found.dtype]), notes, found.to.name, _weights(found))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ...adapters.file import AdapterFile, weight_shape
 from ...adapters.suffixes import split
@@ -34,6 +34,10 @@ from ..report import AdapterReport, numbers_by_block
 from ..sources import Sources
 from ..written import Content, Entry, Proof, put, recipe, write
 from .layer import Layer, numbers_of
+
+IDLE_ALPHA: Final = (
+    "--alpha {alpha:g} has no effect: the output is in words that have no alpha, and its factors hold the whole scale"
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,11 @@ def left_out(zeros: Sequence[str]) -> list[Note]:
     """Return the note about layers that change nothing, if there are any."""
     more = " …" if len(zeros) > 3 else ""
     return [Note(f"not written, because their change is zero: {', '.join(zeros[:3])}{more}")] if zeros else []
+
+
+def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:
+    """Return the note about a number for α that has no effect. `stored`: whether the output has tensors of α."""
+    return [] if stored or isinstance(job.alpha, str) else [Note(IDLE_ALPHA.format(alpha=float(job.alpha)))]
 
 
 def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:

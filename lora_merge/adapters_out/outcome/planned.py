@@ -21,9 +21,9 @@ from ..rank_rules import COUNT, EXACT, SAME
 from ..report import AdapterReport
 from ..sources import Sources, open_sources, ruled
 from ..truncation.need import note
-from ..written import CONTENTS, Spelling
+from ..written import CONTENTS
 from .layer import NOT_LOW_RANK, STACKED
-from .outcome import Facts, coverage, output_dtype, planned
+from .outcome import Facts, coverage, idle_alpha, output_dtype, planned
 
 
 def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
@@ -42,7 +42,10 @@ def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
         factors = layer.rank or known is None  # auto decides when the numbers are known
         layers[target.label] = {"algorithm": FACTORS if factors else WHOLE, "rank": layer.rank and (known or 0)}
     size = planned_size(own, job.rules.linear, [a.index for a in sources.adapters])
-    notes, weights = (*dict.fromkeys(sources.notes), *memory_note(job, sources)), weights_of(job, sources, dtype)
+    notes, weights = (
+        (*dict.fromkeys(sources.notes), *memory_note(job, sources), *idle_alpha(job, stored=sources.spelling.alpha)),
+        weights_of(job, sources, dtype),
+    )
     facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights)
     return planned(job, facts, layers, size)
 
@@ -54,7 +57,7 @@ def _parts(sources: Sources) -> list[Target]:
 def planned_layers(job: AdapterJob, sources: Sources, kind: str) -> list[PlannedLayer]:
     """Return the tensors of every layer: factors at their highest rank, where the numbers decide it. FitError for a
     layer that has no factors."""
-    found, spelling = list[PlannedLayer](), Spelling.of(sources.adapters[0])
+    found, spelling = list[PlannedLayer](), sources.spelling
     for target in _parts(sources):
         (out, cols), whole = target.matrix, target.vector or job.algorithm == WHOLE
         rank = None if whole else planned_rank(job, target)

@@ -102,7 +102,8 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
             _OUTPUT,
         ),
         **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
-        **dict.fromkeys(("--new-rank", "--dim", "-r", "--dynamic-method", "--dynamic-param"), _RANK),
+        **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r", "--dynamic-method", "--dynamic-param"), _RANK),
+        **dict.fromkeys(("--lora-rank", "--lora-r", "--lora-dim", "--network-dim", "--network-rank"), _RANK),
         **dict.fromkeys(("--model-org", "--model-tuned"), _MODELS),
         **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
         "--fp8": "use --dtype fp8_scaled",
@@ -115,7 +116,6 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("--silent", "--no-progress"), _QUIET),
         **dict.fromkeys(("--skip-verify", "--no-check", "--no-verification"), "use --no-verify"),
         **dict.fromkeys(("--threads", "--num-threads"), "leave it out: all cores are used"),
-        **dict.fromkeys(("--rank", "--lora-rank"), _OWN_RANK),
         "--no-overwrite": "leave it out: nothing is overwritten without --overwrite",
         "--no-te": "use --strength-for te=0",
         "--combination-type": "use --method, such as --method ties",
@@ -128,6 +128,9 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
+
+_OTHERWISE: Final = {_RANK: _OWN_RANK}
+"""Advice → the advice for commands without the options in it."""
 
 _FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
 
@@ -146,11 +149,17 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
     if found:
         right = translated(args, known) if command == "merge" else ""
-        advice = {name: FOREIGN[name] for name in found if advice_fits(FOREIGN[name], known)}
+        advice = {name: text for name in found if (text := advice_on(name, known))}
         told = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
         fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
         words = " nor ".join(names[name] for name in found)
         raise UsageError(f"there is no option {words} here", " ".join(given)[:200], fix)
+
+
+def advice_on(name: str, known: Iterable[str]) -> str:
+    """Return the advice on an option of another program to a command with these options; "" without one that fits."""
+    usual = FOREIGN[name]
+    return next((text for text in (usual, _OTHERWISE.get(usual, "")) if text and advice_fits(text, known)), "")
 
 
 def advice_fits(advice: str, known: Iterable[str]) -> bool:
