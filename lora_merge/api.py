@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .adapters_out.report import AdapterReport
 from .boundary import public
-from .job import Adapters, make_job
+from .job import Adapters, adapter_list, make_job
 from .keywords import PythonOptions, VerifyOptions
 from .planning.plan import Plan
 from .process import interruptible
@@ -254,7 +254,8 @@ def verify(  # noqa: PLR0913  # the options of the command
     Parameters:
         output: The merged checkpoint.
         base: Its base. None: the inputs of the recipe in its metadata, found by their hashes.
-        adapters: Its adapters, as for `merge`; given together with `base`.
+        adapters: Its adapters, as for `merge`; given together with `base`. Those without a strength have that of the
+            recipe, or 1.
         search: More folders to search for the inputs, three levels deep.
         full: Whether every byte and every row is compared, not a sample.
         progress: As for `merge`.
@@ -300,7 +301,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .viewing.words.merges import proof_of_adapter, proof_rows
 
     output = input_path(output)
-    stated = make_job(output, adapters, output).adapters if adapters else ()
+    stated = adapter_list(adapters)
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
         if base is None and not stated and made_by(output) in WRITERS:

@@ -167,13 +167,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
-    found = checked(options)
-    adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
-    single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
-    wanted = "a path, or a list of them"
-    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
-    base = input_path(base)
-    adapters = [*summands(adapters)] or [base]  # the adapter that is attached inside the base
+    found, base = checked(options), input_path(base)
+    adapters = adapter_list(adapters) or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
@@ -255,6 +250,15 @@ def _title(path: Path) -> str:
 def _ending(base: Path) -> str:
     """Return the ending of an output, for a base that is a file."""
     return ".gguf" if base.suffix.lower() == ".gguf" else ".safetensors"
+
+
+def adapter_list(adapters: Any) -> list[Any]:
+    """Return what stands for adapters as a list: of paths, of Adapters, and of pairs with a strength."""
+    adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
+    single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
+    wanted = "a path, or a list of them"
+    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
+    return [Path(one) if isinstance(one, PathLike) else one for one in summands(adapters)]
 
 
 def is_pair(value: object) -> bool:

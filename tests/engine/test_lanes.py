@@ -24,9 +24,12 @@ from lora_merge.engine.blocks import Block
 from lora_merge.engine.device.memory import SPILLED, WORKSPACE
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.placement import DeviceStream, Placement, _pinned, land, stage
+from tests.kit import lanes
 from tests.kit.files import load, save
 from tests.kit.lanes import META, Device, Event, expect_no_races
 from tests.kit.tensors import rand
+
+device = lanes.device
 
 LORA = {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32)}
 

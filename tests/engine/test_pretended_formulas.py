@@ -33,7 +33,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended) -> None:
     layers = gpu.Layers(name, "F16")
     want = layers.folded("cpu", "F64")
-    for staged in (gpu.STACKED, gpu.FEW):
+    for staged in (gpu.STAGED, gpu.FEW):
         before = cuda.counts["up"] + cuda.counts["up and waited for"]
         got = layers.folded("cuda:0", "F32", staged)
         assert cuda.counts["up"] + cuda.counts["up and waited for"] > before and not cuda.races

@@ -22,11 +22,14 @@ from lora_merge.files.gguf.types import READ
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit import gguf_files as by_library
+from tests.kit import gguf_models
 from tests.kit.files import load
 from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, normal, style
 from tests.kit.hostile_commands import ADAPTER, LLAMA
 from tests.kit.hostile_commands import gguf as container_of
 from tests.kit.tensors import rand
+
+adapter = gguf_models.adapter
 
 
 def check_kept(base: Path, merged: Path) -> None:

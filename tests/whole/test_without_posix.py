@@ -86,7 +86,7 @@ def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> N
 HALF_WRITTEN = """
 import sys
 from pathlib import Path
-from tests.without_posix import take_away
+from tests.kit.without_posix import take_away
 take_away()
 from lora_merge.disk.publish import replacing
 with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder", contents=["weights"]) as part:
@@ -170,7 +170,7 @@ lora_merge.merge(files / "flux.gguf", files / "flux-style.safetensors", out / "f
 WITHOUT = f"""
 import sys
 from pathlib import Path
-from tests.without_posix import take_away
+from tests.kit.without_posix import take_away
 take_away()
 import lora_merge
 files, out = map(Path, sys.argv[1:])
