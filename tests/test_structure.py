@@ -178,7 +178,7 @@ def test_nothing_is_caught_and_dropped() -> None:
 def test_links_are_followed_by_one_function() -> None:
     """`Path.resolve` raises RuntimeError for a link to itself, before Python 3.13: anybody's path may be one."""
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             assert not (isinstance(node, ast.Attribute) and node.attr == "resolve"), f"{path}:{node.lineno}: real_path"
 
 

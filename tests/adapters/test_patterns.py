@@ -118,6 +118,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_no_pattern_takes_long(name: str) -> None:
     """Each would take Python's engine longer than anyone waits, or most of them."""
@@ -153,6 +154,7 @@ def test_what_is_not_run_is_refused_with_its_field() -> None:
         assert caught.value.where == "the file: alpha_pattern"
 
 
+@pytest.mark.slow
 def test_patterns_of_one_file_share_their_steps() -> None:
     """Ten thousand patterns about ten thousand modules are a hundred million questions."""
     told = rules({"peft_type": "LORA", "rank_pattern": {f"(a|b)*{i}": 3 for i in range(3000)}}, "the file")
@@ -191,7 +193,7 @@ TABLES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
     """What takes time is to parse them, which a module's path would do for each of them once more."""
@@ -203,6 +205,7 @@ def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind:
     assert time.process_time() - started < 4 * slowness()  # 3 of "loop", 0.3 of most
 
 
+@pytest.mark.slow
 def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     parse = limits.pattern
@@ -214,6 +217,7 @@ def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) == 3000
 
 
+@pytest.mark.slow
 def test_parts_of_a_recipe_share_theirs() -> None:
     """Those of all its adapters."""
     base, steps = names_of_nothing(), Steps()
@@ -231,6 +235,7 @@ def names_of_nothing() -> Names:
     return cast("Names", SimpleNamespace(parts=()))  # asked only for parts, and for the blocks that a part names
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])
 @pytest.mark.parametrize("evil", ["options", "alternatives", "loop in a loop"])
 def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:

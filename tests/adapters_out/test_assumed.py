@@ -25,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("adapter", "chain"),
     [("lora", ("diffusers", "comfy", "peft", "kohya")), ("dora", ("diffusers", "kohya")), ("loha", ("comfy", "kohya"))],

@@ -110,6 +110,7 @@ def recursion(paths: list[Path], betas: list[float]) -> dict[str, torch.Tensor]:
     return mean
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("options", "betas"), [
     (["--ema", "0.9"], [0.9, 0.9]),
     (["--ema", "0.9", "--ema-to", "0.5"], [0.9, 0.5]),

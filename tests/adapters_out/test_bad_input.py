@@ -52,6 +52,7 @@ RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
 }
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("what", WRONG)
 def test_damaged_adapters_are_refused_with_their_tensor(what: str, run: str, tmp_path: Path) -> None:
@@ -82,6 +83,7 @@ ODD: dict[str, Tensors] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("what", ODD)
 def test_modules_without_a_change_are_dropped_and_named(what: str, run: str, tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None
         assert any(f"left out: {key}" in line for line in lines(report, verbose=False)) == (to == "diffusers")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("alpha", [1.4e-45, 1e-40, 1e-20])
 @pytest.mark.parametrize("run", ["resize", "combine", "keep"])
 def test_a_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def modules(tensors: dict[str, Any]) -> set[str]:
     return {key.partition(".")[0] for key in tensors}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_chosen_modules_are_written_as_they_are_among_all(
@@ -65,6 +65,7 @@ def test_chosen_modules_are_written_as_they_are_among_all(
     assert modules(some) == {name for name in modules(rest) if "attn2_to_k" in name} != set()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "average factors"])
 def test_formulas_compute_in_the_dtype_that_is_asked_for(command: str, files: Path, tmp_path: Path) -> None:
     one, other = (made(files, tmp_path / "o.safetensors", command, "--compute-dtype", dtype, "--dtype", "fp32",

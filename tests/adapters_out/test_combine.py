@@ -374,6 +374,7 @@ def test_bytes_do_not_depend_on_where_tensors_wait(method: str, pair: tuple[Path
     assert not strays(tmp_path / "new folder")
 
 
+@pytest.mark.slow
 def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     """Square weights under PEFT's names: whether a layer is a Conv1D hangs on all others."""
 

@@ -138,6 +138,7 @@ def test_the_order_of_adapters_does_not_matter(method: str) -> None:
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["normal", "few values", "rising", "one far out"])
 @pytest.mark.parametrize("few", [10, 2**21])
 def test_the_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def deltas(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5, 3e4])
 @pytest.mark.parametrize("method", ["sum", "mean"])

@@ -61,7 +61,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "adapter", "chain"), CHAINS)
 def test_a_chain_of_dialects_changes_nothing(
     folder: Path, tmp_path: Path, model: str, adapter: str, chain: tuple[str, ...]
@@ -94,6 +94,7 @@ def test_what_was_split_is_fused_again_without_rank(folder: Path, tmp_path: Path
     assert back.layers["transformer.single_transformer_blocks.0.attn.to_k"]["rank"] == 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{"algorithm": "lora"}, {"algorithm": "full"}, {"rank": "energy:1"}])
 def test_other_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: Path, options: Any) -> None:
     base, adapter, output = folder / "flux.safetensors", folder / "flux-loha.safetensors", tmp_path / "out.safetensors"
@@ -116,6 +117,7 @@ def test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them(folde
         lora_merge.convert(before, tmp_path / "d.safetensors", to="diffusers", base=base)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [None, "energy:1"])
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not row.alpha])
 def test_an_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
@@ -156,6 +158,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("native", "diffusers"), PAIRS)
 def test_names_do_not_depend_on_the_layout_of_the_base(native: str, diffusers: str) -> None:
     """A base of either layout gives the same modules with the same shapes, in the words of both."""
@@ -275,6 +278,7 @@ def test_peft_has_bias_factors_for_all_layers_or_for_none(tmp_path: Path, bias: 
           merged(tmp_path / "base.safetensors", tmp_path / "o"), 1e-6)  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not (row.folder or row.table)])
 @pytest.mark.parametrize("stem", ["model.layers.{}.self_attn.q_proj", "stack.{}.lin"])
 def test_names_of_language_models_and_of_unknown_models_lead_back_to_them(stem: str, to: str, tmp_path: Path) -> None:
@@ -313,6 +317,7 @@ def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(
         (tmp_path / "b.safetensors").unlink()
 
 
+@pytest.mark.slow
 def test_a_folder_is_replaced_by_a_folder_and_takes_a_file_under_its_own_name(folder: Path, tmp_path: Path) -> None:
     base, lora = folder / "sd1.safetensors", folder / "sd1-lora.safetensors"
     for _ in range(2):
@@ -338,7 +343,7 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     assert {tuple(own[name].reshape(-1).view(torch.uint8).tolist()) for name in downs} <= bits
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
 @pytest.mark.parametrize(
     "options",
@@ -387,6 +392,7 @@ def test_the_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_pa
     assert report.residual > 1e-2
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("largest", [6e4, 1e5, -1e5])
 @pytest.mark.parametrize("options", [{}, {"rank": "energy:1"}, {"algorithm": "full"}], ids=str)
@@ -416,7 +422,7 @@ def test_numbers_too_large_for_the_dtype_of_a_conversion_are_refused(
     torch.testing.assert_close(made, wanted, rtol=2e-3, atol=0)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"format": "diffusers"}, {"dtype": "fp32", "format": "comfy"}], ids=str)
 @pytest.mark.parametrize(("command", "rank"), [("resize", 1), ("resize", 3), ("combine", 2)])
 def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(

@@ -33,6 +33,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 GPU = Placement(torch.device("cuda", 0), torch.float32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("spectrum", [*SPECTRA])
 def test_a_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -> None:
@@ -81,6 +82,7 @@ def test_extract_and_resize_take_the_device_that_is_named(
     assert not cuda.races and not cuda.faults
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_weights_of_one_shape_are_decomposed_together_within_the_memory_of_the_device(
     tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ WRITTEN = [(model, to) for n, model in enumerate(MODELS) for m, to in enumerate(
            if model in EVERY or (n - m) % len(DIALECTS) == 0]  # fmt: skip
 
 
-@pytest.mark.few(41)
+@pytest.mark.few(14)
 @pytest.mark.parametrize(("model", "to"), WRITTEN)
 def test_a_name_leads_back_to_the_rows_that_it_is_written_for(model: str, to: str) -> None:
     """And every weight has a name for each of its rows, no row has two."""
@@ -102,7 +102,7 @@ UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-i
 """Models whose adapters have no names of their own, so that a base has to be given."""
 
 
-@pytest.mark.few(29)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("model", "pair"), [(m, PAIRS[n % len(PAIRS)]) for n, m in enumerate(MODELS) if not m.endswith(ALIKE)]
 )

@@ -253,6 +253,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if row.whole_models])
 @pytest.mark.parametrize("layout", ["native", "diffusers"])
 def test_layouts_of_both_sides_may_differ_in_every_dialect(models: Path, tmp_path: Path, layout: str, to: str) -> None:
@@ -407,6 +408,7 @@ def test_diffusers_has_no_factors_of_an_embedding(tmp_path: Path) -> None:
         lora_merge.convert(made, tmp_path / "b.safetensors", to="diffusers", base=both[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rank", "dtype"), [("2", torch.bfloat16), ("energy:0.9", torch.float16), ("1", torch.float32)]
 )
@@ -439,6 +441,7 @@ def test_many_tiny_weights_are_decomposed_at_once_and_each_has_its_own_factors(
         assert torch.allclose(value.double(), alone[key].double(), rtol=0.01, atol=1e-6), key
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", [(3, 4), (1, 3, 1, 1), (100, 90)])
 @pytest.mark.parametrize(
     "options", [{"rank": "exact"}, {"algorithm": "lokr"}, {"algorithm": "full"}, {"rank": "size:1MiB"}]

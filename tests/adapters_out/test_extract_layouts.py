@@ -40,6 +40,7 @@ CODES = (
 """One format of each way to lay codes and scales out; the others share its decoder."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CODES)
 def test_a_quantised_base_is_compared_by_its_values(name: str, tmp_path: Path) -> None:
     form = FORMS[name]

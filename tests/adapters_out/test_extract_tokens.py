@@ -46,6 +46,7 @@ def test_peft_gives_the_outputs_of_the_tuned_language_model(tmp_path: Path, tied
     assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # of PEFT, about tied weights
 @pytest.mark.parametrize(("tied", "tied_then", "vocabulary"), [(False, False, 23), (True, True, 23), (True, False, 20),
                                                                (False, True, 17)])  # fmt: skip

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("to", ["diffusers", "comfy", "peft"])
 def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, to: str, tmp_path: Path) -> None:
     base, out = folder / "base.safetensors", tmp_path / ("out" if to == "peft" else "out.safetensors")
@@ -52,6 +53,7 @@ def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, t
     assert [*folder.glob(".lora-merge-*")] == [*tmp_path.glob(".lora-merge-*")] == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("command", "more"), [("resize", ["--rank", "2"]), ("average", []), ("combine", ["--rank", "4"])]
 )
@@ -132,6 +134,7 @@ def test_a_stated_alpha_is_stored_in_a_dialect_that_has_it_though_the_input_has_
     assert not any("has no effect" in note for note in report.notes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["diffusers", "peft"])
 def test_a_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: Path) -> None:
     out = tmp_path / ("out" if to == "peft" else "out.safetensors")

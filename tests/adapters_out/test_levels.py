@@ -82,7 +82,7 @@ def test_an_adapter_of_peft_tells_a_level_that_its_base_lacks(tmp_path: Path) ->
     assert before.keys() == after.keys()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"rank": "energy:1"}, {"algorithm": "full"}, {"rank": "energy:1", "format": "peft"},
                                      {"algorithm": "full", "format": "peft"}, {"format": "kohya"}])  # fmt: skip
 def test_a_sum_of_adapters_of_transposed_weights_is_read_again(options: dict[str, Any], tmp_path: Path) -> None:

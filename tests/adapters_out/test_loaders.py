@@ -56,6 +56,7 @@ def trained(model: torch.nn.Module, base: Tensors, to: str) -> Tensors:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_diffusers_loads_and_fuses_what_was_converted(kind: str, tmp_path: Path) -> None:
     """From kohya's words: rows are cut and swapped, and the ranks come from the file's own entry."""
@@ -136,6 +137,7 @@ def written(model: str, to: str) -> set[str]:
     return {DIALECTS[to].key(p.prefix, p.module, "") for p in made}
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("model", [*NATIVE, *DIFFUSERS])
 def test_kohyas_names_are_those_that_its_scripts_make_of_the_model(model: str) -> None:
     """networks/lora*.py: the prefix, then the path of the module with underscores for dots."""
@@ -144,6 +146,7 @@ def test_kohyas_names_are_those_that_its_scripts_make_of_the_model(model: str) -
     assert written(f"diffusers/{model}", "kohya") == expected
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("model", IN_COMFY)
 def test_comfyui_finds_every_name(model: str) -> None:
     """comfy/lora.py: the model's own names, dotted or flat; for some models those of diffusers too."""

@@ -132,6 +132,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", EMBEDDINGS)
 def test_embeddings_stay_embeddings_whatever_their_name(case: str, base: Path, tmp_path: Path) -> None:
     a = trained(tmp_path / "a", lora_alpha=3, **EMBEDDINGS[case])

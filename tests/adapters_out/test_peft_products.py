@@ -55,7 +55,7 @@ def fresh(base: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_pefts_own_folder_goes_to_kohyas_file_and_back(case: str, checkpoint: Path, tmp_path: Path) -> None:
     (kind, options), base = CASES[case], load_file(checkpoint)

@@ -40,7 +40,7 @@ def computed(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> Any:
         return act()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", [("comfy", 1.0), ("keep", 1.0), ("comfy", 1e-6), ("comfy", 1e15)])
 def test_the_file_and_the_report_are_those_of_the_other_way(
@@ -68,6 +68,7 @@ def test_no_torch_is_imported(base: Path, tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(base)], cwd=tmp_path, check=False).returncode == 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slot", ["up", "down"])

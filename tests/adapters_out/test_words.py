@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PAIRS = [(model, first, second) for model in ("sd1", "flux") for first in WORDS for second in WORDS]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("options", [{}, {"algorithm": "full"}, {"rank": 2}], ids=["exact", "full", "rank"])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_all_layers_are_in_the_dialect_of_the_first_adapter(
@@ -66,6 +66,7 @@ def test_all_layers_are_in_the_dialect_of_the_first_adapter(
     assert off**0.5 <= (report.residual * 1.01 + 1e-5) * size**0.5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", EVERY)
 def test_words_of_two_layouts_are_told_apart_without_a_base(model: str) -> None:
     """No two adapters in one dialect are refused, whatever modules they have."""

@@ -151,6 +151,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", FIELDS)
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**64), 1e30, 0.5, "7", [7]])
 def test_a_configuration_with_an_odd_seed_is_refused(tmp_path: Path, kind: str, seed: Any) -> None:

@@ -39,7 +39,7 @@ def runs() -> dict[str, list[tuple[str, str, dict[str, Any], float]]]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("arguments", "modules"), runs().items(), ids=list(runs()))
 def test_a_file_merges_into_the_trained_model(
     arguments: str, modules: list[tuple[str, str, dict[str, Any], float]], tmp_path: Path
@@ -217,6 +217,7 @@ def test_bypass_mode_turns_the_bias_too(algo: str, mode: bool | str | None, entr
     assert report.verified and ("bypass mode" in str(report.coverage)) is turned
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
 @pytest.mark.parametrize("mode", [True, False], ids=["bypass", "rebuild"])
 @pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "ia3"])
@@ -273,6 +274,7 @@ DYLORA = ("locon.LoConModule", {"lora_dim": 4, "alpha": 4.0}, {"algo": "dylora",
 OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "diag-oft", "bypass_mode": "True"})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "shape", "noted"),
     [

@@ -92,6 +92,7 @@ def small(name: str) -> Any:
     return getattr(diffusers, kind)(**options).eval()
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_the_order_is_that_of_the_class(name: str) -> None:
@@ -101,7 +102,7 @@ def test_the_order_is_that_of_the_class(name: str) -> None:
     assert in_order(shuffled, SMALL[name][0]) == names
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_layers_are_counted_as_the_class_lists_them(method: str, name: str, tmp_path: Path) -> None:

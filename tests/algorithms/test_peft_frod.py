@@ -65,7 +65,7 @@ def frod(**options: Any) -> Any:
     return peft.FrodConfig(save_projection=False, progressbar=False, **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["llama", "opt", "gpt2", "t5"])
 @pytest.mark.parametrize("pattern", PATTERNS)

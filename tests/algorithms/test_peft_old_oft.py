@@ -85,6 +85,7 @@ def test_second_generation_turns_inputs_and_scales_outputs(
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("version", ["0.16.0", "0.17.1", None])
 def test_third_generation_doubles_the_last_term(terms: int, version: str | None, tmp_path: Path) -> None:

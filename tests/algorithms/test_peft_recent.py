@@ -37,6 +37,7 @@ PROVEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROVEN)
 def test_merged_files_are_proven(name: str, tmp_path: Path) -> None:

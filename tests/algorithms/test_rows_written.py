@@ -55,6 +55,7 @@ def expect_same(base: Path, one: dict[str, torch.Tensor], other: dict[str, torch
     assert sum(not one[key].equal(before[key]) for key in one) > len(one) // 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", ["exact", "energy:1"])
 def test_strengths_add_up_and_the_order_of_the_adapters_does_not_matter(
     files: Folder, rank: str, tmp_path: Path
@@ -97,6 +98,7 @@ def test_a_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, tm
     expect_same(base, merged(base, [(one, 1.0)]), merged(base, [(other, 1.0)]), 1e-4)
 
 
+@pytest.mark.slow
 def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path: Path) -> None:
     """Every row: cut to 3 and then to 2 is cut to 2, and no larger rank comes back."""
     base, adapters = files[0], factored(files[1])
@@ -111,7 +113,7 @@ def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path
         expect_same(base, wanted, merged(base, [(paths[name], 1.0)]), 1e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", [r for r in ROWS if not row_files.kind(r)])
 def test_a_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: str, tmp_path: Path) -> None:
     """A copied formula whose α cannot hold a strength, such as a rotation, is refused before a proof has to find it."""
@@ -130,6 +132,7 @@ def test_a_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: 
         expect_same(job.base, expect, merged(job.base, [(out, 1.0)], **again), 3e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", [r for r in ROWS if row_files.kind(r)][::6])
 def test_formulas_of_a_configuration_become_factors_or_matrices_and_are_never_copied(row: str, tmp_path: Path) -> None:
     """Their tensors alone would be read as another formula."""

@@ -134,6 +134,7 @@ def low_rank(out: int, width: int, rank: int, seed: int, algorithm: str) -> Tens
 ALGORITHM = ("lora", "loha", "glora", "dora", "lokr")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", ALGORITHM)
 def test_shapes_places_and_threads_change_no_byte(algorithm: str) -> None:
     differ(algorithm, [(33, 17), (16, 1000), (1, 64), (64, 1)], (1, 8))

@@ -112,6 +112,7 @@ def test_other_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
     assert tried > 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "stated", [{"lora_alpha": 4.0}, {"rs_lora": True}, {"over_rank": True}, {"lora_alpha": 4.0, "rs_lora": True}]
 )
@@ -172,6 +173,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
 """Row → entries of PEFT's configuration that the row's file is read with."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("row", ENTRIES)
 def test_what_a_configuration_says_and_leaves_out_means_the_same_to_plan_and_proof(row: str, tmp_path: Path) -> None:
     job = write(row, tmp_path)

@@ -203,7 +203,7 @@ def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
     assert fates(run([job(models, "a.safetensors", strength_for={"unet": 0.5})])) == ["failed"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated", "edited"])
 def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
     jobs, output = grid(models, 2), models / "out" / "1.safetensors"
@@ -243,7 +243,7 @@ def sharded(models: Path) -> Path:
     return models
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [
     "out/config.json", "out/tokenizer.json", "base/tokenizer.json", "base/config.json",
     "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors",
@@ -267,6 +267,7 @@ def test_a_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path
     assert fates(run(jobs)) == ["failed"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_folder_with_a_shard_of_another_merge_is_not_done(sharded: Path, number: int) -> None:
     """The recipe in every shard counts, though only the first names all files of the base."""
@@ -302,6 +303,7 @@ def test_failures_stay_in_their_job(models: Path) -> None:
     assert not (models / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 def test_shards_cost_one_descriptor_each_however_many_jobs(tmp_path: Path) -> None:
     import resource
@@ -457,6 +459,7 @@ def test_an_adapter_is_never_replaced(models: Path, name: str) -> None:
     assert (models / name).read_bytes() == before
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("reads", "writes"),
     [
@@ -525,6 +528,7 @@ def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPat
     assert (len(some), room.needed, room.enough) == (3, 3 * size, False)
 
 
+@pytest.mark.slow
 def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand are planned in 5 s."""
     opened = Counter[str]()
@@ -661,6 +665,7 @@ def test_paths_may_be_given_as_such(models: Path) -> None:
     assert [Path(r.output).name for r in done if r.ok] == ["a.safetensors", "b.safetensors"]
 
 
+@pytest.mark.slow
 def test_names_of_files_are_completed(models: Path) -> None:
     one = {"base": str(models / "base"), "adapters": [str(models / "ink:0.5")], "output": str(models / "v1.5")}
     two = {"command": "resize", "adapters": [str(models / "ink")], "rank": 2, "output": str(models / "small")}
@@ -702,6 +707,7 @@ def test_ctrl_c_ends_the_program_and_leaves_nothing_unfinished(small: Path, work
     assert set(fates(run([job for job in grid(small, 60) if Path(job["output"]) in made]))) == {"skipped"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ValueError])
 def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
@@ -720,7 +726,7 @@ def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     assert fates(run(grid(models, 3))) == ["skipped", "merged", "merged"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["merge", "run_batch"])
 def test_ctrl_c_after_any_system_call_leaves_whole_outputs_and_nothing_else(
     small: Path, call: str, request: pytest.FixtureRequest
@@ -871,6 +877,7 @@ def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
     assert fates(run(jobs)) == ["skipped"]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
     jobs, out = grid(small, 6, device="cpu"), small / "out"
 
@@ -994,7 +1001,7 @@ jobs:
     assert command_line.run(*command, "--workers", "0").code == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_files_in_configs_work(models: Path, path: Path) -> None:
     shutil.copy(path, models)
@@ -1026,6 +1033,7 @@ def test_four_configs_are_shipped() -> None:
     assert len(list(CONFIGS.glob("*.yaml"))) == 4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("broken", [{1}, {3}, {1, 3}, {1, 2, 3}])
 def test_a_quiet_plan_names_every_job_that_cannot_run_and_no_other(models: Path, broken: set[int]) -> None:
     """Its number, its output, and what, where and fix of its own error; a plan that speaks has all jobs besides."""

@@ -46,6 +46,7 @@ def test_the_tables_fit_together() -> None:
     assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
 
 
+@pytest.mark.slow
 def test_each_command_makes_what_it_makes_alone_once(files: Path) -> None:
     a, b, base = (files / f"{name}.safetensors" for name in ("a", "b", "base"))
     lora_merge.merge(base, a, files / "t.safetensors")

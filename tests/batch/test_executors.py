@@ -463,6 +463,7 @@ class FakeRay:
         return SimpleNamespace(remote=lambda *given: self.sent.append(given[0]) if given else None)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("device", "nodes", "asked", "sent"),
     [

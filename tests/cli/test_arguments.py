@@ -57,6 +57,7 @@ def refused(act: Callable[[], object]) -> None:
     assert "\n" not in e.value.what
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(files: Path, options: Mapping[str, Any]) -> None:
     base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "out.safetensors"
@@ -126,6 +127,7 @@ def test_jobs(jobs: Any) -> None:
     refused(lambda: lora_merge.run_batch(jobs))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "wrong", [{"base": None}, {"adapters": (5,)}, {"output": b"x"}, {"dtype": "x"}, {"max_memory": -1}, {"device": 0}]
 )

@@ -64,6 +64,7 @@ def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
     assert "no permission to write" in problem(tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "writes"), [("ext4", "direct"), ("tmpfs", "cached")])
 def test_writes_are_direct_where_a_merge_would_make_them_so(
     kind: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def test_writes_are_direct_where_a_merge_would_make_them_so(
     assert examine(tmp_path, disk_bytes=1 << 20)["auto"]["writes"] == writes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", MIXTURES)
 def test_every_formula_takes_every_mixture_of_dtypes(stored: tuple[str, str]) -> None:
     for name in ALGORITHMS:

@@ -77,6 +77,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     return call
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(("words", "code", "what", "fix"), [
     ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base (0 of 32): the adapter is for an image or video model", "use the base"),
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),

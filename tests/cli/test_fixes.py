@@ -239,6 +239,7 @@ MADE: Final[dict[str, Callable[[Path], Path]]] = {
 """Placeholder of a command → what makes the file, or the folder, in a folder of the test."""
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(("text", "words"), SCENES.items(), ids=SCENES.values())
 def test_a_refused_command_runs_as_its_fix_says(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +260,7 @@ def test_a_refused_command_runs_as_its_fix_says(
     expect_typed(failures, [text])
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("text", sorted({text for text in FOREIGN.values() if OURS.search(text)}))
 def test_an_option_of_another_program_is_answered_with_what_works(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_a_rank_in_words_of_another_program_is_answered_for_the_command(run: Run
     assert code == 2 and "resize ADAPTER --rank N" in err
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("words", "right"), [
     ("--model base.safetensors --loras lora.safetensors loras/ink.safetensors --ratios 0.8 0,5 --save_to o --precision fp16",
      "base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.5 -o o.safetensors --dtype fp16"),
@@ -169,6 +170,7 @@ def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None
     assert f"fix:   {fix}" in err
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("text", "right"), [
     ("lora:0.8;te=0;unet=0.5", "lora.safetensors:0.8,te=0,unet=0.5"), ("lora:0.8 te=0", "lora.safetensors:0.8,te=0"),
     ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora:0.8,=1", "lora.safetensors:0.8,te=1"), ("lora te=0", "lora.safetensors:1,te=0"),
@@ -351,6 +353,7 @@ def test_a_folder_with_a_slash_at_the_end_gets_the_model_inside(run: Run) -> Non
     assert "the output exists" in err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", [["-s", "[0.8, 0.5]"], ["-s", "0.8,0.5"], ["-s", "0.8", "-s", "0.5"]])
 def test_several_strengths(run: Run, words: list[str]) -> None:
     code, out, _ = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", *words, "-o", "a.safetensors")
@@ -358,6 +361,7 @@ def test_several_strengths(run: Run, words: list[str]) -> None:
     assert "0.8×" in out and "0.5×" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_strength_and_a_part_of_one_adapter_go_together(run: Run, at: int) -> None:
     both = ("base.safetensors", "lora.safetensors", "loras/ink.safetensors")
@@ -401,6 +405,7 @@ def test_a_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     assert "fp8_e4m3fn, fp8_e5m2" in err
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("words", "fix"), [
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
@@ -417,6 +422,7 @@ def test_gpu_is_cuda(tmp_path: Path) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", device="gpu").device == "cuda"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("words", [
     "base lora", "combine lora loras/ink", "resize lora --rank 2", "convert lora --dtype bf16", "average lora loras/ink",
     "extract base tuned --rank 1", "extract base tuned --rank 1 --format kohya", "unmerge base lora", "replay made",

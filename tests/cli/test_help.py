@@ -106,6 +106,7 @@ def test_tables_of_algorithms_and_architectures(run: Run) -> None:
     assert "Stable Diffusion 1\tunet\t" in run("architectures")[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
     save(sd1(), tmp_path / "base.safetensors")
@@ -117,6 +118,7 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
     assert any(re.match(r"\s*unet +38", row) for row in found.screen)
 
 
+@pytest.mark.slow
 def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

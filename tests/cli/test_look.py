@@ -28,6 +28,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_a_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_undo_it(
     monkeypatch: pytest.MonkeyPatch, columns: int
@@ -76,6 +77,7 @@ def test_what_a_proof_found_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("✓ verified" in row for row in found.screen)
 
 
+@pytest.mark.slow
 def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An embedding table with more tokens replaces that of the base."""
     save({"model.embed_tokens.weight": rand(6, 4), "lm_head.weight": rand(6, 4)}, tmp_path / "b.safetensors")
@@ -169,6 +171,7 @@ def test_what_doctor_found_is_a_panel(
     assert all(text in told for text in (word, "version", "machine", "auto", *problems))
 
 
+@pytest.mark.slow
 def test_pipes_get_plain_text_and_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a proof is made without torch, which takes a second to import."""
     assert played_here([*MERGE, "-q"], monkeypatch).code == 0

@@ -108,6 +108,7 @@ def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path, model: Path, style: 
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["with space", "ünïcødé 画", "a:b", "odd:1.5x", "C:x"])
 def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
@@ -175,6 +176,7 @@ def test_a_relative_path_in_a_current_folder_that_is_gone_is_one_error(run: Run,
     assert not (lost / "o.safetensors").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", [
     "batch {}/j.yaml", "doctor {}", "unmerge {}/merged.safetensors -o {}/o.safetensors",
     "replay {}/merged.safetensors -o {}/o.safetensors", "compare {}/merged.safetensors {}/base.safetensors",
@@ -230,6 +232,7 @@ BAD_BASES: dict[str, bytes | None] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("kind", BAD_BASES)
 def test_damaged_files(run: Run, tmp_path: Path, style: Path, model: Path, kind: str) -> None:
     bad = tmp_path / "bad.safetensors"
@@ -268,6 +271,7 @@ BAD_ADAPTERS: dict[str, tuple[int, Callable[[Tensors], Tensors]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", BAD_ADAPTERS)
 def test_adapters_that_cannot_be_merged(run: Run, tmp_path: Path, model: Path, kind: str) -> None:
     code, make = BAD_ADAPTERS[kind]
@@ -314,6 +318,7 @@ def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path,
         assert target.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     """One that is there, or one that is not: the file in it gets the name that it has without -o."""
     (tmp_path / "there").mkdir()
@@ -382,6 +387,7 @@ USAGE: dict[str, tuple[int, list[str]]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", USAGE)
 def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
     code, arguments = USAGE[kind]
@@ -718,6 +724,7 @@ def test_link_to_itself_is_replaced_like_other_links(
     assert (tmp_path / "loop.html").is_file() and not (tmp_path / "loop.html").is_symlink()
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(os.name == "nt", reason="no such pipes")
 @pytest.mark.parametrize("place", ["p", "/dev/fd/{}", "link"])
 def test_pipe_with_a_reader_gets_the_report_or_the_failure(
@@ -828,7 +835,7 @@ def failed(number: int = errno.EBUSY) -> None:
     raise OSError(number, os.strerror(number))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("line", "code"),
@@ -847,6 +854,7 @@ def test_what_cannot_be_told_undoes_nothing(tmp_path: Path, model: Path, style: 
 ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
 
 
+@pytest.mark.slow
 def test_names_command_no_terminal(tmp_path: Path) -> None:
     """Names of tensors come from strangers; what a terminal would obey is told as JSON escapes it."""
     evil = "\nerror: forged\x1b[2J\x07\x9b0m\x85"

@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_the_stages_and_then_a_panel(
     folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -52,6 +53,7 @@ def test_a_terminal_shows_the_stages_and_then_a_panel(
         assert word in shown
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_python_is_told_every_stage_and_all_of_its_bytes(folder: Path, tmp_path: Path, command: str) -> None:
     steps: list[Step] = []

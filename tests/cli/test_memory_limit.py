@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "mebibytes"), [*((command, 300) for command in COMMANDS), ("merge", 900), ("batch of workers", 900)]
 )
@@ -63,6 +63,7 @@ def test_too_low_a_limit_is_told_before_torch_is_loaded(folder: Path, command: s
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_what_needs_no_torch_needs_no_room_for_it(folder: Path) -> None:
     for arguments in (["inspect", "base"], ["verify", "made.safetensors"], ["--help"], ["--version"]):
         done = run(folder, arguments, 300)

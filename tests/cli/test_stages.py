@@ -354,6 +354,7 @@ def test_an_observer_that_fails_is_named_once_and_called_no_more(logged: list[st
     assert "the run goes on: ValueError: broken" in message and __file__ in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seconds", [0.1, 60], ids=["slow", "stuck"])
 def test_an_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.5)

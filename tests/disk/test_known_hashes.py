@@ -91,6 +91,7 @@ def patched(base: Path) -> None:
     os.utime(base, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [rewritten, replaced, patched])
 def test_a_changed_file_is_hashed_again(files: Path, change: Callable[[Path], None]) -> None:
     base = files / "base.safetensors"
@@ -115,6 +116,7 @@ def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.
     assert list(recall()) == [state(files / "base.safetensors")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["tmpfs", "squashfs", "nfs4", "fuseblk", "vfat", ""])
 def test_what_keeps_no_true_times_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(known_hashes, "file_system", lambda _: kind)
@@ -302,7 +304,7 @@ def forged_link() -> bool:
     return True
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_memory_is_none(files: Path, forgery: str) -> None:
     """Neither does a recipe lie nor is a job skipped; what is remembered afterwards is right again."""

@@ -115,7 +115,7 @@ SCENES = [
 flush of the folder after a rename fails, so that this run takes its rename back."""
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.skipif(not temporary.CAN_LOCK, reason="runs take turns by a lock")
 @pytest.mark.parametrize(("names", "folder", "overwrite", "old", "failing"), SCENES)
 def test_a_run_that_succeeds_has_its_output_there(

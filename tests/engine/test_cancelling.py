@@ -89,6 +89,7 @@ def test_what_is_left_of_terms_that_cancel_is_right(method: str, name: str, tmp_
         assert torch.equal(held[key], tensor)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["strengths", "strengths of some layers", "tensors"])
 def test_a_device_finds_terms_that_cancel(name: str, tmp_path: Path, cuda: Pretended) -> None:
     want = exact(BASE, CASES[name])

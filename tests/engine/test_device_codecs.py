@@ -58,7 +58,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((ours != theirs).double().mean())
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "".join(v))
 def test_codes_are_decoded_and_encoded_on_the_device(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +75,7 @@ def test_codes_are_decoded_and_encoded_on_the_device(
     assert "cuda:0" in used and not cuda.races and not cuda.faults
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q3_K", "Q5_K", "IQ4_XS", "MXFP4", "NVFP4", "TQ1_0"])
 def test_blocks_of_gguf_are_made_on_the_device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = by_library.write(tmp_path / "base.gguf", "flux", flux(kind))

@@ -224,7 +224,7 @@ def test_without_a_fault_all_is_right(
     assert scene(stand_in(scene, request), tmp_path, monkeypatch, lambda: None)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_fault_is_seen(
     fault: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

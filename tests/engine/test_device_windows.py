@@ -213,7 +213,7 @@ def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, 
     assert not (tmp_path / "got").exists() and not cuda.registered
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [(16, {}, "cpu"), (4, {}, "cpu"), (1, {}, "auto"), (16, {"device": "cuda:0"}, "cuda:0"),
@@ -276,6 +276,7 @@ def test_pinned_memory_and_windows_stay_within_max_memory(
     assert not cuda.races
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3fn", "keep"])
 def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
     dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
@@ -335,6 +336,7 @@ def test_blocks_that_are_folded_one_by_one_are_counted_once(
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2", "fp8_scaled"])
 def test_a_device_that_rounds_to_8_bits_wrongly_leaves_that_to_the_host(
     dtype: str, tmp_path: Path, cuda: Pretended

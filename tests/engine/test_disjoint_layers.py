@@ -98,7 +98,7 @@ def test_weights_follow_their_adapters_by_every_method(method: str, folder: Path
             torch.testing.assert_close(turned[key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", COMBINATIONS)
 def test_combine_and_merge_are_one_for_layers_of_different_adapters(method: str, folder: Path, tmp_path: Path) -> None:
     adapters, base = chosen(method), load(folder / "base.safetensors")
@@ -112,7 +112,7 @@ def test_combine_and_merge_are_one_for_layers_of_different_adapters(method: str,
         torch.testing.assert_close(base[weight] + value, got[weight], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sum", "compose", "ties", "dare", "della_ties", "consensus"])
 def test_a_device_keeps_layers_of_different_adapters_apart(
     method: str, folder: Path, tmp_path: Path, cuda: Pretended

@@ -34,6 +34,7 @@ device = lanes.device
 LORA = {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "most"), [("lora", 9), ("oft", 9), ("lora", 1)])
 def test_lanes_share_factors_without_races(
     kind: str, most: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

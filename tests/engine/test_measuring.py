@@ -177,6 +177,7 @@ def test_changes_that_become_one_are_told_before_that(method: str, tmp_path: Pat
     assert every["change"] == pytest.approx(float(change.norm()), rel=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "int8", "nvfp4", "mxfp8"])
 def test_codes_are_measured_as_they_are_decoded(dtype: str, tmp_path: Path) -> None:
     """Of a plain base, and of the quantised one that comes of it: held against the proof, which looks at all rows."""

@@ -49,6 +49,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return save(base, tmp_path / "base.safetensors"), save(kohya(base), tmp_path / "style.safetensors")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tensor_is_the_rounded_fp64_result(files: tuple[Path, Path], tmp_path: Path, dtype: str) -> None:
     base, adapter = files
@@ -242,6 +243,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     return files
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("late", [0, 5, 12])
 def test_what_needs_no_torch_goes_out_before_it_is_there(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
@@ -285,6 +287,7 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
     assert starts == sorted(starts)
 
 
+@pytest.mark.slow
 def test_the_report_tells_where_the_time_went(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,6 +596,7 @@ def test_an_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_
     assert torch.equal(got, want)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [
     "x_embedder", "context_embedder", "pos_embed.proj", "time_text_embed.timestep_embedder.linear_1", "patch_embedding",
     "time_embedding.linear_1", "condition_embedder.time_proj", "distilled_embed.0", "adaln_single.emb.linear",
@@ -621,6 +625,7 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.
         lora_merge.merge_state_dict(load(base), load(adapter))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("arguments", "refused"), [
     ("{'conv_dim': '4'}", {"lokr"}), ("[1]", {"lokr"}), ("{'algo': 'DyLoRA'}", {"lokr", "lora"}), ('{"conv_dim": "4"}', set()),
 ])  # fmt: skip

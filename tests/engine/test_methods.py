@@ -113,7 +113,7 @@ def layers() -> Layers:
     return Layers()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # PEFT has much to say of second adapters
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("name", TRAINED)
@@ -138,6 +138,7 @@ def test_it_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int,
             assert_close(ours[key], value, f"at once: {key}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["OFT", "BOFT", "HRA", "Road"])
 def test_the_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def test_counts_are_exact_over_blocks_and_windows(tmp_path: Path) -> None:
     assert prove(tmp_path / "o.safetensors", full=True)["saturated"] == 2000
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["strength", "alpha", "factors"])
 def test_sums_that_overflow_end_with_3_and_name_the_output(dtype: torch.dtype, how: str, tmp_path: Path) -> None:

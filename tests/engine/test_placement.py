@@ -120,6 +120,7 @@ def test_every_mixture_of_dtypes_gives_the_rounded_exact_result(
         assert_rounded(merged[key], value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
     for base, adapter in product(STORED, STORED):
@@ -305,7 +306,7 @@ class Metal(FakeTensorMode):
         return out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("stored", "output"), list(zip(STORED, STORED[::-1], strict=True)))
 def test_metal_is_given_only_what_it_holds(
@@ -411,7 +412,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", SHORT, ids=["torch", "mps", "cublas", "driver"])
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

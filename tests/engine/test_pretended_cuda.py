@@ -101,6 +101,7 @@ def test_what_is_read_before_it_is_there_is_seen(
     assert cuda.counts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["keep", "fp8_e4m3fn", "fp8_e5m2"])
 def test_numbers_too_large_are_seen_on_the_device_and_counted(
     dtype: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
@@ -186,7 +187,7 @@ def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batch
     assert any("was short of memory" in note for note in report.notes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
 def test_a_device_that_fails_under_tensors_in_memory_is_told(

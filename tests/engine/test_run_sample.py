@@ -43,6 +43,7 @@ def on_cpu(files: tuple[Path, Path], out: Path, patched: pytest.MonkeyPatch, **o
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "keep"), ("cpu", "fp16"), ("cuda", "keep"), ("cuda", "fp16")])
 def test_sums_of_all_runs_are_exact(
     *, device: str, dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended,

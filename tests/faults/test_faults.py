@@ -24,7 +24,7 @@ from tests.kit.files import sha
 STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync", 0), ("fsync", 1), ("name", 0)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize(("call", "at"), [*STEPS, ("fallocate", 0)])
 def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: str) -> None:
@@ -39,6 +39,7 @@ def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: s
     assert "fix:" in scene.log()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["lost", "lie", "lost plain", "lie plain"])
 @pytest.mark.parametrize("at", [0, 1])
 def test_exit_code_agrees_with_the_output_where_a_reply_is_lost(scene: Scene, kind: str, at: int) -> None:
@@ -49,6 +50,7 @@ def test_exit_code_agrees_with_the_output_where_a_reply_is_lost(scene: Scene, ki
     assert scene.strays() == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_input_that_cannot_be_read(scene: Scene, file: str, at: int) -> None:
@@ -108,7 +110,7 @@ def put_back(path: Path, act: Callable[[], object]) -> None:
     os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -215,6 +217,7 @@ def test_a_folder_that_cannot_be_written(scene: Scene, small_disk: Callable[[str
     assert "no permission" in scene.log()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["/proc/x", "/proc/self/fd/x", "/dev/null/x", "fifo", "a" * 300, "a" * 5000])
 def test_outputs_where_no_file_can_be(scene: Scene, place: str) -> None:
     scene.reset()
@@ -247,6 +250,7 @@ def test_a_working_folder_that_is_gone(scene: Scene, tmp_path: Path) -> None:
     assert scene.nursery.wait(scene.nursery.start(argv, lost, lost=True)) == 0, (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "link to nowhere", "socket"])
 def test_inputs_that_are_no_files(scene: Scene, tmp_path: Path, kind: str) -> None:
     odd = tmp_path / "odd.safetensors"

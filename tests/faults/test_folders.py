@@ -87,7 +87,7 @@ def test_exit_code_agrees_with_the_folder_where_a_reply_is_lost(model: Model, ki
     assert model.strays() == []
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "at"), [("pwrite", 0), ("pwrite", 2), ("fsync", 0), ("fsync", 3), ("name", 0)])
 @pytest.mark.parametrize("kind", ["kill", "EIO"])
 def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int, kind: str) -> None:
@@ -104,7 +104,7 @@ def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int
         assert model.strays() == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [("fsync", 0), ("pwrite", 1), ("fsync", 3)])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_two_merges_into_one_folder(model: Model, more: tuple[str, ...], at: tuple[str, int]) -> None:

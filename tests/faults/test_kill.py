@@ -100,7 +100,7 @@ STAGES = {
 STOPS = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
     """It stops itself in that very call and is signalled then, however slow the machine is."""
@@ -117,6 +117,7 @@ def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
         assert number.name in scene.log()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "at", "path"), [("name", 0, PART), ("fsync", 2, "work"), ("fsync", 3, "work")])
 @pytest.mark.parametrize("number", STOPS)
 def test_interrupted_while_it_gets_its_name(

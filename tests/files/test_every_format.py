@@ -66,7 +66,7 @@ def test_every_codec_has_an_example_and_a_second_decoder() -> None:
     assert KINDS.keys() == READ
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", ROWS)
 def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
     """Of every size in one shape; usual ones in another shape and in fp64 too."""
@@ -115,7 +115,7 @@ def test_zeros_may_have_the_scale_0(name: str) -> None:
 DRAWS = 8
 
 
-@pytest.mark.few(35)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", ROWS)
 def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> None:
     """The numbers of a weight grow by less than half a step of any format, by less than that of most, and by more."""
@@ -238,6 +238,7 @@ def test_what_is_not_a_number_is_refused(name: str) -> None:
                 pytest.fail(f"{role}: {what}, by the proof")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ModelOpt fp8", "block fp8", "ComfyUI mxfp8", "ComfyUI nvfp4"])
 def test_what_is_not_a_number_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")

@@ -192,6 +192,7 @@ def test_two_experts_of_one_pipeline_keep_an_index_each(tmp_path: Path) -> None:
         torch.testing.assert_close(got.state_dict()[key], model.state_dict()[key] + delta)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("given", ["folder", "index", "folder without index"])
 def test_an_adapter_in_several_files_is_read_with_its_configuration(given: str, tmp_path: Path) -> None:
     """As transformers saves the adapters of its models, in shards of the size asked for."""

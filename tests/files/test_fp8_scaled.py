@@ -93,6 +93,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("size", "growing"), [(0.002, 0), (0.02, 1), (2.0, 3)])
 @pytest.mark.parametrize("form", list(CODES))
 @pytest.mark.parametrize("style", STYLES)
@@ -236,6 +237,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", list(STRANGE))
 def test_a_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case: str, tmp_path: Path) -> None:
     tensors, entries = base("new")

@@ -313,6 +313,7 @@ def test_an_unknown_architecture_of_llama_cpp_is_refused(tmp_path: Path, adapter
     assert inspect(base)["tensors"] == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
 def test_file_without_entries_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
     """stable-diffusion.cpp writes no entry at all, and the names of the checkpoint (src/model_io/gguf_io.cpp)."""

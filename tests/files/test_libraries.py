@@ -22,6 +22,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 STEM = f"base_model.model.{LAYER}.lora"
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     layer, config = {**STORED[name]}, LIBRARIES[name].form.config
@@ -53,7 +54,7 @@ def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeyp
         )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # ModelOpt warns when it is imported: of other releases, of torch
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_reads_what_is_merged_into_its_own_layers(name: str, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_file_of_nf4_has_the_tensors_of_bitsandbytes(tmp_path: Path) -> None:
     assert lora_merge.verify(tmp_path / "out.safetensors", full=True)["full"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "form"), FOLDER.items())
 def test_a_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, tmp_path: Path) -> None:
     source, tensors = base(tmp_path / "base", config=True)

@@ -19,7 +19,7 @@ THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
 """Types that the library quantises too."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) -> None:
     save_file(style(), tmp_path / "style.safetensors")
@@ -50,6 +50,7 @@ def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path
             assert error < {"q2_k": 0.4, "q3_k": 0.2, "q6_k": 0.04}.get(kind, 0.15) * np.sqrt(np.mean(exact**2))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq4_nl"])
 def test_stochastic_rounding_is_right_on_average(kind: str, tmp_path: Path) -> None:
     save_file(style(), tmp_path / "style.safetensors")

@@ -56,6 +56,7 @@ def left_out(name: str, listed: list[str]) -> bool:
     return by_diffusers or any(name.endswith(one) or f"{name}.".startswith(f"{one}.") for one in listed)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("last", "kept"), [(WIDTH, ()), (4, ()), (WIDTH, ("re:^transformer\\.proj_out",))])
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
 def test_the_transformer_is_quantised_and_the_rest_is_copied(dtype: str, last: int, kept: Any, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
 """`general.architecture` → the layer that the adapter changes, and the layers by which the loader knows the model."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("arch", list(OTHERS))
 def test_every_kind_that_the_loader_knows_becomes_gguf_and_stays_what_it_is(arch: str, tmp_path: Path) -> None:
     layer, signs = OTHERS[arch]

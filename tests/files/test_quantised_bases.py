@@ -24,7 +24,7 @@ from tests.kit.quantised import ALL, NAMES, adapter, base, exact, kept, made_pla
 from tests.kit.tensors import Tensors, rand
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
 def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     kept(FORMS[name], tmp_path)
@@ -37,6 +37,7 @@ SURVIVING = (
 """Formats with a scale for a row, a block, and the whole weight; rotated, with zero points, in 8 and in 4 bits."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SURVIVING)
 def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path) -> None:
     """Against the merge's output, read by the library that made the base; one change is small, one needs new scales."""
@@ -62,7 +63,7 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
     assert len(numbers["warnings"]) == (numbers["all"]["retained"] < 0.9) <= below
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
     made_plain(FORMS[name], tmp_path)
@@ -96,6 +97,7 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
     return {**tensors, key: scale}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "scale"),
     [("ComfyUI int8", "weight_scale"), ("ComfyUI fp8 rows", "weight_scale"), ("ComfyUI nvfp4", "weight_scale_2"),
@@ -120,7 +122,7 @@ CODES = ("weight_packed", "qweight", "weight._data", "codes", "weight")
 """Last names of the tensors of codes."""
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
@@ -148,6 +150,7 @@ def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "part", "number"),
     [
@@ -183,6 +186,7 @@ def test_scales_of_a_dtype_that_the_format_does_not_have_are_refused(name: str, 
         lora_merge.merge(source, save(adapter(ALL[:1]), tmp_path / "lora.safetensors"), tmp_path / "out")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FLIPPED)
 def test_the_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
@@ -254,6 +258,7 @@ def test_rotated_rows_with_one_scale_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "o.safetensors").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("told", "rows"), [("bias", 130), ("orig_shape", 7)])
 @pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4"])
 def test_rows_that_fill_up_a_weight_are_none_of_the_model(name: str, rows: int, told: str, tmp_path: Path) -> None:
@@ -296,6 +301,7 @@ def test_rows_that_fill_up_a_weight_are_none_of_the_model(name: str, rows: int, 
         lora_merge.merge(save(found, source), adapter_file, tmp_path / "no.safetensors")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["keep", "fp32"])
 @pytest.mark.parametrize("how", [{"compute_dtype": "fp64"}, {"method": "ties", "density": 0.5}])
 @pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "compressed-tensors int4 with zero points"])
@@ -333,6 +339,7 @@ def test_a_block_larger_than_the_weight_is_the_weight(size: int, dtype: str, tmp
     assert ((got - want).abs() <= 1.001 * half).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "entry", "scales"),
     [("bitsandbytes nf4", "blocksize", "absmax"), ("bitsandbytes nf4 doubled", "nested_blocksize", "nested_absmax")],
@@ -354,6 +361,7 @@ def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str
     assert all(same(one[key], other[key]) for key in one if key != state)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "compressed-tensors int4", "mlx 4 bit"])
 def test_a_value_takes_the_place_of_codes(name: str, tmp_path: Path) -> None:
     """Stored as they were; of another size only as plain numbers, and whole numbers without scales not at all."""

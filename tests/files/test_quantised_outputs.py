@@ -53,6 +53,7 @@ def test_a_report_counts_quantised_weights_encoded_ones_and_plain_matrices(dtype
     validate(json.loads(kept.to_json()), schema_of("report"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "nvfp4"])
 def test_jobs_of_a_batch_read_a_quantised_base_once_and_give_the_bytes_of_single_merges(
     dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def test_rows_of_nvfp4_read_their_scales_from_their_tile(tmp_path: Path, rows: i
     assert len({*swizzle(rows, across).tolist()}) == rows * across, "no two scales share a byte"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("book", DTYPES)
 @pytest.mark.parametrize("scale", DTYPES)
 def test_tables_of_aqlm_have_their_own_dtypes(tmp_path: Path, book: str, scale: str) -> None:

@@ -101,7 +101,7 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
         lora_merge.merge(folder, lora(tmp_path / "lora.safetensors")[0], tmp_path / "out")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STORED)
 def test_a_layer_is_read_as_torchao_reads_it(name: str, tmp_path: Path) -> None:
     layer, told = STORED[name]

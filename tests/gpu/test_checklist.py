@@ -83,6 +83,7 @@ def test_each_step_has_its_share_of_the_time_and_what_earlier_ones_leave() -> No
     assert not late["last_errors"] and len(given["last"]) == 4, "what the others left is enough for it"
 
 
+@pytest.mark.release
 def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "halfway.py").write_text(
         "print('{\"a\": 1}', flush=True)\nimport time, sys\nif len(sys.argv) > 1: time.sleep(60)\nraise SystemExit('no luck')"

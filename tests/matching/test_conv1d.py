@@ -88,6 +88,7 @@ METHODS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_tell_of_layers_that_are_not_square_and_those_of_the_others(method: str, tmp_path: Path) -> None:
     """An unknown model of Conv1D: the flag is what PEFT wrote, of HiRA false."""
@@ -95,18 +96,21 @@ def test_shapes_tell_of_layers_that_are_not_square_and_those_of_the_others(metho
     check(tmp_path, trained(model, METHODS[method](["wide", "tall", "square"]), tmp_path))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_layers_of_an_unknown_model_stay_as_they_are(method: str, tmp_path: Path) -> None:
     model = Layers(wide=("l", 24, 16), tall=("l", 16, 24), square=("l", 16, 16))
     check(tmp_path, trained(model, METHODS[method](["wide", "tall", "square"]), tmp_path))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "hira"])
 def test_a_conv1d_that_was_wrapped_last_and_a_linear_layer(method: str, tmp_path: Path) -> None:
     model = Layers(lin0=("l", 16, 16), conv1d=("c", 16, 16))
     check(tmp_path, trained(model, METHODS[method](["lin0", "conv1d"]), tmp_path))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it(method: str, tmp_path: Path) -> None:
     model = Layers(conv1d=("c", 16, 16), lin0=("l", 16, 16))
@@ -154,7 +158,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "flag"), [("lora", None), ("lora", True), ("lora", False), ("hira", None)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_type_of_the_model_decides(*, name: str, method: str, flag: bool | None, tmp_path: Path) -> None:
@@ -241,6 +245,7 @@ def test_what_is_known_needs_no_signs() -> None:
     assert conv1d_by_base("q_proj", set(), recognised=True, kind="LORA") is False
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(

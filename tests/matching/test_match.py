@@ -37,6 +37,7 @@ def written(tree: ast.AST) -> Iterator[ast.Attribute]:
                 yield inner
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("path", sorted((PACKAGE / "matching").glob("*.py")), ids=lambda p: p.stem)
 def test_no_object_writes_into_the_fields_of_another(path: Path) -> None:
     for field in written(ast.parse(path.read_text(encoding="utf-8"))):

@@ -65,6 +65,7 @@ def test_every_value_of_a_head_lands_in_the_parameter_of_its_name(
     assert all(torch.equal(got[key], values[name]) for key, name in changed.items())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("one", [False, True], ids=["apart", "as one"])
 @pytest.mark.parametrize("parameter", ["bias", "scale", "other"])
 @pytest.mark.parametrize("shape", [(V,), (V, H)], ids=str)

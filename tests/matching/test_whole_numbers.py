@@ -63,6 +63,7 @@ def test_an_alpha_may_be_one() -> None:
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("old", KINDS)
 @pytest.mark.parametrize("new", KINDS)
 def test_a_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dtype, new: torch.dtype) -> None:

@@ -56,6 +56,7 @@ def same(model: nn.Module, before: Tensors) -> bool:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("method", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
@@ -74,7 +75,7 @@ def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
     assert same(model, before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SD", "SDXL"])
 def test_a_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path: Path) -> None:
     make, parts = PIPELINES[name]
@@ -221,6 +222,7 @@ def test_a_merge_is_undone_only_when_later_ones_are(keep: Any) -> None:
     assert same(model, before)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("undoing", [False, True])
@@ -352,6 +354,7 @@ APART: dict[str, Any] = {
 """Views of a weight [9, 4] that touch no common byte."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", MEMORY)
 @pytest.mark.parametrize("source", ["memory", "file"])
 def test_weights_that_share_memory_are_merged_alone_and_with_a_warning(kind: str, source: str, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ ALIKE = {
 """Models with the names of another model, and more or wider ones."""
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
     architecture = names(index(header(name))).parts[0].architecture
@@ -74,6 +75,7 @@ WITHOUT = ("diffusers/flux-dev", "native/flux-dev", "native/sdxl", "native/wan-t
            "native/lumina2", "native/chroma", "diffusers/zimage", "transformers/llama-3.2-1b")  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [
     n if n in WITHOUT else pytest.param(n, marks=pytest.mark.slow) for n in ALL if not n.startswith("single-file/")
 ])  # fmt: skip
@@ -91,6 +93,7 @@ def test_a_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name
         assert other or again.architecture is None or its_own, sign
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "sign"), [
     ("diffusers/flux-dev", "x_embedder.weight"), ("native/flux-dev", "single_blocks.0.linear1.weight"),
     ("diffusers/qwen-image", "txt_norm.weight"),
@@ -136,7 +139,7 @@ def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> di
     return converter({prefix + k: v for k, v in tags.items()}, **arguments)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("native", "diffusers", "converter", "arguments"),
@@ -176,7 +179,7 @@ def test_rows_are_where_diffusers_puts_them(
             assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sharded", [True, False])
 def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsynth(sharded: bool) -> None:  # noqa: FBT001
@@ -344,7 +347,7 @@ def tiny(name: str) -> Any:
     return made[name]()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

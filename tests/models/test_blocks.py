@@ -22,7 +22,7 @@ TWO_LAYOUTS = ["sd15", "sd21", "sdxl", "sdxl-refiner", "flux-dev", "flux2", "aur
                "hunyuanvideo:hunyuan-video", "lumina2", "zimage-original:zimage", "wan-t2v-1.3B", "qwen-image"]  # fmt: skip
 
 
-@pytest.mark.few(45)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", ALL)
 def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
     found = blocks_of(name)
@@ -32,7 +32,7 @@ def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
     assert set(found.few) <= set(found.order)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pair", TWO_LAYOUTS)
 def test_a_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffusers(pair: str) -> None:
     ours, _, theirs = pair.partition(":")
@@ -181,6 +181,7 @@ CURVED = {
 """Preset → some of its numbers, as the file of supermerger has them."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("preset", CURVED)
 def test_presets_of_26_numbers_are_those_of_supermerger_and_for_sd1_alone(preset: str) -> None:
     weights = blocks_of("native/sd15").weights(preset, "x")

@@ -73,7 +73,7 @@ def check(t: NameTable, dotted: Names, flat: Views, asked: list[str]) -> None:
         assert t.flat(name) == (flat.get(name), name in flat), name
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     ["transformers/gpt2", "transformers/phi3-mini", "transformers/falcon-7b", "transformers/t5-small",

@@ -138,7 +138,7 @@ def assert_square(base: Tensors, convert: Callable[[Tensors], Tensors], dialects
         assert_same(lora_merge.merge_state_dict(there, written(native_lora, dialect)), convert(native_merged))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(len(CONVERTERS)), ids=[c[1].split("/")[1] for c in CONVERTERS])
 def test_merging_and_converting_change_places(number: int) -> None:
     native, other, converter, arguments = CONVERTERS[number]
@@ -150,7 +150,7 @@ def test_merging_and_converting_change_places(number: int) -> None:
     assert_square(filled(small(shapes)), partial(converted, converter, arguments), two)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(len(RECORDED)), ids=RECORDED)
 def test_so_they_do_with_the_conversion_scripts(number: int) -> None:
     native, there = recorded(RECORDED[number])

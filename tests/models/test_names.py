@@ -124,7 +124,7 @@ def unlike(key: str, other_sizes: tuple[str, ...]) -> bool:
     return any(re.match(pattern, key) for pattern in other_sizes)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("one", "other", "other_sizes"), PAIRS, ids=[f"{a}-{b}" for a, b, _ in PAIRS])
 def test_names_of_the_other_layout_cover_the_base_once(one: str, other: str, other_sizes: tuple[str, ...]) -> None:
     assert_one_to_one(one, other, other_sizes)
@@ -152,7 +152,7 @@ def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -
             assert base(model).find(name) == want
 
 
-@pytest.mark.few(25)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", STORED)
 def test_own_names_mean_the_own_tensors(name: str) -> None:
     """Every parameter of every full-size model, in a dialect that changes from one to the next."""
@@ -178,6 +178,7 @@ def test_own_names_mean_the_own_tensors(name: str) -> None:
         assert sum((p.stop - p.start) * p.cols for p in view.row_slices) == prod(shapes[key]), (dialect, key)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["single-file/sdxl", "diffusers/ltx2-video", "single-file/sd3"])
 def test_tables_are_built_in_few_steps(name: str) -> None:
     """A whole resolution takes 0.1 to 0.2 s."""
@@ -210,6 +211,7 @@ def test_components(name: str, parts: set[str]) -> None:
     assert {base(name).component(key) for key in header(name)} == parts
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "prefix", "inventory"),
     [
@@ -277,6 +279,7 @@ def test_swapped_halves() -> None:
     assert len(context.row_slices) == 1
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize(
     ("name", "module", "parameter", "key"),
     [
@@ -569,7 +572,7 @@ def test_unknown_model_with_any_prefix() -> None:
         assert found.find("body.blocks.12.some_layer") is None
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize(("name", "theirs"), [
     ("native/flux-dev", "diffusers/flux-dev"), ("diffusers/sdxl", "native/sdxl"), ("native/wan-t2v-1.3B", "diffusers/wan-t2v-1.3B"),
@@ -770,6 +773,7 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("made_for", "prefix", "name", "both"), WRONG, ids=[f"{a}-on-{b}" for a, _, b, _ in WRONG])
 def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, name: str, both: tuple[str, str]) -> None:
     modules = adapter(made_for, prefix)
@@ -781,6 +785,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     assert all(title in text for title in both), text
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "prefix", "title"),
     [
@@ -904,7 +909,7 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
 STRANGE = ("", ".", "..", "a..b", "{i}", "²", "9" * 5000, "0." * 20000, "model." * 20000, "_" * 50000, "transformer.")
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["native/flux-dev", "transformers/mixtral-8x7b"])
 def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
     shapes = {k: s for k, s in header(name).items() if ".0." in k or "embed" in k or "img_in" in k}
@@ -952,6 +957,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ALIKE.values(), ids=ALIKE)
 def test_one_more_name_costs_the_same_however_many_are_alike(form: str) -> None:
     """The flat names of these differ in digits alone, which belong to the names of their levels."""

@@ -60,7 +60,7 @@ def called(option: str, part: str, files: dict[str, str], out: Path, *more: str)
     return run(*words, "-o", out, *more)[::2]
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("part", ["re:no_such_name", "te7", "no_such_stack"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_part_that_matches_nothing_is_refused_by_every_option(
@@ -74,6 +74,7 @@ def test_part_that_matches_nothing_is_refused_by_every_option(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     "part", ["unet", "denoiser", "B01", "input_blocks.1", "down_blocks.0", r"re:input_blocks\.1\."]
 )
@@ -114,7 +115,7 @@ def test_part_of_one_of_several_adapters_has_an_effect(files: dict[str, str], tm
         lora_merge.plan(files["base"], [files["of_te_"]], tmp_path / "x.safetensors", strength_for={"vae": 0})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("base", "part"), [("unet", "te"), ("te", "unet"), ("unet", "text_encoder"), ("te", "transformer")]
 )
@@ -146,6 +147,7 @@ def test_absent_network_needs_factor_0_and_modules_in_the_adapter(
         lora_merge.merge(files[names[0]], files[names[1]], tmp_path / "out.safetensors", strength_for=part)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("option", ["strength_for", "rank_for", "exclude"])
 def test_part_of_the_defaults_of_a_batch_needs_an_effect_on_one_job(
     option: str, files: dict[str, str], tmp_path: Path

@@ -47,6 +47,7 @@ def covered(names: Names, part: str) -> set[str]:
     return {key for key, of in components.items() if one.factor(key, of) == 0.5}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("word", "blocks"), [
     ("mid_block", "M00"), ("middle_block", "M00"), ("down_blocks.1", "IN04-IN06"), ("down_blocks_1", "IN04-IN06"),
     ("input_blocks.4-5", "IN04-IN05"), ("input_blocks_4", "IN04"), ("up_blocks.0", "OUT00-OUT02"),

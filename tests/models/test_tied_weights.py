@@ -137,7 +137,7 @@ ENDS: dict[str, Callable[[str, str, str], Any]] = {
 TOGETHER = ("tokens", "biases")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [(n, c) for n in ("bert", "modernbert") for c in ENDS] + [(n, "embeddings") for n in OTHERS if "bert" not in n]
@@ -247,6 +247,7 @@ def _made(given: Any) -> Any:
     return getattr(transformers, given[0])(**given[1]) if isinstance(given, tuple) else given
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head", "whole head"])
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SIGHTED])
 def test_a_vision_language_model_is_parted_where_its_class_loads_that(tmp_path: Path, name: str, end: str) -> None:
@@ -266,6 +267,7 @@ def test_a_vision_language_model_is_parted_where_its_class_loads_that(tmp_path: 
     torch.testing.assert_close(ours.eval()(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ends", [["embed_tokens"], ["proj_out"], ["embed_tokens", "proj_out"]], ids="+".join)
 def test_whisper_is_parted_too(tmp_path: Path, ends: list[str]) -> None:
     torch.manual_seed(0)
@@ -338,7 +340,7 @@ SOME = ("ensured, embeddings", "ensured, head", "tokens", "embeddings", "both")
 EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "gpt2") for c in SOME]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "case"), EACH)
 def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, name: str, case: str) -> None:
     """merge_and_unload does not, where it adds to the shared tensor what belongs to one end, or the same twice."""
@@ -362,7 +364,7 @@ def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, na
 STORED = ("lora and tokens", "lora and tokens of both", "tokens", "other tokens", "embeddings", "ensured, both")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", STORED)
 @pytest.mark.parametrize("away", [0.0, 0.1], ids=["copy", "other"])
 def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, case: str, away: float) -> None:
@@ -383,6 +385,7 @@ def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, ca
     assert ("tokens are those of both" in _notes(report)) is case.startswith("lora and")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cloned", [False, True])
 @pytest.mark.parametrize("case", ["lora and tokens", "embeddings", "head", "ensured, both"])
 def test_tied_entries_in_memory_stay_one_or_are_warned_of(tmp_path: Path, case: str, cloned: bool) -> None:  # noqa: FBT001
@@ -422,7 +425,7 @@ TOLD = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "case", "tie"), [(w, *one) for w, cases in TOLD.items() for one in cases])
 def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
     tmp_path: Path, what: str, case: str, *, tie: bool
@@ -469,7 +472,7 @@ ON_HEAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "case", "tie"),
     [("pissa", c, t) for c in ON_HEAD for t in ("apart", "tied")]
@@ -502,6 +505,7 @@ def test_a_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
     torch.testing.assert_close(ours(TOKENS).logits, tuned(TOKENS).logits, atol=5e-5, rtol=1e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", START)
 def test_a_start_is_taken_out_by_the_strength(tmp_path: Path, method: str) -> None:
     """W + s (F(W) − W), whether the file holds what is left of W or not."""
@@ -620,7 +624,7 @@ def test_what_cannot_be_parted_changes_both_ends_and_says_so(tmp_path: Path, con
     assert not any("lm_head" in key for path in (tmp_path / "ours").glob("*.safetensors") for key in load(path))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_end_that_was_trained_alone_unties_the_model(tmp_path: Path, name: str, saved: list[str]) -> None:
@@ -716,7 +720,7 @@ RESIZED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tie", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("case", RESIZED)
 def test_a_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bool) -> None:  # noqa: FBT001

@@ -34,6 +34,7 @@ def _trained(kind: str, folder: Path, **more: Any) -> Any:
     return tuned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["CLIPTextModel", "CLIPVisionModel"])
 def test_a_tower_trained_alone_is_changed_alone(kind: str, tmp_path: Path) -> None:
     """Transformers 5 calls the layers of both `encoder.layers…`."""

@@ -146,6 +146,7 @@ class Net(nn.Module):
         return self.norm(self.second(self.first(x)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "oft"])
 def test_a_model_saved_with_an_adapter_attached(kind: str, deleted: bool, tmp_path: Path) -> None:  # noqa: FBT001

@@ -95,6 +95,7 @@ def test_a_card_that_a_person_edited_survives_another_merge_into_its_folder(
         assert card.read_text() == text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("of_base", "of_adapter", "wanted"),
     [
@@ -133,7 +134,7 @@ def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Pat
     lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("named", "wanted"), [
     ((["meta/own"], ["meta/own"]), "meta/own"), ((["meta/own"], ["a/b", "c/d"]), "meta/own"),
     ((["meta/own"], ["meta/b"]), "meta/b"), ((["meta/one"], ["meta/two"]), "b"), (([], []), "b"), ((["x" * 9], [{}]), "b"),
@@ -182,6 +183,7 @@ def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], t
     assert not (tmp_path / "out" / "README.md").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["---\n[1, 2]\n---\nx", "---\na: [\n---\nx", "---\n" + "[" * 3000 + "\n---\n"])
 def test_a_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     (inputs[0] / "README.md").write_text(text)
@@ -232,6 +234,7 @@ def test_words_of_strangers_are_text_in_a_card(tmp_path: Path) -> None:
     yaml.safe_load(text.split("---")[1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("words", "cards"), [((), [True, False, False]), (("--card",), [True, False, True]),
                                               (("--no-card",), [True, False, False])])  # fmt: skip
 def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(

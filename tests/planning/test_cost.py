@@ -121,7 +121,7 @@ WAYS: dict[str, Callable[[int], Files]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path, way: str) -> None:
     _, one, two, four = (calls(tmp_path / str(n), WAYS[way](n)) for n in (5, 40, 80, 160))
@@ -134,6 +134,7 @@ PROVED: dict[str, Callable[[int], Files]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", PROVED)
 def test_one_more_module_costs_the_same_in_a_merge_and_its_proof(tmp_path: Path, way: str) -> None:
     out = tmp_path / "out.safetensors"
@@ -187,6 +188,7 @@ def test_rows_that_follow_each_other_cost_as_much_as_one(tmp_path: Path) -> None
     assert many - few < 10 * 5000  # each number of the list is checked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("table", ["alpha_pattern", "rank_pattern"])
 def test_a_table_of_patterns_is_not_gone_through_for_every_module(tmp_path: Path, table: str) -> None:
     """Neither by the plan nor by the second reading of the proof."""

@@ -186,6 +186,7 @@ def test_a_second_set_of_the_weights_stays_behind(model: Path, name: str) -> Non
     assert any(name in note and "second set" in note for note in report.notes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [
     "flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model_quantized.onnx", "pytorch_model-00001-of-00002.bin",
     "openvino_model.bin", "weights.npz", "bert_model.ckpt.data-00000-of-00001", "decoder_model_merged.onnx",
@@ -247,6 +248,7 @@ def test_grown_embeddings_bring_their_tokenizer(grown: Path) -> None:
     assert not lora_merge.verify(out)["warnings"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("whose", ["adapter", "base", "other"])
 def test_the_user_decides_whose_tokenizer_it_is(grown: Path, whose: str) -> None:
     """A replay of the output has the same, from the folder of that name."""

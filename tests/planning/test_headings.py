@@ -121,6 +121,7 @@ def test_the_first_shard_names_all_files_of_the_base_and_every_other_its_own(tmp
     assert prove(out)["proven"]
 
 
+@pytest.mark.slow
 def test_headers_grow_with_the_number_of_shards_and_no_faster(tmp_path: Path) -> None:
     """Each holds a recipe, and the recipe names files of the base, and of those an earlier merge was made of."""
     sizes = {}

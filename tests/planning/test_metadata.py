@@ -56,6 +56,7 @@ def test_without_metadata_no_name_and_no_hash_is_written(inputs: tuple[Path, Pat
         prove(second, inputs[0], [inputs[1]])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("key", [*OURS, *STALE])
 def test_entries_that_only_a_merge_can_write_are_refused(key: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="writes this entry itself"):

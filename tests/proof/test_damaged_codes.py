@@ -50,7 +50,7 @@ def is_found(out: Path, *, each: int = 1) -> None:
             pytest.fail(f"bit {bit} of {name}")
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
 def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
     source, _ = base(FORMS[name], tmp_path / "base", NAMES[:1])
@@ -59,7 +59,7 @@ def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
     is_found(out)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_in_blocks_of_gguf(kind: str, tmp_path: Path) -> None:
     source = write(tmp_path / "base.gguf", "flux", flux(kind))
@@ -89,7 +89,7 @@ def quantised(tmp_path: Path, dtype: str, **options: str) -> Path:
     return out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(FILES))
 def test_in_a_weight_that_is_quantised_on_the_way_out(dtype: str, tmp_path: Path) -> None:
     is_found(quantised(tmp_path, dtype), each=2)

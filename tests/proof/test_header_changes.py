@@ -143,6 +143,7 @@ def moved(path: Path) -> None:
     save_file(dict(sorted(tensors.items(), reverse=True)), path, told)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how",
     [lambda path: rewritten(path, lambda _: None, separators=(", ", ": ")), lambda path: rewritten(path, lambda _: None, indent=1),
@@ -185,6 +186,7 @@ def test_a_base_entry_of_a_file_without_recipe_is_compared(tmp_path: Path) -> No
         prove(out, **named)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("change", [None, *CHANGES])
 def test_inspect_says_that_the_header_was_changed(tmp_path: Path, change: str | None) -> None:
     out = sealed(tmp_path)

@@ -144,6 +144,7 @@ def test_a_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytes
         prove(tmp_path / "out", search=[tmp_path])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "tied",
     [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}],

@@ -388,7 +388,7 @@ def test_there_are_fifty_mutants_and_no_two_are_one() -> None:
     assert len({(m.scene, m.does) for m in MUTANTS}) == len(MUTANTS) >= 50
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
 def test_a_wrong_planner_is_found(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -403,6 +403,7 @@ def test_a_wrong_planner_is_found(
     assert not out.exists() or "second reading" not in str(failed.value)
 
 
+@pytest.mark.slow
 def test_without_the_second_reading_most_mutants_pass(
     scenes: Callable[[str], Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

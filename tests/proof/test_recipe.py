@@ -96,6 +96,7 @@ def test_the_same_merge_has_the_same_bytes_whatever_the_machine_gives_it(files: 
         assert sha(files / f"t{n}.safetensors") == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16", "strength_for": [("te", 0.5), ("re:attn1", 2.0)]}])
 def test_a_replay_gives_the_same_bytes(files: Path, options: dict[str, Any]) -> None:
     out = merged(files, **options)
@@ -245,6 +246,7 @@ def of(**changes: Any) -> dict[str, Any]:
 OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),

@@ -129,7 +129,7 @@ PAIRS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: " ".join((row[0], row[3], row[1])))
 def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row: Row) -> None:
     stored, words, named, prefix, endings, share = row
@@ -203,6 +203,7 @@ def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter(
         assert (place and place.rows[0].key) == key, (module, parameter)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("encoders", "part"), [(1, "te"), (1, "unet"), *((2, part) for part in ("te", "te1", "te2", "unet"))]
 )
@@ -457,7 +458,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("weight", [(4,), (4, 4), (4, 4, 1, 1), (1,), (4, 0)])
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Path, name: str, weight: Shape) -> None:
@@ -605,6 +606,7 @@ def test_factors_of_mlx_lm_are_known_by_their_order() -> None:
         read(base, {f"{name}.lora_a": (3, 6), f"{name}.lora_b": (8, 3)}, config)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("order", ["stacked", "heads"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("named", [False, True])
@@ -668,7 +670,7 @@ BLOCKS = (
 )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row[0]} {row[1]}")
 def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
     """As the plan has them: each factor, or a disagreement that fails the proof. Parts of other layouts are named."""

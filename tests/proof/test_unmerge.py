@@ -91,6 +91,7 @@ def test_what_depends_on_the_base_is_refused_and_the_base_is_named(files: Path, 
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("words", "said"), [
     (["b.safetensors"], "b.safetensors was merged as b.safetensors:0.7"),
     (["a.safetensors:1,te=0"], "a.safetensors was merged as a.safetensors:1"),
@@ -110,7 +111,7 @@ PROMISES = {"at most one": 1.0, "at most two": 2.0, "some": 8.0}
 """The words of the note → rounding steps."""
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("options", "words", "dtype"), [
     ({}, None, None), ({"compute_dtype": "bf16"}, "some", "bf16"), ({"compute_dtype": "fp16"}, "some", "fp16"),

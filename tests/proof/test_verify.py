@@ -81,7 +81,7 @@ def replace_tensors(path: Path, new: dict[str, torch.Tensor]) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16", "fp8_e4m3fn", "fp8_e5m2"])
 def test_a_sound_file_passes(made: Path, dtype: str) -> None:
     out = merge(made, dtype, dtype=dtype)
@@ -119,7 +119,7 @@ def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path
     assert prove(tmp_path / "out.safetensors", full=True)["worst_ulp"] < 0.6
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compute", ["fp32", "fp64", "bf16", "fp16"])
 def test_every_compute_dtype_passes_by_its_own_bound(made: Path, compute: str) -> None:
     """The bound of fp32 is allowed without a word of the user, whatever the recipe says."""
@@ -160,6 +160,7 @@ def test_a_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
         prove(out)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bit", [0, 3, 7])
 def test_a_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
     out = made / "out.safetensors"
@@ -498,6 +499,7 @@ def test_a_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
         assert opened() == 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("computed", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("size", [2e-314, 1e-44, 1e-39, 3e-8])
 def test_numbers_that_the_compute_dtype_loses_are_no_fault(size: float, computed: str, tmp_path: Path) -> None:
@@ -553,6 +555,7 @@ def of_recipe(path: Path, **changes: Any) -> dict[str, str]:
     return entries | {"lora_merge.recipe": json.dumps(recipe | changes)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("changes", "forged", "refused"), [
     ({"more": (1e7, -1e7)}, noisy, "not proven: the bound is above the change"),
     ({"compute_dtype": "bf16"}, noisy, "by the bound of fp32"),
@@ -579,6 +582,7 @@ def test_a_recipe_does_not_decide_how_strictly_it_is_judged(
         lora_merge.verify(out, full=True, **inputs)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
 @pytest.mark.parametrize("compute", ["fp32", "fp64"])
 def test_numbers_drawn_by_the_seed_are_proven_as_drawn(tmp_path: Path, dtype: Any, compute: str) -> None:

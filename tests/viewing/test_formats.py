@@ -27,6 +27,7 @@ TOLD = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", TOLD)
 def test_formats_are_told_with_blocks_and_bits(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
@@ -52,7 +53,7 @@ def test_types_of_gguf_are_told_too_and_plain_models_have_no_formats(tmp_path: P
     assert "formats" not in inspect(save({"a.weight": rand(8, 8)}, tmp_path / "plain.safetensors"))
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(name: str, tmp_path: Path) -> None:
     """Scales and marks are neither weights nor tensors that only one of the two has."""
@@ -71,6 +72,7 @@ def test_a_quantised_model_has_the_numbers_of_the_same_model_without_quantisatio
     assert facts["sizes"]["all"] == pytest.approx(wanted["sizes"]["all"], rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q4_0"])
 def test_changes_of_gguf_are_told_as_those_of_plain_numbers(kind: str, tmp_path: Path) -> None:
     """Both files store integers."""

@@ -44,6 +44,7 @@ def hollow(inventory: str, path: Path, dtype: str = "F16") -> Path:
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("inventory", "architecture", "components"),
     [

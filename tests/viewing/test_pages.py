@@ -70,7 +70,7 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
     assert "default-src 'none'" in tags
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["merge {base} {ink}:0.5 {oil}", "combine {ink} {oil}:0.5", "resize {ink} --rank 1", "convert {ink} --to kohya --base {base}",
                                    "average {ink} {ink}", "extract {base} {merged} --rank 2 --format kohya"])  # fmt: skip
 def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path: Path) -> None:
@@ -227,6 +227,7 @@ def test_spectrum_and_histogram_are_those_of_the_change(tmp_path: Path) -> None:
     assert counts[15] == int((scaled.abs() < half).sum())
 
 
+@pytest.mark.slow
 def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_path: Path) -> None:
     """Of one adapter, of two that change the same weights, and of one change that a method makes of both."""
     page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
@@ -330,6 +331,7 @@ def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_pa
     assert 0 < table["rows"][0][-1] < 1
 
 
+@pytest.mark.slow
 def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     """Of extract those beside the weights, of combine those of each input; a share that is 1 everywhere is no column."""
     page, tuned = tmp_path / "page.html", tmp_path / "tuned.safetensors"
@@ -427,6 +429,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("unit", "ends"), [("cosine", (-1, 1)), ("", (0.25, 0.5))])
 def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float, float]) -> None:
     """Two adapters that hardly agree are pale; other numbers take all colours between the least and the largest."""

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[str], dict[str, list[float]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)

@@ -65,7 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return save(base, folder / "base.safetensors"), some[0], some[1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_it_gives_what_merging_the_combined_adapter_gives(
     method: str, files: tuple[Path, Path, Path], tmp_path: Path
@@ -83,6 +83,7 @@ def test_it_gives_what_merging_the_combined_adapter_gives(
     assert prove(tmp_path / "one.safetensors", full=True, search=[base.parent])["tensors"] == CHANGED
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["ties", "della_ties"])
 def test_bytes_depend_on_no_window_and_replay_makes_them_again(
     method: str, files: tuple[Path, Path, Path], tmp_path: Path
@@ -117,7 +118,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", MUTANTS)
 def test_the_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, *adapters = files
@@ -187,6 +188,7 @@ def test_the_changes_of_one_weight_meet_whatever_makes_them(
         torch.testing.assert_close(got[key], right, rtol=1e-9, atol=1e-11, msg=key)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("method", ["ties", "della", "karcher"])
 def test_every_kind_of_change_is_proven(method: str, whole: bool, tmp_path: Path) -> None:  # noqa: FBT001

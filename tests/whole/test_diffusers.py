@@ -184,6 +184,7 @@ def test_metadata_with_anchored_patterns_and_other_names_as_the_library_takes_it
         _assert_same(lora_merge.merge_state_dict(base.state_dict(), path), wanted, str(more))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("modalities", [False, True], ids=["2.0", "2.3"])
 def test_ltx2_adapters_change_the_modules_that_the_library_finds(modalities: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """The transformer, and the connectors beside it, as a pipeline's folder."""
@@ -261,6 +262,7 @@ def test_adapters_of_projections_that_the_library_fused(kind: str) -> None:
         torch.testing.assert_close(merged, module.weight + pairs[name][0] @ pairs[name][1], msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["in its UNet", "alone"])
 def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa: FBT001
     """Attention processors under the authors' names, on diffusers' UNet with motion modules and on the modules alone."""
@@ -282,6 +284,7 @@ def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa
     _assert_same(lora_merge.merge_state_dict(base, adapter), wanted, "motion")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["q, k, v, out", "k and v"])
 def test_custom_diffusion_puts_its_layers_in_the_place_of_the_attentions(*, whole: bool, tmp_path: Path) -> None:
     """As examples/custom_diffusion sets its processors up; the model computes the same with its own once it is merged."""
@@ -317,6 +320,7 @@ def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
         assert worst < 2e-5, f"{what}: {key} differs by {worst}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_model_equals_itself_in_the_words_of_its_authors(turned: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """One single file in the authors' words and a folder of shards in the library's; one weight differs."""

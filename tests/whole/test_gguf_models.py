@@ -135,6 +135,7 @@ def test_a_merge_is_that_of_peft(name: str, tmp_path: Path, tune: Callable[..., 
         assert kind == "F32"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_matrices_take_the_type_that_is_asked_for(
     dtype: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
@@ -152,6 +153,7 @@ def test_matrices_take_the_type_that_is_asked_for(
     assert fields["llama.attention.head_count"] == HEADS
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "F16"])
 def test_splits_stay_splits(kind: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
     """Only the first split tells the heads of the model."""
@@ -224,6 +226,7 @@ def lora_in_gguf(folder: Path, path: Path, kind: str = "F32", alpha: float = 8.0
     return by_library.write(path, "llama", found, more)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_adapters_in_gguf_are_those_that_they_were_converted_from(
     kind: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
@@ -293,6 +296,7 @@ def pair_in_gguf(folder: Path, arch: str, kind: str, alpha: float | None) -> tup
     return model, by_library.write(folder / "lora.gguf", arch, factors, entries), merged
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("arch", "kind", "alpha"), [
     ("qwen3moe", "F32", 8.0), ("t5", "Q8_0", None), ("gemma4", "F16", 0.0), ("no-such-model", "BF16", 2.0),
 ])  # fmt: skip

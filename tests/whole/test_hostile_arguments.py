@@ -124,7 +124,7 @@ def test_every_public_function_is_called_here() -> None:
     assert names | methods <= CALLS.keys()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_merge_errors(name: str, folder: Path) -> None:
     function, given = public(name), {**CALLS[name], **({"model": net()} if name == "merge_into" else {})}
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_merge_errors(name: str, folder: Path) -> None:
         assert isinstance(error, UsageError), error
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_wrong_values_of_options_are_merge_errors(option: str, folder: Path) -> None:
     for kind, value in VALUES.items():
@@ -200,6 +200,7 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "fake")) for k in (*REFUSED, *PLAIN)]
 )  # imports

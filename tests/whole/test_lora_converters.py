@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_merges_as_its_converter_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]

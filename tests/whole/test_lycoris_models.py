@@ -66,7 +66,7 @@ def outputs(network: torch.nn.Module) -> Tensors:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("options", ALGORITHMS, ids=lambda o: " ".join(map(str, o.values())))

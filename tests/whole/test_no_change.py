@@ -42,6 +42,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base.safetensors"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ZEROS)
 def test_adapter_of_zeros_is_refused_and_strength_zero_merges_without_it(base: Path, kind: str) -> None:
     zero, out = base.with_name("zero.safetensors"), base.with_name("out.safetensors")

@@ -16,7 +16,7 @@ from tests.kit.tensors import Tensors
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "variant"), [("SD", ""), ("SDXL", "fp16"), ("SD3", ""), ("Flux", "fp16")])
 def test_a_pipeline_merged_is_the_pipeline_fused(name: str, variant: str, tmp_path: Path) -> None:
     make, parts = PIPELINES[name]

@@ -110,6 +110,7 @@ def test_files_are_looked_at(files: tuple[Path, Path, Path, Path]) -> None:
     assert lora_merge.compare(ink, oil, base=base)["common"] == 32
 
 
+@pytest.mark.slow
 def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
     """As text and as HTML, in which a name cannot be markup."""
     base, ink, _, out = files
@@ -225,6 +226,7 @@ def test_small_values_are_tables_in_notebooks_too(kind: Any, files: tuple[Path, 
     assert len(repr(found)) < 300
 
 
+@pytest.mark.slow
 def test_tensors_and_batches_tell_how_far_they_are(
     files: tuple[Path, Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +275,7 @@ def test_names_of_files_are_completed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [Path(report.output).name for report in made] == [f"{name}.safetensors" for name in names]
 
 
+@pytest.mark.slow
 def test_a_path_names_the_output_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every function that writes a file; a str gets an ending."""
     base, ink = save(sd1(), tmp_path / "base.safetensors"), save(kohya(sd1()), tmp_path / "ink.safetensors")

@@ -49,6 +49,7 @@ def quantised(weight: Tensor, size: int | None) -> Tensors:
     return {"weight": codes, "weight_scale_inv": scale, "plain": codes.float() * spread}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [32, None])
 def test_fp8_loads_and_computes_base_and_adapter(size: int | None, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -175,7 +176,7 @@ def test_experts_of_gpt_oss_are_merged_as_the_model_knows_them(tmp_path: Path) -
     torch.testing.assert_close(made[f"{stem}gate_up_proj"], want)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "noise"),
     [("fp8", 0.05), ("int8", 0.03), ("int4", 0.2), ("nvfp4", 0.25), ("mxfp4", 0.25), ("mxfp8", 0.06)],

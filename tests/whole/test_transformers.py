@@ -98,7 +98,7 @@ def compare(model: Any, config: Any, folder: Path) -> None:
     assert changed
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_files_equal_those_of_merge_and_unload(name: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False)
@@ -170,7 +170,7 @@ MORE_EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]], ids="+".join)
 def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> No
     compare(model, lora, tmp_path)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MORE_EXPERTS)
 def test_stacked_experts_of_other_names(name: str, tmp_path: Path) -> None:
     kind, config, arguments = MORE_EXPERTS[name]
@@ -224,6 +224,7 @@ def _stacked(name: str, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("parameters", [["down_proj"], ["gate_up_proj", "down_proj"]], ids="+".join)
 def test_experts_that_are_stored_stacked(name: str, parameters: list[str], tmp_path: Path) -> None:
@@ -243,6 +244,7 @@ def test_experts_that_are_stored_stacked(name: str, parameters: list[str], tmp_p
         torch.testing.assert_close(ours[key], value, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_experts_that_were_trained_whole(strength: float, tmp_path: Path) -> None:
     model = _stacked("qwen3 moe", tmp_path / "stacked")
@@ -269,6 +271,7 @@ def test_fan_in_fan_out_says_nothing_about_a_square_embedding(*, dora: bool, tmp
     compare(model, config, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_a_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp_path: Path) -> None:
     model = build("bert")
@@ -298,6 +301,7 @@ def test_olora_of_a_weight_that_is_stored_in_out_is_refused(tmp_path: Path) -> N
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
 def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_path: Path) -> None:
     """The folders of LLaVA and LongLoRA: LoRA, and whole parameters by the names that they have in PEFT's model."""
@@ -325,7 +329,7 @@ ATTACHED: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("kind", [*ATTACHED, "ia3"])
 def test_a_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
@@ -384,6 +388,7 @@ def _captioner(encoder: str, decoder: str) -> Any:
     return transformers.VisionEncoderDecoderModel(made)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [dict(target_modules=["EMB"]), dict(target_modules=["q_proj"], modules_to_save=["EMB"])],
@@ -423,7 +428,7 @@ MIXED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_square_weights_of_models_with_both_ways_round(name: str, tmp_path: Path) -> None:
     make, layers = MIXED[name]
@@ -484,6 +489,7 @@ WITH_HEAD: dict[str, tuple[str, str, dict[str, Any], str]] = {
 QUICK = ("Bert", "XLMRoberta", "DistilBert", "GPTNeoX")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("trained_with_head", [False, True])
 @pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in WITH_HEAD])
 def test_models_with_and_without_a_head_know_each_other(family: str, trained_with_head: bool, tmp_path: Path) -> None:  # noqa: FBT001
@@ -515,6 +521,7 @@ def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> Non
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("slot", "said"),
     [

@@ -57,6 +57,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int =
     return stream.getvalue()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [60, 80, 160, 200])
 def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
     found: list[dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +223,7 @@ def test_a_hash_is_one_word_whatever_the_names_beside_it(
     assert any(line.split()[:2] == ["hash", "SHA-256"] for line in told)
 
 
+@pytest.mark.slow
 def test_a_pipe_does_not_load_rich(tmp_path: Path) -> None:
     import subprocess
 
