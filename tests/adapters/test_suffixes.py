@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
+from lora_merge.adapters import suffixes
 from lora_merge.adapters.file import group
 from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
