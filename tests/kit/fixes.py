@@ -29,11 +29,11 @@ TYPED: Final[Mapping[str, str]] = {
     "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both":
         "tests/models/test_tied_weights.py::test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them[decoder.layers]",
     "leave it out with --strength-for te=0, or name the output .safetensors":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[a text encoder-FitError-a network that the GGUF file does not hold]",
+        "tests/files/test_checkpoint_to_gguf.py::test_what_has_no_place_in_gguf_is_refused[a text encoder-FitError-a network that the GGUF file does not hold]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
     "leave it out, or write --dtype …":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
     "leave it out; adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5":
         "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base + lora-leave it out]",
     "lora-merge BASE ADAPTER:0.8; …":
@@ -67,7 +67,7 @@ TYPED: Final[Mapping[str, str]] = {
     "use --rank 32 or --rank energy:0.99":
         "tests/adapters_out/test_extract.py::test_noise_of_whole_numbers_is_not_known",
     "write --dtype keep, or change --keep-precision":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
     "write --dtype keep, as what the adapter changes is not quantised; or …":
         "tests/files/test_quantised.py::test_another_dtype_is_refused",
     "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
@@ -81,11 +81,11 @@ TYPED: Final[Mapping[str, str]] = {
     "…; or leave the file out with --unmatched skip":
         "tests/planning/test_folders.py::test_weights_without_one_place_are_refused_and_the_fix_works[several modules]",
     "write --dtype bf16":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
     "write --dtype bf16, …":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+        "tests/files/test_checkpoint_to_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype …":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+        "tests/files/test_checkpoint_to_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, then upload it":
         "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
     "write a folder for each: … -o OTHER":

@@ -1,4 +1,4 @@
-"""Headers of outputs, and outputs that appear whole or not at all. Run: pytest tests/files/test_formats.py"""
+"""Headers of outputs, and outputs that appear whole or not at all. Run: pytest tests/files/test_output_files.py"""
 
 from __future__ import annotations
 

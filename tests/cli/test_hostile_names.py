@@ -1,4 +1,4 @@
-"""No name out of a file, or of one, looks like a line of this program. Run: pytest tests/cli/test_lines.py"""
+"""No name out of a file, or of one, looks like a line of this program. Run: pytest tests/cli/test_hostile_names.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What headers hold is what base and merge put there. Run: pytest tests/planning/test_headings.py"""
+"""What headers hold is what base and merge put there. Run: pytest tests/planning/test_output_headers.py"""
 
 from __future__ import annotations
 
