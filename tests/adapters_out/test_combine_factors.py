@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(
     assert not strays(tmp_path)
 
 
-def test_a_sum_beyond_the_dtype_and_a_device_that_is_not_there_are_refused(
+def test_sum_beyond_the_dtype_and_a_device_that_is_not_there_are_refused(
     pair: list[tuple[Path, float]], tmp_path: Path
 ) -> None:
     with pytest.raises(TooLarge):
@@ -151,7 +151,7 @@ def test_products_are_looked_up_by_the_bits_of_a_number(weight: float) -> None:
 
 
 @pytest.mark.parametrize("command", ["combine", "convert"])
-def test_a_disk_without_room_is_told_before_anything_is_made(
+def test_disk_without_room_is_told_before_anything_is_made(
     command: str, pair: list[tuple[Path, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_merge.disk.writer.free_bytes", lambda _: 10)

@@ -44,7 +44,7 @@ def test_tasks_under_way_stay_within_the_bound_and_one_alone_may_exceed_it() -> 
     assert most[0] <= 12
 
 
-def test_the_first_error_ends_the_work() -> None:
+def test_first_error_ends_the_work() -> None:
     begun: list[int] = []
 
     def work(task: int) -> int:

@@ -116,7 +116,7 @@ def test_each_strength_has_its_own_numbers(files: tuple[Path, Path], tmp_path: P
         assert one["elements"] == half[name]["elements"]
 
 
-def test_a_window_costs_few_operations_whatever_it_holds(tmp_path: Path, cuda: Pretended) -> None:
+def test_window_costs_few_operations_whatever_it_holds(tmp_path: Path, cuda: Pretended) -> None:
     """The numbers of a window of many weights cost a device as much as those of one weight."""
     counts = []
     for layers in (1, 24):

@@ -43,12 +43,12 @@ def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
     return seen
 
 
-def test_a_killed_merge_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
+def test_killed_merge_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
     assert False in kill_at_random(scene, 8, seed=1)
 
 
 @pytest.mark.slow
-def test_a_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
+def test_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
     assert kill_at_random(scene, 300, seed=2) == {False, True}
 
 
@@ -102,7 +102,7 @@ STOPS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
+def test_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
     """It stops itself in that very call and is signalled then, however slow the machine is."""
     call, at, path = STAGES[stage]
     for number in STOPS:
@@ -186,7 +186,7 @@ def test_signals_are_handled_before_anything_is_imported() -> None:
     assert {*found.split()} <= {"lora_merge", "lora_merge.__main__"}
 
 
-def test_an_interruption_that_python_has_dropped_ends_the_program() -> None:
+def test_interruption_that_python_has_dropped_ends_the_program() -> None:
     """In a callback of its imports, between taking their lock and the block that gives it back."""
     code = (
         "import _imp, sys; _imp.acquire_lock(); from lora_merge.__main__ import start; sys.argv[1:] = ['-V']; start()"
@@ -236,7 +236,7 @@ def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Si
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("module", ["yaml.", "pydantic_core."])
-def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
+def test_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
     assert interrupted_at_import("lora_merge.batch.worker", [], module, signal.SIGINT, scene) == (1, "")
 
 
@@ -282,7 +282,7 @@ def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, *, together: bool) -> None:
+def test_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, *, together: bool) -> None:
     """Those that share a read of the base, and those that do not."""
     jobs = [f"{{base: {scene.folder}/base.safetensors, adapters: [{scene.folder}/a.safetensors], dtype: {dtype}, "
             f"output: {name}}}" for name, dtype in (("x", "keep"), ("y", "keep" if together else "fp32"))]  # fmt: skip

@@ -152,7 +152,7 @@ def test_merging_and_converting_change_places(number: int) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(len(RECORDED)), ids=RECORDED)
-def test_so_they_do_with_the_conversion_scripts(number: int) -> None:
+def test_layouts_agree_with_the_conversion_scripts(number: int) -> None:
     native, there = recorded(RECORDED[number])
 
     def convert(weights: Tensors) -> Tensors:

@@ -165,7 +165,7 @@ def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_prints_each_schema(kind: str) -> None:
+def test_command_prints_each_schema(kind: str) -> None:
     code, out, _ = run("schema", kind)
     assert code == 0
     found = json.loads(out)
