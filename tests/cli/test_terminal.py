@@ -187,8 +187,10 @@ def test_pipes_get_plain_text_and_no_rich(monkeypatch: pytest.MonkeyPatch) -> No
         assert "rich" not in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.out.partition("\n\n")[2].splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
-    assert done.err == ""
+    assert (
+        done.stdout.partition("\n\n")[2].splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
+    )
+    assert done.stderr == ""
 
 
 def test_always_is_for_pipes_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
