@@ -137,7 +137,7 @@ WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glor
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, Python's set."""
 
 
-def test_outside_of_the_tables_no_algorithm_is_asked_for_by_its_name() -> None:
+def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
     """What the rooms have to know of one is a fact of its row, or it is imported."""
     found = {
         (path.relative_to(PACKAGE).as_posix(), node.value)

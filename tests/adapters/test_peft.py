@@ -190,7 +190,7 @@ def test_token_rows_that_are_no_row_numbers_are_refused(rows: Any) -> None:
         told.stored_value("m.emb.token_adapter.trainable_tokens_delta")
 
 
-def test_saved_twice_is_set_once(tmp_path: Path) -> None:
+def test_tensor_saved_twice_is_set_once(tmp_path: Path) -> None:
     value = torch.randn(6, 5)
     tensors = {f"base_model.model.a.{name}": value.clone() for name in ("weight", "modules_to_save.weight")}
     tensors["base_model.model.a.original_module.weight"] = torch.randn(6, 5)

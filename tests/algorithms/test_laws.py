@@ -120,7 +120,7 @@ def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example:
 
 @pytest.mark.few(57)
 @every
-def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Example) -> None:
+def test_tensors_stay_on_the_device_of_the_inputs(name: str, example: Example) -> None:
     """Run without values on a device that is not the default: any tensor made elsewhere is an error."""
     s = stacked(name, example, dtype=torch.float32)
     with FakeTensorMode():

@@ -871,7 +871,7 @@ def test_job_that_another_process_finishes_during_the_survey_is_skipped(
     assert fates(run(jobs)) == ["skipped"]
 
 
-def test_killed_at_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
+def test_run_killed_at_random_moments_is_finished_by_the_next(small: Path, children: Any) -> None:
     jobs, out = grid(small, 6, device="cpu"), small / "out"
 
     def child(last: int = 0) -> None:
@@ -956,7 +956,7 @@ def made(out: Path) -> dict[str, os.stat_result]:
     return {p.name: p.stat() for p in out.glob("[!.]*")}
 
 
-def test_the_command(models: Path) -> None:
+def test_batch_command(models: Path) -> None:
     (models / "jobs.yaml").write_text("""\
 version: 1
 defaults: {base: base.safetensors}

@@ -327,7 +327,7 @@ def test_worker_whose_terminal_is_gone_leaves_nothing(models: Path, nursery: Nur
     assert not strays(models)
 
 
-def test_under_nohup_a_worker_goes_on(models: Path, nursery: Nursery) -> None:
+def test_worker_under_nohup_goes_on(models: Path, nursery: Nursery) -> None:
     code = STOPPING.replace("SIG_DFL", "SIG_IGN")
     assert begun(models, nursery, code).goes_on(after=signal.SIGHUP) == (0, "")
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
@@ -575,7 +575,7 @@ def test_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_nobody_without_the_token_gets_into_a_cluster_that_is_started_here(
+def test_cluster_started_here_admits_nobody_without_the_token(
     models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ray = pytest.importorskip("ray")

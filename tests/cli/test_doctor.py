@@ -65,7 +65,7 @@ def test_folder_that_is_not_there_or_full_or_closed_is_a_problem(
 
 
 @pytest.mark.parametrize(("kind", "writes"), [("ext4", "direct"), ("tmpfs", "cached")])
-def test_writes_are_direct_where_a_merge_would_make_them_so(
+def test_doctor_writes_directly_where_a_merge_would(
     kind: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "file_system", lambda _: kind)

@@ -55,7 +55,7 @@ def test_help_of_a_command(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
-def test_the_version(run: Run, words: list[str]) -> None:
+def test_version_of_the_program(run: Run, words: list[str]) -> None:
     assert run(*words) == (0, f"lora-merge {lora_merge.__version__}\n", "")
 
 

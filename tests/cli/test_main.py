@@ -413,7 +413,7 @@ def test_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, mo
     assert (tmp_path / "o.safetensors").exists()
 
 
-def test_interrupted_while_folders_are_made(
+def test_interrupt_while_folders_are_made(
     tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a program that calls the API: no handler of ours is in the way."""

@@ -149,7 +149,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert "1/20 jobs" in found[-1] and "GiB" in found[-1]
 
 
-def test_never_more_than_ten_redraws_a_second_whatever_is_reported() -> None:
+def test_redraws_are_at_most_ten_a_second_whatever_is_reported() -> None:
     display, clock = shown()
     for _ in range(1000):
         clock.now += 0.001

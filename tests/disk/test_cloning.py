@@ -191,7 +191,7 @@ def test_no_room_for_all_of_a_file_is_no_failure_where_blocks_are_shared(
     assert (tmp_path / "out").read_bytes() == bytes(PAGE)
 
 
-def test_two_files_of_this_file_system_share_or_nothing_is_written(tmp_path: Path) -> None:
+def test_clone_shares_blocks_or_writes_nothing(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(os.urandom(4 * PAGE))
     new.write_bytes(bytes(4 * PAGE))

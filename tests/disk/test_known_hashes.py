@@ -157,7 +157,7 @@ def test_damaged_memory_is_none(files: Path, text: str) -> None:
     assert len(recall()) == 2
 
 
-def test_strange_file_in_its_place_is_none(files: Path) -> None:
+def test_strange_file_in_place_of_the_hashes_is_ignored(files: Path) -> None:
     cache_file().parent.mkdir(parents=True)
     os.mkfifo(cache_file())
     assert recall() == {}
@@ -229,7 +229,7 @@ def test_oldest_are_forgotten() -> None:
 
 
 @pytest.mark.usefixtures("unsigned")
-def test_several_write_at_once() -> None:
+def test_hashes_of_several_writers_at_once() -> None:
     threads = [threading.Thread(target=lambda n=n: remember(learnt(**{f"file {n}": DIGEST}))) for n in range(16)]
     for t in threads:
         t.start()

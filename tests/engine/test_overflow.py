@@ -195,7 +195,7 @@ def large(kind: str) -> tuple[Tensors, Tensors, str]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["merged", "replaced", "dora", "part of a tensor"])
 @pytest.mark.parametrize("dtype", NARROW[1:])
-def test_same_holds_for_whatever_is_written(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_overflow_in_every_kind_of_output(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base, adapter, name = large(kind)
     if kind == "part of a tensor":
         adapter = {"x.m.lora_up.weight": torch.cat([rand(8, 2), torch.zeros(1, 2)]), "x.m.lora_down.weight": rand(2, 8)}

@@ -74,7 +74,7 @@ def missing(want: dict[str, Any], got: dict[str, Any]) -> int:
     return left
 
 
-def test_some_runs_tell_about_as_much(
+def test_sample_of_runs_is_near_the_sums_of_all(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few operations see the large weights, whatever their number; rows of small ones are looked at."""

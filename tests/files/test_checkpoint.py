@@ -104,7 +104,7 @@ def headers(draw: st.DrawFn) -> tuple[Any, int]:
 
 @settings(max_examples=examples(300))
 @given(headers())
-def test_we_accept_what_the_library_accepts(case: tuple[Any, int]) -> None:
+def test_header_is_accepted_where_the_library_accepts_it(case: tuple[Any, int]) -> None:
     table, size = case
     content = blob(table, bytes(size))
     assert we_accept(content) == library_accepts(content)
@@ -611,7 +611,7 @@ def test_changed_inputs_are_noticed(tmp_path: Path) -> None:
             Reader([index])
 
 
-def test_opening_a_large_file_takes_few_steps(tmp_path: Path) -> None:
+def test_large_file_is_opened_in_few_steps(tmp_path: Path) -> None:
     """A 40 GB file of 6000 tensors."""
     table, end = {}, 0
     for i in range(6000):

@@ -59,7 +59,7 @@ def test_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) ->
     assert index["metadata"]["total_parameters"] == got.num_parameters()
 
 
-def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
+def test_layers_with_more_channels_in_than_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")

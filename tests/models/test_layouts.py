@@ -140,7 +140,7 @@ def assert_square(base: Tensors, convert: Callable[[Tensors], Tensors], dialects
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("number", range(len(CONVERTERS)), ids=[c[1].split("/")[1] for c in CONVERTERS])
-def test_merging_and_converting_change_places(number: int) -> None:
+def test_merge_and_conversion_commute(number: int) -> None:
     native, other, converter, arguments = CONVERTERS[number]
     shapes = header(native) if native else native_of(header(other))
     if converter == "sana_transformer_to_diffusers":  # it insists on these two, which have no counterpart

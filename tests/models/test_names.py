@@ -377,7 +377,7 @@ def test_swapped_halves() -> None:
         ),
     ],
 )
-def test_particular_names(name: str, module: str, parameter: str, key: str) -> None:
+def test_names_of_particular_layers(name: str, module: str, parameter: str, key: str) -> None:
     view = base(name).find(module, parameter)
     assert view is not None
     assert [p.key for p in view.row_slices] == [key]
@@ -688,7 +688,7 @@ def narrow_clip(width: int = 32) -> dict[str, Shape]:
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd21"])
-def test_only_text_encoder_may_be_called_the_first(name: str) -> None:
+def test_single_text_encoder_may_be_called_the_first(name: str) -> None:
     found = names(pipeline(unet=header(f"diffusers/{name}"), text_encoder=narrow_clip()))
     for prefix in ("lora_te_", "lora_te1_", "lora_te1_text_model_", "text_encoder."):
         assert found.find(called(prefix, "encoder.layers.0.self_attn.q_proj")) is not None, prefix

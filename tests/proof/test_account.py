@@ -55,7 +55,7 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     return account
 
 
-def test_all_of_a_plain_adapter_is_used(tmp_path: Path) -> None:
+def test_plain_adapter_is_used_whole(tmp_path: Path) -> None:
     assert merged(tmp_path, pair("m.a") | pair("m.b")) == {"tensors": 4, "used": 4, "unused": 0, "reasons": {}}
 
 

@@ -131,7 +131,7 @@ PAIRS: tuple[Row, ...] = (
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: " ".join((row[0], row[3], row[1])))
-def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row: Row) -> None:
+def test_full_size_adapter_is_mostly_known_and_lies_where_the_plan_has_it(row: Row) -> None:
     stored, words, named, prefix, endings, share = row
     config = LLAMA if stored.startswith("transformers") else {}
     chosen = layers(words)

@@ -102,7 +102,7 @@ def of_its_kind(found: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_all_that_is_printed_as_json_has_a_schema(scene: Scene, tmp_path: Path) -> None:
+def test_json_that_is_printed_has_a_schema(scene: Scene, tmp_path: Path) -> None:
     """Every command with --json is here."""
     merged, both = tmp_path / "merged.safetensors", tmp_path / "both.safetensors"
     jobs = tmp_path / "jobs.json"

@@ -110,7 +110,7 @@ def test_files_are_looked_at(files: tuple[Path, Path, Path, Path]) -> None:
     assert lora_merge.compare(ink, oil, base=base)["common"] == 32
 
 
-def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+def test_objects_show_themselves_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
     """As text and as HTML, in which a name cannot be markup."""
     base, ink, _, out = files
     odd = save(kohya(sd1()), tmp_path / "<b>&.safetensors")

@@ -66,7 +66,7 @@ def test_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
+def test_kill_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     out.write_bytes(b"old")
     for wait in (0.3, 1.0, 1.8):
