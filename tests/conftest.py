@@ -98,7 +98,12 @@ def children() -> Any:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["lora_merge.engine.pipeline", "lora_merge.batch.run", "tests.batch.test_batch", "tests.files.test_formats"]
+        [
+            "lora_merge.engine.pipeline",
+            "lora_merge.batch.run",
+            "tests.batch.test_batch",
+            "tests.files.test_output_files",
+        ]
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CPU_ONLY.items():

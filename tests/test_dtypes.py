@@ -17,7 +17,7 @@ NAMED = [row for row in TABLE.values() if hasattr(torch, row.library)]
 
 
 @pytest.mark.parametrize("row", NAMED, ids=lambda row: row.name)
-def test_a_dtype_has_the_size_that_torch_says(row: Dtype) -> None:
+def test_dtype_has_the_size_that_torch_says(row: Dtype) -> None:
     assert getattr(torch, row.library).itemsize * 8 == row.bits == 8 * bytes_of(row.name, (1,))
 
 
@@ -57,7 +57,7 @@ def test_room_of_float64_has_no_end() -> None:
 
 
 @pytest.mark.parametrize("row", [r for r in TABLE.values() if r.code], ids=lambda row: row.name)
-def test_the_code_is_numpys_for_the_same_dtype(row: Dtype) -> None:
+def test_code_is_numpys_for_the_same_dtype(row: Dtype) -> None:
     assert np.dtype(f"<{row.code}") == np.dtype(row.library)
 
 
@@ -66,6 +66,6 @@ def test_options_name_floating_point_numbers_and_every_weight_has_one() -> None:
     assert not FLOATS & WHOLE
 
 
-def test_the_table_needs_no_library() -> None:
+def test_table_needs_no_library() -> None:
     code = "import sys, lora_merge.dtypes; assert not {'torch', 'numpy', 'ml_dtypes'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

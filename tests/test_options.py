@@ -58,7 +58,7 @@ def test_type_checkers_know_the_same_options() -> None:
             assert get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(keywords))) == option.words
 
 
-def test_a_job_holds_every_option_with_its_default() -> None:
+def test_job_holds_every_option_with_its_default() -> None:
     """Strengths belong to its adapters."""
     made = make_job("base", "adapter", "output")
     assert {o.name for o in OPTIONS.values() if o.recorded != "adapters"} == JOB.keys()
@@ -76,7 +76,7 @@ def test_every_option_is_taken_and_kept(option: Option) -> None:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
-def test_the_recipe_tells_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
+def test_recipe_tells_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
     save(sd1(), tmp_path / "base.safetensors")
     save(kohya(sd1()), tmp_path / "ink.safetensors")
     (tmp_path / "names.yaml").write_text("{}")
@@ -109,7 +109,7 @@ def test_commands_take_the_options_of_the_table() -> None:
     assert {n for n, o in OPTIONS.items() if o.in_verify} <= {n for n, o in OPTIONS.items() if o.recorded != "never"}
 
 
-def test_a_jobs_file_has_the_same_fields() -> None:
+def test_jobs_file_has_the_same_fields() -> None:
     assert [*Options.model_fields] == [n for n, o in OPTIONS.items() if o.in_batch]
     for name, field in Options.model_fields.items():
         assert field.description == OPTIONS[name].help
@@ -140,7 +140,7 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
     assert described <= {*inspect.signature(call).parameters, *known}
 
 
-def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:
+def test_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:
     text = (ROOT / "lora_merge" / "cli" / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+) \|", text, re.MULTILINE))
     assert {name.replace("-", "_") for name in rows} == {*OPTIONS}
@@ -151,13 +151,13 @@ def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -
         assert default.startswith("–" if plain in (None, ()) else f"`{plain}`" if told else str(plain)), name
 
 
-def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
+def test_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
     """Jobs of a batch that differ in other options have one outline between them."""
     assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify", "card"}
     assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
 
 
-def test_of_a_long_value_only_the_beginning_is_looked_at() -> None:
+def test_long_value_is_looked_at_by_its_beginning() -> None:
     """A configuration may hold one of a megabyte, and a message for each of thousands of modules shows it."""
     nested: Any = "x" * 1000
     for _ in range(8):

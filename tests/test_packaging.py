@@ -32,7 +32,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
         assert re.search(rf"\b{names.get(library, library)}\b", declared), library
 
 
-def test_the_link_to_the_algorithms_points_where_it_should() -> None:
+def test_link_to_the_algorithms_points_where_it_should() -> None:
     link = ROOT / "lora_merge" / "algorithms"
     if sys.platform == "win32" and link.is_file():  # what git makes of it there
         assert link.read_text() == "../algorithms"
@@ -55,7 +55,7 @@ def test_torch_is_pinned_for_set_up_and_open_for_users() -> None:
 
 @pytest.mark.release
 @pytest.mark.parametrize("link", ["a link", "a text file"])
-def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) -> None:
+def test_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) -> None:
     """Also where git could make no link to the algorithms, as on Windows."""
     try:
         import setuptools
@@ -89,7 +89,7 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path, link: str) 
     assert "Author: The lora-merge developers" in text
 
 
-def test_the_classifiers_name_every_python_that_the_tests_run_on() -> None:
+def test_classifiers_name_every_python_that_the_tests_run_on() -> None:
     workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
     (versions,) = re.findall(r"python: \[(.+)\]", workflow)
     named = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if "Python :: 3." in c}

@@ -22,7 +22,7 @@ def test_steps_upwards_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
-def test_a_step_upwards_out_of_a_link_leads_where_the_link_points(
+def test_step_upwards_out_of_a_link_leads_where_the_link_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "far" / "inner").mkdir(parents=True)
@@ -37,7 +37,7 @@ def test_a_step_upwards_out_of_a_link_leads_where_the_link_points(
 @pytest.mark.parametrize(
     "text", ["C:\\my loras\\style.safetensors", "\\\\server\\share\\style.safetensors", "D:style.safetensors"]
 )
-def test_the_colon_of_a_drive_is_no_strength(text: str) -> None:
+def test_colon_of_a_drive_is_no_strength(text: str) -> None:
     assert split_strength(f"{text}:0.8") == (text, 0.8)
     assert split_strength(text) == (text, None)
 
@@ -63,11 +63,11 @@ def test_names_that_windows_refuses_are_found(path: str, part: str) -> None:
         "nullable",
     ],
 )
-def test_other_names_are_not(path: str) -> None:
+def test_names_that_windows_takes_are_allowed(path: str) -> None:
     assert forbidden(path) == ""
 
 
-def test_a_command_is_written_for_the_shell_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_written_for_the_shell_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["lora-merge", "my base.safetensors", "a&b.safetensors:0.8", "C:\\x\\y.safetensors", "--dry-run"]
     assert typed(words) == "lora-merge 'my base.safetensors' 'a&b.safetensors:0.8' 'C:\\x\\y.safetensors' --dry-run"
     monkeypatch.setattr("lora_merge.paths.WINDOWS", True)
@@ -82,7 +82,7 @@ def test_windows_gets_no_output_of_a_name_that_it_refuses(tmp_path: Path, monkey
     check_output(tmp_path / "null.safetensors")
 
 
-def test_a_missing_file_is_looked_for_once_under_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_is_looked_for_once_under_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(paths, "exists", lambda path: asked.append(str(path)))
     assert input_path(tmp_path / "x") == tmp_path / "x"

@@ -28,7 +28,7 @@ EVERY = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.parent.name)
-def test_the_tables_are_those_of_the_code(page: Path) -> None:
+def test_tables_are_those_of_the_code(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!--" in text
     assert current(text) == text, "run python -m tests.readme"
@@ -42,11 +42,11 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-def test_it_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 120
 
 
-def test_its_first_commands_run(
+def test_readme_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

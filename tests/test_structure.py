@@ -94,7 +94,7 @@ def test_imports_have_no_cycle() -> None:
     list(TopologicalSorter({k: v & graph.keys() for k, v in graph.items()}).static_order())
 
 
-def test_the_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> None:
+def test_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> None:
     tables = {f"lora_merge.files.codecs.{name}" for name in ("base", "ggml_points", "making")}
     for module, path in modules():
         if room(module) == "proof":
@@ -103,7 +103,7 @@ def test_the_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() ->
                 assert not shared or target in tables, f"{module} imports {target}"
 
 
-def test_a_library_is_imported_only_where_it_belongs() -> None:
+def test_library_is_imported_only_where_it_belongs() -> None:
     for module, path in modules():
         for name in (n.partition(".")[0] for n in imports(module, path, typed=False)):
             if name != "lora_merge" and name not in sys.stdlib_module_names and name != "sre_parse":
@@ -137,7 +137,7 @@ WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glor
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, Python's set."""
 
 
-def test_outside_of_the_tables_no_algorithm_is_asked_for_by_its_name() -> None:
+def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
     """What the rooms have to know of one is a fact of its row, or it is imported."""
     found = {
         (path.relative_to(PACKAGE).as_posix(), node.value)
@@ -165,7 +165,7 @@ def test_odd_dtypes_are_imported_where_one_is_met() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_nothing_is_caught_and_dropped() -> None:
+def test_exceptions_are_not_caught_and_dropped() -> None:
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "algorithms").glob("*.py")]:
         for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):

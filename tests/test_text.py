@@ -25,14 +25,14 @@ def test_every_name_is_in_one_pattern_and_in_order(names: list[str]) -> None:
         assert {n.count(".") for n in of} == {pattern.count(".")}
 
 
-def test_only_numbers_that_count_something_are_taken_out() -> None:
+def test_numbers_that_count_something_are_taken_out() -> None:
     assert [*by_pattern(["0.attn1.to_out.0", "x_12_y2", "lora_te1_layers_3_fc1", "a/1", "12"])] == [
         "{i}.attn1.to_out.{i}", "x_{i}_y2", "lora_te1_layers_{i}_fc1", "a/{i}", "{i}",
     ]  # fmt: skip
 
 
 @given(NAMES)
-def test_what_is_said_of_many_names_counts_all_of_them(names: list[str]) -> None:
+def test_texts_on_many_names_count_all_of_them(names: list[str]) -> None:
     patterns = by_pattern(names)
     text = counted(patterns, 2)
     shown = sum(len(of) for of in [*patterns.values()][:2])
@@ -41,7 +41,7 @@ def test_what_is_said_of_many_names_counts_all_of_them(names: list[str]) -> None
         assert text.endswith(f" and {len(names) - shown} more")
 
 
-def test_a_thousand_names_are_one_line() -> None:
+def test_thousand_names_are_one_line() -> None:
     left = {f"layers.{n}.mlp.experts.{e}.up_proj": "no such module" for n in range(10) for e in range(100)}
     left["proj_out"] = "no such module"
     assert [*by_reason(left)] == [
@@ -58,7 +58,7 @@ def test_amounts_have_three_digits_and_a_unit_once() -> None:
     assert (rate(int(51.2 * 2**20)), rate(1023 * 2**20)) == ("51.2 MiB/s", "1023 MiB/s")
 
 
-def test_a_small_share_is_not_told_as_none() -> None:
+def test_small_share_is_not_told_as_none() -> None:
     assert [percent(share) for share in (0.0, 4.924e-6, 0.0143, 1.0)] == ["0.00%", "0.00049%", "1.43%", "100.00%"]
 
 

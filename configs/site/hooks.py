@@ -7,7 +7,8 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import isfunction
@@ -61,6 +62,30 @@ def on_files(files: Any, config: Any) -> Any:
     for target, text in pages.items():
         files.append(File.generated(config, target, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the text of a page; the messages of `notes.md` are those of the code."""
+    return explained(markdown, notes()) if page.file.src_uri == "notes.md" else markdown
+
+
+def explained(markdown: str, messages: Set[str]) -> str:
+    """Return a page of explanations in which each has the message that is most like the one of its row.
+
+    Explanations of messages that exist no more are left out; messages without an explanation are listed at the end.
+    """
+    lines = markdown.splitlines()
+    rows = {line: cells for line in lines if len(cells := line.split(" | ")) == 3 and cells[0] != "| message"}
+    left = set(map(cell, messages))
+    new = {line: line for line, cells in rows.items() if cells[0].removeprefix("| ") in left}
+    left -= {cells[0].removeprefix("| ") for line, cells in rows.items() if line in new}
+    for line, cells in rows.items():
+        for message in get_close_matches(cells[0].removeprefix("| "), sorted(left), 1) if line not in new else ():
+            new[line] = " | ".join([f"| {message}", *cells[1:]])
+            left.remove(message)
+    kept = [new.get(line, line) for line in lines if line in new or line not in rows]
+    others = ["", "## Others", "", *(f"* {message}" for message in sorted(left))] if left else []
+    return "\n".join([*kept, *others, ""])
 
 
 def page(source: str) -> str:
@@ -339,7 +364,7 @@ def _formatted(node: ast.expr, known: Texts) -> list[str]:
         one, *many = (str(arg.value) for arg in node.args[1:] if isinstance(arg, ast.Constant))
         return [f"… {many[0] if many else one + 's'}"]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        return [re.sub(r"\{\w*\}", "…", text) for text in texts(node.func.value, known)]
+        return [re.sub(r"\{[^{}]*\}", "…", text) for text in texts(node.func.value, known)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _returned(Path(known[HERE][0]), node.func.id) if HERE in known else ["…"]
     return ["…"]

@@ -49,7 +49,7 @@ names = st.text("aabbAB._1 \né٣", max_size=9)
 
 
 @given(expressions, st.lists(names, min_size=1, max_size=3), st.sampled_from(["match", "search"]))
-def test_it_is_what_pythons_engine_says(text: str, searched: list[str], how: str) -> None:
+def test_pattern_matches_what_pythons_engine_matches(text: str, searched: list[str], how: str) -> None:
     """Both ways: through sets of places alone, and as it is, where simple ones go to Python's engine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ keys = st.lists(
 
 
 @given(keys, st.text("ab..._\n", min_size=1, max_size=10))
-def test_the_first_key_is_pefts(keys: list[str], path: str) -> None:
+def test_first_key_is_pefts(keys: list[str], path: str) -> None:
     first = next((key for key in keys if re.match(rf"(.*\.)?({key})$", path)), None)
     assert Ends(keys).first(path, Steps()) == first
 
@@ -141,7 +141,7 @@ def test_steps_are_bounded_whatever_is_nested(text: str, outer: list[str], size:
     assert time.process_time() - started < 5
 
 
-def test_what_is_not_run_is_refused_with_its_field() -> None:
+def test_patterns_that_are_not_run_are_refused_with_their_field() -> None:
     for key, why in (
         (r"(a+)+\1b", "groupref beside loops"),
         ("(", "not valid: "),
@@ -174,7 +174,7 @@ MACHINE_MADE = {
 
 
 @pytest.mark.parametrize("written", MACHINE_MADE)
-def test_a_key_for_each_module_is_no_burden(written: str) -> None:
+def test_key_for_each_module_is_no_burden(written: str) -> None:
     modules = [f"model.layers.{i}.experts.{e}.{p}_proj" for i in range(40) for e in range(40) for p in ("up", "down")]
     table = {MACHINE_MADE[written](m): n for n, m in enumerate(modules)}
     told = rules({"peft_type": "LORA", "rank_pattern": table}, "the file")
@@ -195,7 +195,7 @@ TABLES = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
+def test_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
     """What takes time is to parse them, which a module's path would do for each of them once more."""
     table = {TABLES[kind](i): 3 for i in range(1000)}
     told, started = rules({"peft_type": "LORA", "rank_pattern": table}, "the file"), time.process_time()
@@ -206,7 +206,7 @@ def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind:
 
 
 @pytest.mark.slow
-def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     parse = limits.pattern
     monkeypatch.setattr(limits, "pattern", lambda text: asked.append(text) or parse(text))
@@ -238,7 +238,7 @@ def names_of_nothing() -> Names:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])
 @pytest.mark.parametrize("evil", ["options", "alternatives", "loop in a loop"])
-def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
+def test_command_answers(tmp_path: Path, field: str, evil: str) -> None:
     """Stopped where it hangs."""
     text = ENDLESS[evil][0]
     module, folder = "x." + "a" * 60, tmp_path / "adapter"
@@ -266,7 +266,7 @@ def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
         ({"q": 4, "tn.q": 2, "blocks.1.attn.q": 2, "(?=(a+)+$)q": 2}, False),
     ],
 )
-def test_an_alpha_that_the_order_of_the_entries_decides_is_noted(
+def test_alpha_that_the_order_of_the_entries_decides_is_noted(
     table: dict[str, float],
     noted: bool,  # noqa: FBT001
     tmp_path: Path,

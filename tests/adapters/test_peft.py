@@ -64,7 +64,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_has_no_merged_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_methods_without_a_merged_form_are_refused_by_name(name: str, tmp_path: Path) -> None:
     config, method = REFUSALS[name]
     with pytest.raises(InputError) as caught:
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, config))
@@ -190,7 +190,7 @@ def test_token_rows_that_are_no_row_numbers_are_refused(rows: Any) -> None:
         told.stored_value("m.emb.token_adapter.trainable_tokens_delta")
 
 
-def test_saved_twice_is_set_once(tmp_path: Path) -> None:
+def test_tensor_saved_twice_is_set_once(tmp_path: Path) -> None:
     value = torch.randn(6, 5)
     tensors = {f"base_model.model.a.{name}": value.clone() for name in ("weight", "modules_to_save.weight")}
     tensors["base_model.model.a.original_module.weight"] = torch.randn(6, 5)
@@ -201,7 +201,7 @@ def test_saved_twice_is_set_once(tmp_path: Path) -> None:
         torch.testing.assert_close(done, base + strength * (value - base))
 
 
-def test_the_bias_of_the_module_beside_the_trained_one_never_counts(tmp_path: Path) -> None:
+def test_bias_of_the_module_beside_the_trained_one_never_counts(tmp_path: Path) -> None:
     """With bias="all" PEFT saves it too; files have the wider dtype first, here that of the untrained one."""
     value = torch.randn(6).half()
     tensors = {"base_model.model.a.original_module.bias": torch.randn(6), "base_model.model.a.bias": value}
@@ -227,7 +227,7 @@ def test_two_values_for_one_parameter_are_refused_unless_they_are_equal(tmp_path
 
 
 @pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
-def test_a_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, tmp_path: Path) -> None:
+def test_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, tmp_path: Path) -> None:
     tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
     with pytest.raises(FitError, match="up has 6 rows, the weight has 8"):
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, LORA, tensors))
@@ -241,7 +241,7 @@ def test_tokens_that_the_base_lacks_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("switch", ["use_dora", "lora_bias"])
-def test_what_the_configuration_promises_and_the_file_lacks(switch: str, tmp_path: Path) -> None:
+def test_tensors_of_the_configuration_that_the_file_lacks(switch: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="incomplete"):
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, {**LORA, switch: True}))
 
@@ -262,7 +262,7 @@ def test_whole_values_of_another_size_are_refused_but_tables_and_heads(tmp_path:
     assert (done["head.weight"].shape, done["head.bias"].shape) == ((4, 5), (4,))
 
 
-def test_a_scaling_without_its_side_is_no_new_value() -> None:
+def test_scaling_without_its_side_is_no_new_value() -> None:
     adapter = {f"lora_unet_blocks_{i}.{s}": t for i in range(3)
                for s, t in (("weight", torch.randn(8)), ("on_input", torch.tensor(1)))}  # fmt: skip
     del adapter["lora_unet_blocks_1.on_input"]
@@ -333,7 +333,7 @@ NOW, BEFORE = {"peft_version": "0.19.1"}, {"peft_version": "0.18.1"}
     ({}, "llama4_text", False, "peft_version"),
     ({"peft_version": "0.19.0"}, "gpt_oss", False, "0.19.0"),
 ])  # fmt: skip
-def test_which_way_round_square_experts_are(config: dict[str, Any], model: str, apart: bool, row: str) -> None:  # noqa: FBT001
+def test_square_experts_are_oriented(config: dict[str, Any], model: str, apart: bool, row: str) -> None:  # noqa: FBT001
     pieces = [RowSlice(f"m.{i}", 0, 12 // (1 + apart), 4) for i in range(1 + apart)]
     told, view = rules({**STACK, **config}, "c"), WeightView(tuple(pieces), (3, 4, 4))
     if row.startswith("lora"):
@@ -376,7 +376,7 @@ def test_parameters_whose_order_nothing_tells_are_refused(pattern: dict[str, Any
         lora_merge.merge_state_dict({"m.mlp.w1": torch.randn(6, 5), "m.mlp.w2": torch.randn(6, 5)}, adapter)
 
 
-def test_another_rank_than_the_configuration_says_is_noted() -> None:
+def test_rank_other_than_that_of_the_configuration_is_noted() -> None:
     said = {**LORA, "r": 16, "rank_pattern": {"k": 4}}
     assert "rank 16" in rules(said, "c").doubt("lora", "m.q", {"down": (4, 9), "up": (9, 4)})
     assert not rules(said, "c").doubt("lora", "m.k", {"down": (4, 9), "up": (9, 4)})
@@ -426,7 +426,7 @@ def test_patterns_of_a_component_start_where_its_own_names_do() -> None:
         pair_scale(told.of("lora_unet_b_0_q"), "lora_unet_b_0_q")
 
 
-def test_the_alpha_beside_the_tensors_counts_before_the_metadata_of_other_names(tmp_path: Path) -> None:
+def test_alpha_beside_the_tensors_counts_before_the_metadata_of_other_names(tmp_path: Path) -> None:
     pair = {"lora_unet_a.lora_up.weight": torch.randn(6, 4), "lora_unet_a.lora_down.weight": torch.randn(4, 5)}
     path, base = tmp_path / "a.safetensors", {"a.weight": torch.randn(6, 5)}
     metadata = {"lora_adapter_metadata": json.dumps({"unet.r": 4, "unet.lora_alpha": 8})}
@@ -517,7 +517,7 @@ def test_configuration_beside_a_file_of_another_trainer_does_not_count(tmp_path:
 
 
 @pytest.mark.parametrize("beside", ["non_lora_trainables.bin", "trainable_params.bin"])
-def test_the_file_alone_is_refused_where_more_was_trained(beside: str, tmp_path: Path) -> None:
+def test_file_alone_is_refused_where_more_was_trained(beside: str, tmp_path: Path) -> None:
     told = folder(tmp_path, LORA)
     torch.save({"base_model.model.norm.weight": torch.ones(5)}, told / beside)
     with pytest.raises(InputError, match="more of what was trained lies beside") as e:
@@ -601,7 +601,7 @@ def test_odd_metadata_is_refused(text: str) -> None:
 @pytest.mark.parametrize("pattern", [{}, {"lm_head": 16}])
 @pytest.mark.parametrize("module", ["lm_head", "language_model.lm_head", "lm_head.decoder", "embed_tokens", "q_proj"])
 @pytest.mark.parametrize("flag", [None, False, True])
-def test_only_a_head_that_shares_the_embeddings_factors_keeps_the_scale_of_its_own_rank(
+def test_head_keeps_the_scale_of_its_rank_only_with_the_embeddings_factors(
     flag: bool | None,  # noqa: FBT001
     module: str,
     pattern: dict[str, int],

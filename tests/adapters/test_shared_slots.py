@@ -100,7 +100,7 @@ def test_equal_values_are_noted(tmp_path: Path) -> None:
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.randoms(use_true_random=False),
 )
-def test_the_order_in_the_file_changes_nothing(pair, dtype, seeds, random) -> None:  # type: ignore[no-untyped-def]
+def test_order_in_the_file_changes_nothing(pair, dtype, seeds, random) -> None:  # type: ignore[no-untyped-def]
     tensors = factors() | {
         f"{X}{pair[0]}": values(pair[0], seeds[0]),
         f"{X}{pair[1]}": values(pair[1], seeds[1], dtype),
@@ -120,7 +120,7 @@ def test_the_order_in_the_file_changes_nothing(pair, dtype, seeds, random) -> No
 
 
 @pytest.mark.parametrize("alphas", [(2.0, 40.0), (2.0, 2.0)])
-def test_a_part_and_its_whole_have_one_alpha(alphas: tuple[float, float]) -> None:
+def test_part_and_its_whole_have_one_alpha(alphas: tuple[float, float]) -> None:
     """A part of a split module shares the alpha of the whole; one of its own has to be the same."""
     tensors = factors(f"{X}/0") | {f"{X}.alpha": torch.tensor(alphas[0]), f"{X}/0.alpha": torch.tensor(alphas[1])}
     if alphas[0] == alphas[1]:

@@ -45,7 +45,7 @@ def test_weights_that_mean_nothing_are_refused(wrong: Any) -> None:
         average_weights(2, **wrong)
 
 
-def test_an_average_changes_the_base_by_the_weighted_changes(tmp_path: Path) -> None:
+def test_average_changes_the_base_by_the_weighted_changes(tmp_path: Path) -> None:
     """Close snapshots: they share the down factors, so that their own rank holds the average."""
     base, paths = sd1(torch.float32), []
     for n in range(3):
@@ -64,7 +64,7 @@ def test_an_average_changes_the_base_by_the_weighted_changes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [["--sigma-rel", "0.1"], ["--ema", "0.5"], ["--weights", "0.25,0.75"]])
-def test_the_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> None:
+def test_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> None:
     """Options arrive as text, whatever their type."""
     save_file(kohya(sd1(), te=False), tmp_path / "a.safetensors")
     output = tmp_path / "out.safetensors"
@@ -75,7 +75,7 @@ def test_the_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> No
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4), (4, 4), (2, 2, 1), ()])
-def test_a_bias_is_a_vector_in_whatever_shape_its_change_is_stored(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_bias_is_a_vector_in_whatever_shape_its_change_is_stored(shape: tuple[int, ...], tmp_path: Path) -> None:
     """Without a base. Written as it was stored, [4, 4] would be found again as no change of a bias: exit 6."""
     save_file({"b.diff_b": torch.ones(shape)}, tmp_path / "a.safetensors")
     save_file({"b.diff_b": torch.zeros(4)}, tmp_path / "b.safetensors")
@@ -160,7 +160,7 @@ def test_averaged_factors_tell_how_far_they_are_from_averaged_changes(tmp_path: 
     assert report.verified and report.verified["recomputed"] == report.verified["layers"]
 
 
-def test_a_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(tmp_path: Path) -> None:
+def test_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(tmp_path: Path) -> None:
     paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
     output.write_bytes(b"")
     given = [*map(str, paths), "-o", str(output), "--space", "factors", "--dry-run"]

@@ -107,7 +107,7 @@ def test_alpha_0_is_scale_1_and_fp8_is_read(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_what_is_no_change_of_weights_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_tensors_that_change_no_weight_are_refused_by_name(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
     for what, more in {"aLoRA": {"alora_invocation_tokens": [1]}, "LoftQ": {"init_lora_weights": "loftq"},
                        "PROMPT_TUNING": {"peft_type": "PROMPT_TUNING"}}.items():  # fmt: skip
@@ -122,7 +122,7 @@ def test_what_is_no_change_of_weights_is_refused_by_its_name(tmp_path: Path) -> 
             lora_merge.convert(folder, tmp_path / "o")
 
 
-def test_an_input_is_never_replaced(tmp_path: Path) -> None:
+def test_input_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(of_flux(), path)
     before = path.read_bytes()
@@ -146,7 +146,7 @@ def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None
 @pytest.mark.few(3)
 @pytest.mark.parametrize("alpha", [1.4e-45, 1e-40, 1e-20])
 @pytest.mark.parametrize("run", ["resize", "combine", "keep"])
-def test_a_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) -> None:
+def test_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) -> None:
     """α that is kept for fewer columns may be too small for fp32; the written change is the same."""
     save_file(changed(alpha=torch.tensor(alpha)), tmp_path / "a.safetensors")
     save_file(flux(), tmp_path / "base.safetensors")
@@ -157,7 +157,7 @@ def test_a_tiny_alpha_is_no_lost_change(run: str, alpha: float, tmp_path: Path) 
 
 @pytest.mark.parametrize("method", ["sum", "ties"])
 @pytest.mark.parametrize("rows", [2, 6])
-def test_a_weight_of_another_shape_is_refused(method: str, rows: int, tmp_path: Path) -> None:
+def test_weight_of_another_shape_is_refused(method: str, rows: int, tmp_path: Path) -> None:
     """The adapter replaces it as a whole, as one does that was trained with more tokens."""
     base = save({"a.weight": rand(4, 4), "b.weight": rand(4, 4), "b.bias": rand(4)}, tmp_path / "base.safetensors")
     pair = {"a.lora_A.weight": rand(2, 4), "a.lora_B.weight": rand(4, 2)}

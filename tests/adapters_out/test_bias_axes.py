@@ -45,7 +45,7 @@ def files(folder: Path, shape: tuple[int, ...]) -> tuple[Path, Path]:
         ("convert", ["--to", "comfy", "--rank", "1"], True),
     ],
 )
-def test_the_output_changes_the_base_as_its_input_does(
+def test_output_changes_the_base_as_its_input_does(
     command: str, options: list[str], shape: tuple[int, ...], tmp_path: Path, *, with_base: bool
 ) -> None:
     base, adapter = files(tmp_path, shape)

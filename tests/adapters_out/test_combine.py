@@ -58,7 +58,7 @@ def delta(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_the_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
     done = run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json")
     assert done.code == 0, done.err
@@ -78,7 +78,7 @@ def test_the_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tupl
 
 
 @pytest.mark.parametrize("rule", ["5", "energy:0.8", "size:3KiB"])
-def test_a_rank_gives_the_optimum_and_the_residual_that_is_told(
+def test_rank_gives_the_optimum_and_the_residual_that_is_told(
     rule: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     report = lora_merge.combine(list(pair), tmp_path / "c.safetensors", rank=rule, dtype="fp32")
@@ -247,7 +247,7 @@ def test_bad_inputs_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
     done = run("combine", *pair, "-o", out, "--dry-run", "--json")
     assert {layer["rank"] for layer in json.loads(done.out)["layers"].values()} == {12}
@@ -274,7 +274,7 @@ def test_auto_stores_whatever_is_smaller(rule: str, pair: tuple[Path, Path], tmp
     ("convert", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("convert", {"rank": 2}, "rank 2"),
     ("convert", {"algorithm": "full"}, "whole matrices"), ("convert", {"dtype": "bf16"}, "rank 4"),
 ])  # fmt: skip
-def test_a_plan_tells_ranks_that_headers_tell(
+def test_plan_tells_ranks_that_headers_tell(
     command: str, options: dict[str, Any], told: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     given = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -283,14 +283,14 @@ def test_a_plan_tells_ranks_that_headers_tell(
     assert not (tmp_path / "c.safetensors").exists()
 
 
-def test_a_plan_refuses_what_has_no_factors(tmp_path: Path) -> None:
+def test_plan_refuses_what_has_no_factors(tmp_path: Path) -> None:
     save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")
     for word in ("-q", "--dry-run"):
         failed = run("combine", tmp_path / "w.safetensors", "-o", tmp_path / "c.safetensors", word)
         assert failed.code == FitError.exit_code and "not low-rank" in failed.err
 
 
-def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out, copy = tmp_path / "c.safetensors", tmp_path / "copy.safetensors"
     assert run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
                   "energy:0.9", "--rank-for", "conv1=3").code == 0  # fmt: skip
@@ -312,7 +312,7 @@ def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[
     {"adapters": []}, {"adapters": [1]}, {"options": {"rank": {}}}, {"options": {"density": "x"}}, {"command": "bake"}, {"command": []}, {"command": {}}, {"base": {"name": "b", "files": []}},
     {"options": {"method": "slerp"}}, {"options": {"method": "mean", "density": 0.5}},
 ])  # fmt: skip
-def test_a_recipe_that_cannot_be_followed_is_damaged(
+def test_recipe_that_cannot_be_followed_is_damaged(
     pair: tuple[Path, Path], tmp_path: Path, change: dict[str, object]
 ) -> None:
     """Also where a user who types the same would be told of a wrong option: this file is no choice of theirs."""
@@ -326,13 +326,13 @@ def test_a_recipe_that_cannot_be_followed_is_damaged(
         assert run(step, out, *more).code == InputError.exit_code
 
 
-def test_an_adapter_is_no_merged_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_is_no_merged_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> None:
     lora_merge.combine(pair, tmp_path / "c.safetensors")
     with pytest.raises(InputError, match="an adapter that combine has written"):
         lora_merge.unmerge(tmp_path / "c.safetensors", output=tmp_path / "o.safetensors")
 
 
-def test_a_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out, there = tmp_path / "ab.safetensors", tmp_path / "there.safetensors"
     lora_merge.combine(list(pair), out)
     told = json.loads(metadata(out)["lora_merge.recipe"])
@@ -344,7 +344,7 @@ def test_a_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], t
     assert run("replay", out, "-o", tmp_path / "again.safetensors").code == 0
 
 
-def test_a_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path) -> None:
+def test_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path) -> None:
     layer = "blk.0.ffn_up.weight"
     base, adapter = tmp_path / "m.gguf", tmp_path / "a.gguf"
     base.write_bytes(gguf(LLAMA, [layer], (4, 6)))
@@ -375,7 +375,7 @@ def test_bytes_do_not_depend_on_where_tensors_wait(method: str, pair: tuple[Path
 
 
 @pytest.mark.slow
-def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+def test_cost_of_a_module_does_not_grow_with_their_number(tmp_path: Path) -> None:
     """Square weights under PEFT's names: whether a layer is a Conv1D hangs on all others."""
 
     def work(count: int, act: Callable[[Path], object]) -> int:
@@ -395,7 +395,7 @@ def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("alpha", [2.0**-16, 0.003, 4e4])
-def test_an_exact_sum_keeps_its_digits_whatever_the_scale_of_its_inputs(alpha: float, tmp_path: Path) -> None:
+def test_exact_sum_keeps_its_digits_whatever_the_scale_of_its_inputs(alpha: float, tmp_path: Path) -> None:
     """In fp16 the left factor alone would hold a few bits of such changes, or none; powers of two are moved to the
     right one."""
     one, other = kohya(tmp_path / "a.safetensors", 4, 2.0, 1), kohya(tmp_path / "b.safetensors", 8, 8.0, 100)
@@ -433,7 +433,7 @@ def test_adapters_of_two_models_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "o.safetensors").exists()
 
 
-def test_an_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
+def test_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(MergeError) as failure:
@@ -443,7 +443,7 @@ def test_an_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}, {"rank": "size:2000"}, {"algorithm": "full"}])
-def test_a_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
     """With its header, and with the bound of `size`; metadata may take a page less."""
     out = tmp_path / "o.safetensors"
     planned = plan(make_adapter_job("combine", list(pair), out, None, options)).written
@@ -451,7 +451,7 @@ def test_a_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[
     assert 0 <= planned - out.stat().st_size <= 2 * 4096
 
 
-def test_a_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Factors need no whole matrix; ties gives one."""
     told = {}
     cases: tuple[tuple[str, dict[str, Any]], ...] = (("sum", {}), ("ties", {"density": 0.5}))

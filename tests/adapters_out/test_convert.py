@@ -63,7 +63,7 @@ CHAINS = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "adapter", "chain"), CHAINS)
-def test_a_chain_of_dialects_changes_nothing(
+def test_chain_of_dialects_changes_nothing(
     folder: Path, tmp_path: Path, model: str, adapter: str, chain: tuple[str, ...]
 ) -> None:
     base, first = folder / f"{model}.safetensors", folder / f"{adapter}.safetensors"
@@ -77,7 +77,7 @@ def test_a_chain_of_dialects_changes_nothing(
     assert load_file(before).keys() == load_file(first).keys()
 
 
-def test_what_was_split_is_fused_again_without_rank(folder: Path, tmp_path: Path) -> None:
+def test_split_layers_are_fused_again_without_rank(folder: Path, tmp_path: Path) -> None:
     """Equal downs are stored once; the ranks of independent parts add up."""
     base = folder / "flux.safetensors"
     split = tmp_path / "split.safetensors"
@@ -96,7 +96,7 @@ def test_what_was_split_is_fused_again_without_rank(folder: Path, tmp_path: Path
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{"algorithm": "lora"}, {"algorithm": "full"}, {"rank": "energy:1"}])
-def test_other_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: Path, options: Any) -> None:
+def test_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: Path, options: Any) -> None:
     base, adapter, output = folder / "flux.safetensors", folder / "flux-loha.safetensors", tmp_path / "out.safetensors"
     to = "kohya" if "full" in options.values() else "diffusers"
     assert lora_merge.convert(adapter, output, to=to, base=base, **options).residual < 1e-6
@@ -120,7 +120,7 @@ def test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them(folde
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [None, "energy:1"])
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not row.alpha])
-def test_an_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
+def test_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
     folder: Path, tmp_path: Path, to: str, rank: str | None
 ) -> None:
     base, adapter, output = folder / "flux.safetensors", folder / "flux-lora.safetensors", tmp_path / "out"
@@ -133,13 +133,13 @@ def test_an_alpha_of_ones_own_changes_nothing_where_alpha_is_not_stored(
     check(merged(base, adapter), merged(base, output), 1e-6)
 
 
-def test_a_strength_goes_into_the_file(folder: Path, tmp_path: Path) -> None:
+def test_strength_goes_into_the_file(folder: Path, tmp_path: Path) -> None:
     base, adapter, output = folder / "flux.safetensors", folder / "flux-lora.safetensors", tmp_path / "out.safetensors"
     lora_merge.convert((adapter, -0.25), output, to="diffusers", base=base)
     check(lora_merge.merge_state_dict(flux(), [(adapter, -0.25)]), merged(base, output), 1e-6)
 
 
-def test_what_a_dialect_cannot_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_dialect_refuses_what_it_cannot_hold(folder: Path, tmp_path: Path) -> None:
     base, output = folder / "flux.safetensors", tmp_path / "out.safetensors"
     with pytest.raises(FitError, match="cannot hold loha"):
         lora_merge.convert(folder / "flux-loha.safetensors", output, to="diffusers", base=base)
@@ -204,7 +204,7 @@ def test_peft_loads_the_folder_without_missing_or_unexpected_keys(tmp_path: Path
 
 
 @pytest.mark.parametrize("strength", [1, -0.5])
-def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
+def test_scale_that_only_a_configuration_tells_goes_into_the_copy(
     folder: Path, tmp_path: Path, strength: float
 ) -> None:
     """LoKr and LoHa of PEFT keep α in adapter_config.json; the other dialects store it. LoKr of two whole factors is
@@ -233,7 +233,7 @@ def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
         check(wanted, lora_merge.merge_state_dict(base, [output], compute_dtype="fp64"), 1e-6)
 
 
-def test_a_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path) -> None:
+def test_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     lora_merge.convert(folder / "flux-lora.safetensors", out, to="peft", base=folder / "flux.safetensors",
                        include=["transformer"])  # fmt: skip
@@ -318,7 +318,7 @@ def test_factors_of_more_columns_than_the_weight_has_ranks_are_exact_ones(
 
 
 @pytest.mark.slow
-def test_a_folder_is_replaced_by_a_folder_and_takes_a_file_under_its_own_name(folder: Path, tmp_path: Path) -> None:
+def test_folder_is_replaced_by_a_folder_and_takes_a_file_under_its_own_name(folder: Path, tmp_path: Path) -> None:
     base, lora = folder / "sd1.safetensors", folder / "sd1-lora.safetensors"
     for _ in range(2):
         lora_merge.convert(lora, tmp_path / "peft", to="peft", base=base, include=["unet"], overwrite=True)
@@ -350,7 +350,7 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     [{"to": "comfy"}, {"to": "diffusers"}, {"to": "kohya", "dtype": "fp16"}, {"to": "kohya", "algorithm": "full"},
      {"to": "diffusers", "rank": 2, "dtype": "bf16"}, {"to": "comfy", "rank": 1, "alpha": 3}],
 )  # fmt: skip
-def test_a_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
     save_file(flux(), base)
     save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
@@ -373,7 +373,7 @@ def test_a_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("to", ["diffusers", "lycoris"])
-def test_the_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_path: Path) -> None:
+def test_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_path: Path) -> None:
     """They are near the norms of the weight's rows, so that a small change loses more than its factors do."""
     key, name = "single_blocks.0.linear2.weight", "lora_unet_single_blocks_0_linear2"
     base, out = flux(), tmp_path / "out.safetensors"
@@ -425,7 +425,7 @@ def test_numbers_too_large_for_the_dtype_of_a_conversion_are_refused(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"format": "diffusers"}, {"dtype": "fp32", "format": "comfy"}], ids=str)
 @pytest.mark.parametrize(("command", "rank"), [("resize", 1), ("resize", 3), ("combine", 2)])
-def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
+def test_reported_energy_is_the_share_of_the_squares_that_is_written(
     command: str, rank: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of each layer, of its block, and of all: Σ of the largest σ² by all σ², by numpy; also in two steps."""
@@ -454,7 +454,7 @@ def test_the_reported_energy_is_the_share_of_the_squares_that_is_written(
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "diffusers"}], ids=str)
-def test_the_reported_energy_is_that_of_both_steps_where_the_first_one_cuts(
+def test_reported_energy_is_that_of_both_steps_where_the_first_one_cuts(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A sum of the ranks 4 and 2 is cut to 4; the second step keeps the ranks of the first one."""

@@ -36,7 +36,7 @@ GPU = Placement(torch.device("cuda", 0), torch.float32)
 @pytest.mark.few(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("spectrum", [*SPECTRA])
-def test_a_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -> None:
+def test_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -> None:
     delta = example(spectrum).float()
     for rule in (Rule(COUNT, 7), parse("sum:0.5")):
         here, there = of_dense(Rows.of(delta), rule), of_dense(Rows.of(delta), rule, at=GPU)
@@ -109,7 +109,7 @@ def test_weights_of_one_shape_are_decomposed_together_within_the_memory_of_the_d
     assert not cuda.races and not cuda.faults
 
 
-def test_the_number_of_threads_changes_no_byte(
+def test_number_of_threads_changes_no_byte(
     checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count in (1, 3):

@@ -32,7 +32,7 @@ WRITTEN = [(model, to) for n, model in enumerate(MODELS) for m, to in enumerate(
 
 @pytest.mark.few(14)
 @pytest.mark.parametrize(("model", "to"), WRITTEN)
-def test_a_name_leads_back_to_the_rows_that_it_is_written_for(model: str, to: str) -> None:
+def test_name_leads_back_to_the_rows_that_it_is_written_for(model: str, to: str) -> None:
     """And every weight has a name for each of its rows, no row has two."""
     found, dialect = base(model), DIALECTS[to].of(base(model).known)
     rows: dict[str, list[RowSlice]] = {}
@@ -106,7 +106,7 @@ UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-i
 @pytest.mark.parametrize(
     ("model", "pair"), [(m, PAIRS[n % len(PAIRS)]) for n, m in enumerate(MODELS) if not m.endswith(ALIKE)]
 )
-def test_without_a_base_the_rows_stay_or_the_base_is_asked_for(model: str, pair: tuple[str, str]) -> None:
+def test_rows_stay_without_a_base_or_it_is_asked_for(model: str, pair: tuple[str, str]) -> None:
     """An adapter for every matrix, from one dialect to another: the pairs change from model to model."""
     of, to = pair
     adapter = matrices(base(model), of)

@@ -56,9 +56,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, P
     return tmp_path / "base", tmp_path / "a", tmp_path / "b"
 
 
-def test_the_sum_of_stacked_experts_is_the_sum_of_what_peft_makes(
-    files: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_sum_of_stacked_experts_is_the_sum_of_what_peft_makes(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, a, b = files
     before, one, two = model(base).state_dict(), loaded(base, a), loaded(base, b)
     out = tmp_path / "sum.safetensors"

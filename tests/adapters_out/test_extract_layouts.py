@@ -42,7 +42,7 @@ CODES = (
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CODES)
-def test_a_quantised_base_is_compared_by_its_values(name: str, tmp_path: Path) -> None:
+def test_quantised_base_is_compared_by_its_values(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base")
     tuned: Tensors = {"model.norm.weight": tensors["model.norm.weight"]}
@@ -63,7 +63,7 @@ def test_a_quantised_base_is_compared_by_its_values(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
-def test_a_gguf_base_is_compared_by_its_values(kind: str, tmp_path: Path) -> None:
+def test_gguf_base_is_compared_by_its_values(kind: str, tmp_path: Path) -> None:
     name, entries = "double_blocks.0.img_attn.proj.weight", {"general.architecture": "flux"}
     write(tmp_path / "base.gguf", "flux", {name: (rand(64, 96, scale=0.02).numpy(), kind)}, entries)
     held = torch.from_numpy(read(tmp_path / "base.gguf")[name][0]).float()

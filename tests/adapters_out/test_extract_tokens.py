@@ -97,7 +97,7 @@ def test_peft_loads_a_folder_in_which_no_layer_has_factors(tmp_path: Path, chang
     assert torch.equal(loaded(tokens).logits, expected)
 
 
-def test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_path: Path) -> None:
+def test_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_path: Path) -> None:
     base = {
         "net.layers.0.mlp.up_proj.weight": rand(6, 4),
         "out.weight": rand(2, 2),
@@ -118,7 +118,7 @@ def test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_p
         lora_merge.extract(paths[0], paths[1], tmp_path / "p.safetensors")
 
 
-def test_a_head_apart_is_never_lost_in_a_file(tmp_path: Path) -> None:
+def test_head_apart_is_never_lost_in_a_file(tmp_path: Path) -> None:
     """Only a folder has a place for it."""
     base, tuned = llama(tied=True), llama()
     base.save_pretrained(tmp_path / "base")

@@ -93,7 +93,7 @@ def test_rows_of_a_fused_weight_tell_the_norms_of_their_own_rows(folder: Path, t
         assert one["ratio"] == pytest.approx(one["norm"] / one["weight"])
 
 
-def test_a_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
+def test_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
     """A fused module and its parts in one sum: the first adapter decides."""
     given, base = [folder / "native.safetensors", folder / "a.safetensors"], folder / "base.safetensors"
     lora_merge.combine(given, tmp_path / "out.safetensors", base=base, dtype="fp32")
@@ -144,7 +144,7 @@ def test_modules_that_are_fused_in_the_first_adapter_are_fused_in_the_output(
     assert report.residual <= off
 
 
-def test_a_rank_is_that_of_the_fused_module_in_a_conversion_too(folder: Path, tmp_path: Path) -> None:
+def test_rank_is_that_of_the_fused_module_in_a_conversion_too(folder: Path, tmp_path: Path) -> None:
     """Its parts are not all as large, and the proof asks no more of each than of the whole."""
     base, out = split(folder), tmp_path / "out.safetensors"
     lora_merge.convert(folder / "a.safetensors", out, to="kohya", base=base, rank=1)

@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
-def test_a_large_layer_is_worked_at_by_rows(folder: Path) -> None:
+def test_large_layer_is_worked_at_by_rows(folder: Path) -> None:
     found = measured(folder, RUNS)
     assert {name: same for name, (_, same) in found.items()} == dict.fromkeys(RUNS, True)
     assert {name: grown for name, (grown, _) in found.items() if grown > MOST} == {}, found
@@ -101,7 +101,7 @@ def test_a_large_layer_is_worked_at_by_rows(folder: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
-def test_a_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Path) -> None:
+def test_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Path) -> None:
     ((grown, same),) = measured(folder, WHOLE_RANK).values()
     assert same
     read = OUT * COLS * 2  # of both checkpoints, a window each

@@ -67,7 +67,7 @@ def test_breadcrumbs_without_a_sign_are_added() -> None:
 
 
 @pytest.mark.parametrize("method", ["dare", "della"])
-def test_the_expectation_of_random_methods_is_the_sum(method: str) -> None:
+def test_expectation_of_random_methods_is_the_sum(method: str) -> None:
     """Over 400 draws; della keeps a row's largest with the highest chance, and divides each by its own."""
     (one, two), total = changes(2), torch.zeros(SHAPE, dtype=torch.float64)
     from lora_merge.engine.combining import combined

@@ -55,7 +55,7 @@ def made_by(command: str, folder: Path, output: Path) -> dict[str, str]:
     return metadata(output)
 
 
-def test_the_hashes_are_those_of_sd_scripts(folder: Path, tmp_path: Path) -> None:
+def test_hashes_are_those_of_sd_scripts(folder: Path, tmp_path: Path) -> None:
     """Its recipe with the library's own writer: library/train_util.py, precalculate_safetensors_hashes."""
     for name in ("a", "large"):
         out = tmp_path / f"{name}.safetensors"
@@ -92,7 +92,7 @@ def test_entries_stay_where_they_are_true(command: str, folder: Path, tmp_path: 
     assert ("modelspec.merged_from" in told) == (command in ("combine", "average"))
 
 
-def test_the_network_module_is_that_of_the_output(folder: Path, tmp_path: Path) -> None:
+def test_network_module_is_that_of_the_output(folder: Path, tmp_path: Path) -> None:
     """LoHa that became LoRA is no module of LyCORIS; what is copied still is one."""
     loha = folder / "loha.safetensors"
     lora_merge.convert(loha, tmp_path / "lora.safetensors", to="kohya", algorithm="lora")
@@ -104,7 +104,7 @@ def test_the_network_module_is_that_of_the_output(folder: Path, tmp_path: Path) 
     assert (whole["ss_network_module"], json.loads(whole["ss_network_args"])["algo"]) == ("lycoris.kohya", "full")
 
 
-def test_an_adapter_without_entries_of_training_gets_none(folder: Path, tmp_path: Path) -> None:
+def test_adapter_without_entries_of_training_gets_none(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     lora_merge.resize(folder / "bare.safetensors", out, rank=2)
     assert metadata(out).keys() == {"format", "lora_merge.recipe"}
@@ -139,7 +139,7 @@ def test_diffusers_gets_the_ranks_from_the_entry_that_it_trusts(folder: Path, tm
     assert "lora_adapter_metadata" not in made_by("convert", folder, tmp_path / "comfy.safetensors")
 
 
-def test_a_sum_of_files_without_metadata_says_what_reads_it(tmp_path: Path) -> None:
+def test_sum_of_files_without_metadata_says_what_reads_it(tmp_path: Path) -> None:
     """Programs that read kohya's words look for the module, the rank and the hashes."""
     tensors = {"lora_unet_x.lora_down.weight": torch.ones(2, 8), "lora_unet_x.lora_up.weight": torch.ones(8, 2),
                "lora_unet_x.alpha": torch.tensor(2.0)}  # fmt: skip

@@ -144,13 +144,13 @@ def test_embeddings_stay_embeddings_whatever_their_name(case: str, base: Path, t
 
 
 @pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
-def test_a_strength_goes_into_a_folder_of_another_algorithm(kind: str, tmp_path: Path) -> None:
+def test_strength_goes_into_a_folder_of_another_algorithm(kind: str, tmp_path: Path) -> None:
     a = trained(tmp_path / "a", kind=getattr(peft, kind), alpha=3, target_modules=["q", "up"], init_weights=False)
     lora_merge.convert((a, 0.5), tmp_path / "half")
     check(tmp_path / "half", {name: value / 2 for name, value in changes(a).items()})
 
 
-def test_a_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -> None:
+def test_changed_bias_is_extracted_into_a_folder(base: Path, tmp_path: Path) -> None:
     """That of `up` alone, whose weight is the same; `o` changes too and has none."""
     state = load_file(base)
     tuned = {**state, "up.bias": rand(8).double(), "o.weight": state["o.weight"] + 1.0}
@@ -189,7 +189,7 @@ def of_up(folder: Path) -> Path:
     return folder / "a.safetensors"
 
 
-def test_a_bias_alone_goes_into_a_file_of_diffusers_beside_factors_of_zeros(base: Path, tmp_path: Path) -> None:
+def test_bias_alone_goes_into_a_file_of_diffusers_beside_factors_of_zeros(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     expect_planned(of_up(tmp_path), out, "diffusers", base)
     found, wanted = (lora_merge.merge_state_dict(load_file(base), [f]) for f in (out, tmp_path / "a.safetensors"))
@@ -197,7 +197,7 @@ def test_a_bias_alone_goes_into_a_file_of_diffusers_beside_factors_of_zeros(base
     assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.items())
 
 
-def test_the_new_value_of_a_bias_needs_the_base(tmp_path: Path) -> None:
+def test_new_value_of_a_bias_needs_the_base(tmp_path: Path) -> None:
     stem = "lora_unet_single_blocks_0_linear"
     tensors = {f"{stem}2.lora_up.weight": rand(8, 1), f"{stem}2.lora_down.weight": rand(1, 40),
                "lora_unet_double_blocks_0_img_mod_lin.diff_b": rand(48)}  # fmt: skip
@@ -242,7 +242,7 @@ def test_names_in_a_folder_are_those_of_the_model_in_memory(tmp_path: Path) -> N
     assert not torch.allclose(one, model()(picture).logits, atol=1e-3)
 
 
-def test_a_head_that_is_trained_apart_stays_apart(tmp_path: Path) -> None:
+def test_head_that_is_trained_apart_stays_apart(tmp_path: Path) -> None:
     """Its weight is that of the embeddings in the base."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model, a = of_transformers(tmp_path, "llama", "AutoModelForCausalLM", lora, vocab_size=9, tie_word_embeddings=True)

@@ -25,7 +25,7 @@ def holds(name: str, x: float, s: list[float], k: int) -> bool:
 @pytest.mark.parametrize("name", ["energy", "fro", "sum"])
 @settings(max_examples=examples(15))
 @given(spectrum=SPECTRA, x=st.floats(0.01, 0.999))
-def test_a_share_gives_the_smallest_rank_that_reaches_it(name: str, spectrum: list[float], x: float) -> None:
+def test_share_gives_the_smallest_rank_that_reaches_it(name: str, spectrum: list[float], x: float) -> None:
     k = choose(parse(f"{name}:{x!r}"), spectrum)
     assert holds(name, x, spectrum, k)
     assert k == 1 or not holds(name, x + 2e-9, spectrum, k - 1)
@@ -38,7 +38,7 @@ def test_thresholds_count_the_values_above_them(spectrum: list[float], x: float)
     assert choose(parse(f"above:{x!r}"), spectrum) == max(1, sum(v > x for v in spectrum))
 
 
-def test_a_number_is_a_ceiling_and_energy_1_is_everything() -> None:
+def test_number_is_a_ceiling_and_energy_1_is_everything() -> None:
     assert choose(parse(4), [3.0, 2.0]) == 2
     assert choose(parse("4", most=1), [3.0, 2.0]) == 1
     assert choose(parse("energy:1"), [1.0] * 7) == 7
@@ -50,13 +50,13 @@ def test_a_number_is_a_ceiling_and_energy_1_is_everything() -> None:
 @pytest.mark.parametrize(
     "text", ["0", "-1", "x", "energy:0", "energy:1.1", "ratio:0.5", "above:nan", "energy:", "1_0", ""]
 )
-def test_another_text_is_refused(text: str) -> None:
+def test_text_that_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(text)
     assert refused.value.where == "--rank"
 
 
-def test_a_size_goes_where_a_byte_saves_most() -> None:
+def test_size_goes_where_a_byte_saves_most() -> None:
     spectra = {"wide": [4.0, 3.0, 0.1], "thin": [2.0, 1.9, 1.8]}
     widths = {"wide": 40, "thin": 10}
     ranks = share_out(spectra, widths, 120)

@@ -44,7 +44,7 @@ def test_factors_are_cut_to_the_best_of_their_rank(rank: int) -> None:
         assert triples.squares == pytest.approx(float((left @ right).square().sum()), rel=1e-12)
 
 
-def test_another_factoring_gives_the_same_file() -> None:
+def test_file_does_not_depend_on_the_factoring() -> None:
     left, right = pair(6)
     turn = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 100
     (a,), (b,) = (
@@ -65,7 +65,7 @@ def test_directions_that_cancel_are_not_stored() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spectrum", [*SPECTRA])
-def test_the_search_is_within_its_promise(spectrum: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_is_within_its_promise(spectrum: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
     delta = example(spectrum).to(dtype)
     found = of_dense(Rows.of(delta), Rule(COUNT, 7))
@@ -99,7 +99,7 @@ def test_each_matrix_of_a_stack_has_the_triples_that_it_has_alone() -> None:
 
 
 @pytest.mark.parametrize("shape", [(150, 140), (140, 150)])
-def test_the_gram_matrix_gives_what_a_decomposition_gives(shape: tuple[int, int]) -> None:
+def test_gram_matrix_gives_what_a_decomposition_gives(shape: tuple[int, int]) -> None:
     delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = of_dense(Rows.of(delta), Rule(COUNT, 60))
     assert found.values.shape == (60,)
@@ -120,7 +120,7 @@ def test_triangles_of_columns_that_repeat_others_are_exact(nearly: float) -> Non
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
-def test_a_matrix_is_decomposed_exactly(shape: tuple[int, int]) -> None:
+def test_matrix_is_decomposed_exactly(shape: tuple[int, int]) -> None:
     delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert error(delta, of_dense(Rows.of(delta)), 5) == pytest.approx(optimum(delta, 5), rel=1e-12)
 
@@ -135,7 +135,7 @@ def test_rounding_one_factor_is_taken_back_by_the_other() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5, 1e-8, 1e-12])
-def test_what_a_pair_leaves_out_has_its_digits_however_little_it_is(share: float) -> None:
+def test_residual_of_a_pair_has_its_digits_however_small(share: float) -> None:
     """‖Δ − B A‖ in fp32, against fp64; as a difference of squares it would be noise from 1e-3 on."""
     left, right = pair(4, 300, 900)
     rest = torch.randn(300, 900, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_norms_of_products_keep_their_digits() -> None:
     assert math.sqrt(squares_of(*near)) == pytest.approx(1e-9 * float((left @ right).norm()), rel=1e-4)
 
 
-def test_a_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding noise has one; without enough rounds each such layer took ten times as long."""
     monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
     noise = torch.randn(800, 800, generator=torch.Generator().manual_seed(1))

@@ -51,7 +51,7 @@ def test_every_row_with_stored_indices_says_their_bounds() -> None:
 
 
 @pytest.mark.parametrize(("name", "example", "slot"), INDEXED, ids=[f"{n}: {e.label}: {s}" for n, e, s in INDEXED])
-def test_a_number_past_either_end_is_refused(name: str, example: Any, slot: str) -> None:
+def test_number_past_either_end_is_refused(name: str, example: Any, slot: str) -> None:
     row = ALGORITHMS[name]
     bounds = row.bounds[slot](row.fitted_shapes(example.slots, example.target), example.target)
     size = example.layer(torch.Generator().manual_seed(0), torch.float32)[1][slot].numel()
@@ -79,7 +79,7 @@ def test_sparse_places_are_inside_of_the_weight_or_refused(number: int, axis: in
 
 @pytest.mark.parametrize("name", sorted({n for n, _, _ in INDEXED} & EXAMPLES.keys()))
 @pytest.mark.parametrize("number", [-70_000, -65_537, 2**31, 2**62])
-def test_the_reference_checks_by_itself(name: str, number: int) -> None:
+def test_reference_checks_by_itself(name: str, number: int) -> None:
     """numpy would count a negative index from the end, and the proof agree with a merge that did so too."""
     example = EXAMPLES[name]
     for slot in ALGORITHMS[name].integer_slots - {"size"}:
@@ -108,7 +108,7 @@ NO_NUMBERS = (
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda v: str(v)[:20] if not isinstance(v, int) else "int")
-def test_what_is_no_count(value: object) -> None:
+def test_values_that_are_no_count(value: object) -> None:
     assert COUNT.number(value) is None
 
 
@@ -122,7 +122,7 @@ def test_bounds_have_two_ends(number: int, low: int, end: int) -> None:
         assert bounds.hold(torch.tensor([[number]])) == (low <= number < end)
 
 
-def test_an_empty_list_of_indices_is_inside_of_anything() -> None:
+def test_empty_list_of_indices_is_inside_of_anything() -> None:
     assert below(0).hold(torch.zeros(2, 0, dtype=torch.int64))
 
 
@@ -132,7 +132,7 @@ SEEDED = [name for name, row in ALGORITHMS.items() if "seed" in row.settings]
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", SEEDED)
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**63) - 1, 10**400, 1.5, float("nan"), "1_0", None, True])
-def test_a_seed_that_torch_does_not_take(name: str, seed: Any) -> None:
+def test_seed_that_torch_does_not_take(name: str, seed: Any) -> None:
     row, example = ALGORITHMS[name], ALL_EXAMPLES[name][0]
     shapes = row.fitted_shapes(example.slots, example.target)
     with pytest.raises(DoesNotFit, match="seed"):
@@ -154,7 +154,7 @@ FIELDS = {
 @pytest.mark.few(12)
 @pytest.mark.parametrize("kind", FIELDS)
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**64), 1e30, 0.5, "7", [7]])
-def test_a_configuration_with_an_odd_seed_is_refused(tmp_path: Path, kind: str, seed: Any) -> None:
+def test_configuration_with_an_odd_seed_is_refused(tmp_path: Path, kind: str, seed: Any) -> None:
     import json
 
     from safetensors.torch import save_file

@@ -47,7 +47,7 @@ def test_merging_the_output_is_merging_the_input(row: str, tmp_path: Path) -> No
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("row", ["lora_experts_transposed", "lora_fused", "lora_embedding", "glora"])
-def test_a_method_meets_every_kind_of_change_as_combine_does(row: str, tmp_path: Path) -> None:
+def test_method_meets_every_kind_of_change_as_combine_does(row: str, tmp_path: Path) -> None:
     """Twice the same adapter, of whose entries other ones are drawn; rows that are joined, transposed, or read W."""
     job = replace(write(row, tmp_path), dtype="fp32")
     twice = [(job.adapters[0].path, 1.0), (job.adapters[0].path, -0.4)]

@@ -49,7 +49,7 @@ def test_examples_use_every_slot_and_every_optional_absence(name: str) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_the_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
+def test_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
     g = torch.Generator().manual_seed(1)
     weight, stored = example.layer(g, torch.float64)
     if example.neutral is not None:
@@ -63,13 +63,13 @@ def test_the_neutral_adapter_changes_nothing(name: str, example: Example) -> Non
 
 @pytest.mark.few(43)
 @every
-def test_the_adapter_changes_something(name: str, example: Example) -> None:
+def test_adapter_changes_something(name: str, example: Example) -> None:
     assert stacked(name, example).delta().abs().max() > 1e-3
 
 
 @pytest.mark.few(43)
 @every
-def test_a_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
+def test_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
     s = stacked(name, example, n=3)
     one_by_one = [with_tensors(s, {k: v[i : i + 1] for k, v in tensors_of(s).items()}).delta() for i in range(3)]
     torch.testing.assert_close(s.delta(), torch.cat(one_by_one), **CLOSE)
@@ -120,7 +120,7 @@ def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example:
 
 @pytest.mark.few(57)
 @every
-def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Example) -> None:
+def test_tensors_stay_on_the_device_of_the_inputs(name: str, example: Example) -> None:
     """Run without values on a device that is not the default: any tensor made elsewhere is an error."""
     s = stacked(name, example, dtype=torch.float32)
     with FakeTensorMode():
@@ -138,7 +138,7 @@ def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Exampl
 
 @pytest.mark.few(43)
 @every
-def test_a_view_that_is_not_contiguous_will_do(name: str, example: Example) -> None:
+def test_view_that_is_not_contiguous_will_do(name: str, example: Example) -> None:
     s = stacked(name, example)
     turned = s.base.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(replace(s, base=turned).delta(), s.delta(), **CLOSE)
@@ -164,7 +164,7 @@ def test_accumulate_is_delta(name: str, example: Example) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_one_number_for_all_layers_is_that_number_for_each(name: str, example: Example) -> None:
+def test_number_for_all_layers_is_that_number_for_each(name: str, example: Example) -> None:
     """Where a device holds the tensors, such a number stays on the host: nothing is uploaded or multiplied for it."""
     s = stacked(name, example)
     if s.row.accumulate is None or not s.row.takes_one_number:
@@ -200,7 +200,7 @@ def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Exam
 
 @pytest.mark.few(43)
 @every
-def test_the_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Example) -> None:
+def test_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Example) -> None:
     s = stacked(name, example)
     other = replace(s, base=torch.randn_like(s.base))
     assert torch.equal(s.delta(), other.delta()) != s.row.reads_base

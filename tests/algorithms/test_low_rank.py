@@ -34,7 +34,7 @@ CASES = {name: (name, EXAMPLES[name]) for name in sorted(LOW_RANK)} | FURTHER
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_product_of_the_factors_is_the_change(case: str) -> None:
+def test_product_of_the_factors_is_the_change(case: str) -> None:
     name, example = CASES[case]
     row = ALGORITHMS[name]
     assert row.low_rank is not None

@@ -41,7 +41,7 @@ def runs() -> dict[str, list[tuple[str, str, dict[str, Any], float]]]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("arguments", "modules"), runs().items(), ids=list(runs()))
-def test_a_file_merges_into_the_trained_model(
+def test_file_merges_into_the_trained_model(
     arguments: str, modules: list[tuple[str, str, dict[str, Any], float]], tmp_path: Path
 ) -> None:
     torch.manual_seed(2)
@@ -286,7 +286,7 @@ OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "dia
         *[(kind, (8, 16, 2), False) for kind in (LOHA, LORA)],
     ],
 )
-def test_a_convolution_trained_in_bypass_mode(
+def test_convolution_trained_in_bypass_mode(
     kind: tuple[str, dict[str, Any], dict[str, Any]],
     shape: tuple[int, ...],
     noted: bool,  # noqa: FBT001
@@ -315,7 +315,7 @@ def test_a_convolution_trained_in_bypass_mode(
         (IA3, (9, 12, 3), {"bypass_mode": "False"}, "no metadata says"),
     ],
 )
-def test_what_no_weight_of_a_convolution_in_groups_holds_is_refused(
+def test_change_larger_than_a_grouped_convolution_is_refused(
     kind: tuple[str, dict[str, Any], dict[str, Any]], shape: tuple[int, ...], told: dict[str, Any], why: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -347,7 +347,7 @@ def test_tlora_of_a_rank_above_the_width(rank: int, tmp_path: Path) -> None:
     torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
-def test_a_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
+def test_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
     """A preset can give arguments to one kind of layers, and no file tells which layers are of that kind."""
     model = Model().double()
     base = {k: v.clone() for k, v in model.state_dict().items()}

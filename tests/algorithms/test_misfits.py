@@ -69,7 +69,7 @@ def test_each_dimension_wrong_by_one(name: str, example: Example) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
+def test_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
     for axis, size in enumerate(example.target):
         for step in (-1, 1) if axis not in example.blind else ():
             target = (*example.target[:axis], size + step, *example.target[axis + 1 :])
@@ -78,14 +78,14 @@ def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_an_axis_too_many(name: str, example: Example) -> None:
+def test_axis_too_many(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         assert refused(name, example, {**example.slots, slot: (*shape, 2)}, example.target), slot
 
 
 @pytest.mark.few(43)
 @every
-def test_the_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: str, example: Example) -> None:
+def test_shape_of_a_weight_is_never_read_from_axes_that_are_not_there(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         for count in range(len(shape)):
             shown = ALGORITHMS[name].shown_shape({**example.slots, slot: shape[:count]})
@@ -136,7 +136,7 @@ def test_each_tensor_missing_from_one_of_four_modules(name: str, example: Exampl
 
 @pytest.mark.few(43)
 @every
-def test_a_tensor_the_other_way_round(name: str, example: Example) -> None:
+def test_tensor_the_other_way_round(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         turned = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
         if turned != shape and prod(shape) != max(shape):  # a row vector may stand upright
@@ -145,7 +145,7 @@ def test_a_tensor_the_other_way_round(name: str, example: Example) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_a_kernel_the_other_way_round(name: str, example: Example) -> None:
+def test_kernel_the_other_way_round(name: str, example: Example) -> None:
     """3×2 is not 2×3, though both flatten to six."""
     if len(example.target) < 4 or example.target[2] == example.target[3]:
         pytest.skip("no such kernel")
@@ -157,7 +157,7 @@ def test_a_kernel_the_other_way_round(name: str, example: Example) -> None:
 
 @pytest.mark.few(43)
 @every
-def test_an_empty_tensor(name: str, example: Example) -> None:
+def test_empty_tensor(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         assert refused(name, example, {**example.slots, slot: (0, *shape[1:])}, example.target) or not shape
 
@@ -183,7 +183,7 @@ def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.D
 
 @pytest.mark.few(43)
 @every
-def test_a_weight_of_one_number_or_of_none_is_refused_or_accepted(name: str, example: Example) -> None:
+def test_weight_of_one_number_or_of_none_is_refused_or_accepted(name: str, example: Example) -> None:
     """The shapes of an adapter never make a formula fail in another way, whatever the shape of the weight."""
     odd: tuple[Shape, ...] = ((), (0,), (0, 0), (1,), (1, 1), (1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0))
     for target in (*odd, (4, 0), (4, 0, 3, 3), example.target):
@@ -224,7 +224,7 @@ def test_rank_zero_changes_nothing(name: str) -> None:
 @pytest.mark.few(35)
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
-def test_an_alpha_that_is_no_number(name: str, alpha: float) -> None:
+def test_alpha_that_is_no_number(name: str, alpha: float) -> None:
     row, example = ALGORITHMS[name], EXAMPLES[name][0]
     fitted = row.fitted_shapes(example.slots, example.target)
     if name == "lokr" or not row.scalars:  # both factors whole: alpha means nothing
@@ -306,7 +306,7 @@ def test_full_rank_with_an_alpha_is_refused() -> None:
         ((12,), (12,), ".dora_scale", None),
     ],
 )
-def test_which_axis_a_magnitude_belongs_to(
+def test_magnitude_belongs_to_its_axis(
     magnitude: Shape, target: Shape, ending: str, expected: tuple[str, Shape] | None
 ) -> None:
     if expected is not None:

@@ -95,7 +95,7 @@ def small(name: str) -> Any:
 @pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
-def test_the_order_is_that_of_the_class(name: str) -> None:
+def test_order_is_that_of_the_class(name: str) -> None:
     modules = small(name).named_modules()
     names = [n for n, m in modules if getattr(getattr(m, "weight", None), "ndim", 0) > 1]
     shuffled = random.Random(4).sample(names, len(names))

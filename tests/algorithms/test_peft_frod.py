@@ -69,7 +69,7 @@ def frod(**options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["llama", "opt", "gpt2", "t5"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_basis_is_that_of_peft(model: str, pattern: str, tmp_path: Path) -> None:
+def test_basis_is_that_of_peft(model: str, pattern: str, tmp_path: Path) -> None:
     """T5: of layers with equal names and numbers in the encoder and the decoder PEFT takes the decoder's."""
     make, config, targets = MODELS[model]
     torch.manual_seed(1)
@@ -101,7 +101,7 @@ def test_basis_and_places_are_the_library_s_own() -> None:
             assert_close(joint_basis([layer.weight.detach() for layer in layers], 1e-3, cast), theirs, kind, 1e-4)
 
 
-def test_a_basis_that_is_a_matter_of_rounding_is_refused() -> None:
+def test_basis_that_is_a_matter_of_rounding_is_refused() -> None:
     torch.manual_seed(3)
     one, low = torch.randn(40, 10), torch.randn(40, 3) @ torch.randn(3, 10)
     for weights in ([one], [one, one], [one, 2 * one], [torch.randn(4, 10)], [low, low + 0]):
@@ -114,7 +114,7 @@ def test_a_basis_that_is_a_matter_of_rounding_is_refused() -> None:
 @pytest.mark.parametrize(("targets", "why", "code"), [
     (["proj"], "rounding", 4), (["out"], "order", 3), (["inner"], "", 0), (["inner", "proj"], "rounding", 4),
 ])  # fmt: skip
-def test_what_no_file_tells_is_refused(targets: list[str], why: str, code: int, tmp_path: Path) -> None:
+def test_facts_in_no_file_are_refused(targets: list[str], why: str, code: int, tmp_path: Path) -> None:
     torch.manual_seed(4)
     base, tuned = train(frod(target_modules=targets), model=Blocks())
     save(tuned, tmp_path / "adapter")
@@ -133,7 +133,7 @@ def test_what_no_file_tells_is_refused(targets: list[str], why: str, code: int, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_file_that_should_have_its_basis_and_another_pattern_are_refused(tmp_path: Path) -> None:
+def test_file_that_should_have_its_basis_and_another_pattern_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(5)
     base, tuned = train(frod(target_modules=["inner"], sparse_rate=0.3), model=Blocks())
     _, config = save(tuned, tmp_path)
@@ -147,7 +147,7 @@ def test_a_file_that_should_have_its_basis_and_another_pattern_are_refused(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_of_one_layer_alone_the_library_makes_another_basis_with_the_last_bits_of_the_base(tmp_path: Path) -> None:
+def test_basis_of_a_single_layer_depends_on_the_last_bits_of_the_base(tmp_path: Path) -> None:
     """Why such kinds are refused: what PEFT itself merges is no property of the files. With six layers it is one."""
     for targets, settled in ((["proj"], False), (["inner"], True)):
         torch.manual_seed(6)

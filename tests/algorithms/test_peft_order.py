@@ -80,7 +80,7 @@ def test_layers_are_counted_as_the_models_class_lists_them(model: str, method: s
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_order_is_that_of_named_modules(model: str) -> None:
+def test_order_is_that_of_named_modules(model: str) -> None:
     make, config, _ = MODELS[model]
     with torch.device("meta"):
         names = [n for n, m in make(config).named_modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
@@ -92,14 +92,14 @@ def test_the_order_is_that_of_named_modules(model: str) -> None:
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "opt", "FluxTransformer2DModel", "WanTransformer3DModel"])
-def test_the_table_of_orders_is_what_its_generator_makes(name: str) -> None:
+def test_table_of_orders_is_what_its_generator_makes(name: str) -> None:
     table = {part: [*orders] for part, orders in tables()[name].items()}
     made = added({}, name)
     assert {part: {*orders} for part, orders in made.items()} == {p: {*o} for p, o in joined([table]).items()}
     assert added({name: {"": ["lm_head model"]}}, name).get("", [""])[0] == "lm_head model"
 
 
-def test_a_class_around_the_model_lists_what_the_model_lists() -> None:
+def test_class_around_the_model_lists_what_the_model_lists() -> None:
     sizes = {"encoder_layers": 1, "decoder_layers": 1}
     with torch.device("meta"):
         model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes))
@@ -119,7 +119,7 @@ def test_siblings_that_types_of_models_order_differently_have_no_order_of_their_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_order_that_nothing_tells_is_refused_and_one_vector_needs_none(tmp_path: Path) -> None:
+def test_order_that_nothing_tells_is_refused_and_one_vector_needs_none(tmp_path: Path) -> None:
     for tying, refused in ((0.0, True), (1.0, False)):
         config = peft.TinyLoraConfig(target_modules=["wide", "tall"], r=3, u=4, weight_tying=tying)
         base, tuned = train(config)

@@ -68,7 +68,7 @@ REBUILT = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REBUILT)
-def test_what_is_rebuilt_is_said(name: str, tmp_path: Path) -> None:
+def test_rebuilt_values_are_noted(name: str, tmp_path: Path) -> None:
     make, options, layer, words = REBUILT[name]
     base, tuned = train(make(target_modules=[layer], **options))
     save(tuned, tmp_path / "adapter")
@@ -79,7 +79,7 @@ def test_what_is_rebuilt_is_said(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_forward_pass_that_draws_noise_is_told(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_forward_pass_that_draws_noise_is_told(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
     config = peft.PveraConfig(target_modules=["wide"], r=4, sample_at_inference=draws)
     base, tuned = train(config)
     save(tuned, tmp_path / "adapter")
@@ -170,7 +170,7 @@ def test_wavelets_are_those_of_peft_and_whole() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["psoft", "supertuning", "frod", "adamss"])
-def test_a_loaded_adapter_gives_the_change_of_one_weight(name: str, tmp_path: Path) -> None:
+def test_loaded_adapter_gives_the_change_of_one_weight(name: str, tmp_path: Path) -> None:
     make, options = PROVEN[name]
     base, tuned = train(make(target_modules=["tall"], **options))
     wanted = merged(base, *save(tuned, tmp_path))["tall.weight"] - base.tall.weight

@@ -42,7 +42,7 @@ def example_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_example_merges_a_file(example_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_example_merges_a_file(example_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     row = example_module.GAIN
     table = MappingProxyType({**ALGORITHMS, "gain": row})
     for name, module in list(sys.modules.items()):
@@ -66,7 +66,7 @@ def test_the_example_merges_a_file(example_module: ModuleType, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("shape", [(11,), (13,), (12, 2), (1,), ()])
-def test_the_example_refuses_what_does_not_fit(example_module: ModuleType, shape: tuple[int, ...]) -> None:
+def test_example_refuses_what_does_not_fit(example_module: ModuleType, shape: tuple[int, ...]) -> None:
     stored = {"gain": torch.zeros(shape)}
     with pytest.raises(algorithms.DoesNotFit, match="gain is"):
         stack(example_module.GAIN, [(torch.zeros(12, 10), stored)])

@@ -118,7 +118,7 @@ def is_right(formula: Any, case: Case) -> bool:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("name", ALL_EXAMPLES)
-def test_the_reference_agrees_on_every_example(name: str) -> None:
+def test_reference_agrees_on_every_example(name: str) -> None:
     mine = [case for case in cases() if case.name == name]
     assert mine
     for case in mine:
@@ -235,7 +235,7 @@ def users(name: str) -> dict[str, list[Case]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_a_mistake_in_a_reference_formula_is_noticed(name: str) -> None:
+def test_mistake_in_a_reference_formula_is_noticed(name: str) -> None:
     module, by_function, missed, count = import_module(f"lora_merge.proof.reference.{name}"), users(name), [], 0
     lines = source(name).splitlines()
     for change in changes(source(name)):

@@ -69,7 +69,7 @@ def test_strengths_add_up_and_the_order_of_the_adapters_does_not_matter(
     expect_same(base, merged(base, [(a, -0.5) for a in adapters]), merged(base, [(out, 1.0)]), 3e-5)
 
 
-def test_an_average_of_all_rows_is_their_average(files: Folder, tmp_path: Path) -> None:
+def test_average_of_all_rows_is_their_average(files: Folder, tmp_path: Path) -> None:
     """Weights −1.5 and 1 of the same snapshots add up to −0.5; the rank stays that of the snapshots."""
     base, adapters = files
     for row in ("loha", "adalora", "lora_experts", "glora"):
@@ -87,7 +87,7 @@ def factored(adapters: list[Path]) -> list[Path]:
     return [a for a in adapters if "experts" not in a.parent.name]
 
 
-def test_a_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, tmp_path: Path) -> None:
+def test_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, tmp_path: Path) -> None:
     """Every row, and the same changes as whole matrices, which no method tells from each other."""
     base, adapters = files[0], factored(files[1])
     dense, one, other = (tmp_path / f"{name}.safetensors" for name in ("dense", "one", "other"))
@@ -99,7 +99,7 @@ def test_a_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, tm
 
 
 @pytest.mark.slow
-def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path: Path) -> None:
+def test_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path: Path) -> None:
     """Every row: cut to 3 and then to 2 is cut to 2, and no larger rank comes back."""
     base, adapters = files[0], factored(files[1])
     paths = {name: tmp_path / f"{name}.safetensors" for name in ("two", "three", "again", "back")}
@@ -115,7 +115,7 @@ def test_a_resize_of_a_resize_is_one_to_the_smaller_rank(files: Folder, tmp_path
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("row", [r for r in ROWS if not row_files.kind(r)])
-def test_a_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: str, tmp_path: Path) -> None:
+def test_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: str, tmp_path: Path) -> None:
     """A copied formula whose α cannot hold a strength, such as a rotation, is refused before a proof has to find it."""
     job, out = row_files.write(row, tmp_path), tmp_path / "kept.safetensors"
     path, told = job.adapters[0].path, {"setting": job.setting}

@@ -229,6 +229,6 @@ def test_memory_and_threads_change_no_byte_of_any_command(model: tuple[Path, Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: " ".join(setting.values()) or "none")
-def test_all_of_this_holds_with_every_set_of_kernels(setting: Mapping[str, str]) -> None:
+def test_bytes_are_the_same_with_every_set_of_kernels(setting: Mapping[str, str]) -> None:
     done = run(setting)
     assert not done.returncode, done.stdout

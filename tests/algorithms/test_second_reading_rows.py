@@ -72,7 +72,7 @@ def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
-def test_other_places_are_found(row: str, tmp_path: Path) -> None:
+def test_wrong_places_are_found(row: str, tmp_path: Path) -> None:
     plan = planned(write(row, tmp_path))
     if any(t.uses for f in plan.files for t in f.targets):
         with pytest.raises(VerificationFailed, match="disagree on where"):
@@ -81,7 +81,7 @@ def test_other_places_are_found(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
-def test_other_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
+def test_wrong_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
     """The scale or the limit, every setting that a configuration tells, the strength, two tensors for each other."""
     plan, tried = planned(write(row, tmp_path)), 0
     (part, *_) = [u for f in plan.files for t in f.targets for u in t.uses] or [None]
@@ -117,7 +117,7 @@ def test_other_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
     "stated", [{"lora_alpha": 4.0}, {"rs_lora": True}, {"over_rank": True}, {"lora_alpha": 4.0, "rs_lora": True}]
 )
 @pytest.mark.parametrize("config", [None, {"lora_parameters": {"rank": 2, "scale": 20.0}}])
-def test_what_the_user_states_is_no_disagreement(
+def test_stated_settings_are_no_disagreement(
     stated: dict[str, Any], config: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """For every kind of module that another trainer than PEFT writes, beside a LoRA that may need the same setting."""
@@ -175,7 +175,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("row", ENTRIES)
-def test_what_a_configuration_says_and_leaves_out_means_the_same_to_plan_and_proof(row: str, tmp_path: Path) -> None:
+def test_configuration_means_the_same_to_plan_and_proof(row: str, tmp_path: Path) -> None:
     job = write(row, tmp_path)
     path = job.adapters[0].path / "adapter_config.json"
     method, tried = json.loads(path.read_text())["peft_type"], 0

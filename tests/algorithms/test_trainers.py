@@ -85,7 +85,7 @@ def inputs(layer: nn.Linear | nn.Conv2d) -> Tensor:
 
 @pytest.mark.few(11)
 @pytest.mark.parametrize(("case", "kind"), [(case, kind) for case, one in CASES.items() for kind in one[1]])
-def test_the_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Path) -> None:
+def test_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Path) -> None:
     make, _, name, setting = CASES[case]
     torch.manual_seed(3)
     layer = LAYERS[kind]()
@@ -124,7 +124,7 @@ def test_torchtune_scales_a_bias_in_its_forward_pass_but_not_in_its_merge(tmp_pa
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("small_conv", [False, True])
-def test_what_lycoris_extracts_with_its_remainder_is_the_tuned_model(small_conv: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_lycoris_extraction_and_its_remainder_are_the_tuned_model(small_conv: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """`bias_indices` and the like come from no training; LyCORIS writes them when it takes two models' difference."""
     extraction = pytest.importorskip("lycoris.utils", reason="lycoris-lora is not installed")
     base = nn.ModuleDict({"linear": nn.Linear(24, 36), "conv": nn.Conv2d(8, 20, 3), "point": nn.Conv2d(24, 36, 1)})
@@ -151,7 +151,7 @@ def test_every_layer_says_what_it_was_compared_with() -> None:
     "name", ["", "adapters.safetensors", "0000100_adapters.safetensors"], ids=["folder", "last", "middle"]
 )
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path) -> None:
+def test_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     layer = LAYERS["linear"]()
     trained = (trainers.MlxDora if kind == "dora" else trainers.Mlx)(layer, scale=20.0)
@@ -174,7 +174,7 @@ def test_a_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path
 @pytest.mark.parametrize(
     "told", [{"rank": 3, "scale": 10.0, "alpha": 16}, {"rank": 3}, {"rank": 3, "scale": 10.0, "alpha": 3}]
 )
-def test_a_scale_of_mlx_lm_that_versions_read_differently_is_asked_for(told: dict[str, float], tmp_path: Path) -> None:
+def test_scale_of_mlx_lm_that_versions_read_differently_is_asked_for(told: dict[str, float], tmp_path: Path) -> None:
     torch.manual_seed(3)
     layer = LAYERS["plain"]()
     save_file(
@@ -226,7 +226,7 @@ def test_experts_of_mlx_lm(stored: str, layer: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, one(x, indices), rtol=1e-5, atol=1e-3)
 
 
-def test_the_header_of_stable_audio_says_which_lengths_are_set(tmp_path: Path) -> None:
+def test_header_of_stable_audio_says_which_lengths_are_set(tmp_path: Path) -> None:
     """Of a square weight the vector alone does not show it."""
     torch.manual_seed(3)
     trained = trainers.StableAudioColumns(nn.Linear(24, 24)).double()
@@ -321,7 +321,7 @@ def test_stacked_factors_of_gate_and_value_as_one(stored: str, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("stored", ["alone", "upright", "turned", "in turn"])
-def test_a_lora_for_each_expert(stored: str, tmp_path: Path) -> None:
+def test_lora_for_each_expert(stored: str, tmp_path: Path) -> None:
     """ms-swift, NeMo and vLLM name every expert; each has its own α."""
     torch.manual_seed(3)
     sizes = {"gate_proj": (4, 8), "up_proj": (4, 8), "down_proj": (8, 4)}

@@ -132,7 +132,7 @@ def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, d
     assert not strays(models)
 
 
-def test_the_base_is_read_once_within_the_memory_of_one_merge(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_is_read_once_within_the_memory_of_one_merge(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, read, taken = models / "base.safetensors", Counter[str](), [0]
     read_into, aligned = Reader.read_into, pages.aligned_buffer
 
@@ -178,7 +178,7 @@ def test_factors_are_prepared_once_for_all_jobs(models: Path, monkeypatch: pytes
     assert needed[0] == needed[1] > 0
 
 
-def test_a_second_run_redoes_nothing(models: Path) -> None:
+def test_second_run_redoes_nothing(models: Path) -> None:
     jobs = grid(models, 3)
     assert fates(run(jobs)) == ["merged"] * 3
     before = {p: p.stat().st_mtime_ns for p in (models / "out").iterdir()}
@@ -192,7 +192,7 @@ def test_a_second_run_redoes_nothing(models: Path) -> None:
     assert fates(run(renamed)) == ["skipped"] * 3  # the same by size and hash, whatever it is called
 
 
-def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
+def test_part_in_other_words_is_the_same_recipe(models: Path) -> None:
     for word, fate in (
         ("text_encoder", "merged"),
         ("text_encoder", "skipped"),
@@ -205,7 +205,7 @@ def test_a_part_in_other_words_is_the_same_recipe(models: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated", "edited"])
-def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
+def test_output_of_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
     jobs, output = grid(models, 2), models / "out" / "1.safetensors"
     run(jobs)
     if change == "strength":
@@ -248,7 +248,7 @@ def sharded(models: Path) -> Path:
     "out/config.json", "out/tokenizer.json", "base/tokenizer.json", "base/config.json",
     "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors",
 ])  # fmt: skip
-def test_a_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path, change: str) -> None:
+def test_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path, change: str) -> None:
     base = sharded / "base"
     jobs = [{**job(sharded, ".", dtype="bf16"), "base": str(base), "output": str(sharded / "out")}]
     assert fates(run(jobs)) == ["merged"]
@@ -269,7 +269,7 @@ def test_a_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_folder_with_a_shard_of_another_merge_is_not_done(sharded: Path, number: int) -> None:
+def test_folder_with_a_shard_of_another_merge_is_not_done(sharded: Path, number: int) -> None:
     """The recipe in every shard counts, though only the first names all files of the base."""
     jobs = [
         {**job(sharded, name, lora, dtype="bf16"), "base": str(sharded / "base"), "output": str(sharded / name)}
@@ -333,7 +333,7 @@ def test_shards_cost_one_descriptor_each_however_many_jobs(tmp_path: Path) -> No
     assert strays(tmp_path) == []
 
 
-def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "PAUSE", 0)
     write, left = Writer.write, Counter({"1.safetensors": 2, "2.safetensors": 9})
 
@@ -352,7 +352,7 @@ def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(p.name for p in (models / "out").iterdir()) == ["1.safetensors", "3.safetensors"]
 
 
-def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = making.WindowMerger.begin
 
     def buggy(self: making.WindowMerger, task: WindowTask) -> None:
@@ -380,7 +380,7 @@ def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: s
 
 @pytest.mark.parametrize("name", ["overwrite", "redo"])
 @pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_of_a_batch_is_true_or_false(models: Path, name: str, value: object) -> None:
+def test_switch_of_a_batch_is_true_or_false(models: Path, name: str, value: object) -> None:
     """Text such as "no" would count as on, and a job with its own answer would hide it."""
     with pytest.raises(UsageError, match=name):
         make_batch([job(models, "one", overwrite=True)], **{name: value})  # type: ignore[arg-type]
@@ -410,14 +410,14 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
+def test_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
     jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1050)]
     planned = make_batch([job(models, "0", dtype="fp32"), *jobs]).planned
     assert [s.level for s in planned] == list(range(1050))  # more than Python calls within calls
     assert len({s.size for s in planned}) == 1 and all(s.error is None for s in planned)
 
 
-def test_a_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}
     broken = kohya(sd1(), seed=3)
     next(iter(broken.values()))[0] = float("inf")
@@ -440,7 +440,7 @@ def test_circles_and_outputs_as_adapters_are_refused(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ink.safetensors", "hard.safetensors"])
-def test_an_adapter_is_never_replaced(models: Path, name: str) -> None:
+def test_adapter_is_never_replaced(models: Path, name: str) -> None:
     os.link(models / "oil.safetensors", models / "hard.safetensors")
     jobs = [
         job(models, f"../{name}", "oil.safetensors", "ink.safetensors", overwrite=True),
@@ -506,7 +506,7 @@ def test_no_job_replaces_what_another_job_reads(
     assert {file: file.read_bytes() for file in models.rglob("*") if file.is_file()} == before
 
 
-def test_a_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_run(models: Path) -> None:
+def test_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_run(models: Path) -> None:
     jobs = [job(models, "first"), {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}]
     assert fates(run(jobs)) == ["merged"] * 2
     changed = [{**jobs[0], "adapters": [str(models / "ink.safetensors:0.25")]}, jobs[1]]
@@ -516,7 +516,7 @@ def test_a_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_
         run(changed, overwrite=True)
 
 
-def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = make_batch(grid(models, 1)).size
     monkeypatch.setattr(disk, "free_bytes", lambda _: int(2.5 * size))
     assert fates(run(grid(models, 2))) == ["merged"] * 2
@@ -571,7 +571,7 @@ def begun(jobs: Any, **options: Any) -> tuple[threading.Thread, SimpleQueue[JobR
     return thread, reports
 
 
-def test_an_output_that_another_process_makes_is_waited_for(models: Path, looks: SimpleQueue[float]) -> None:
+def test_output_that_another_process_makes_is_waited_for(models: Path, looks: SimpleQueue[float]) -> None:
     with claimed(models / "out" / "1.safetensors") as ours:
         assert ours
         thread, reports = begun(grid(models, 2))
@@ -585,7 +585,7 @@ def test_an_output_that_another_process_makes_is_waited_for(models: Path, looks:
     assert not strays(models)
 
 
-def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(
+def test_process_that_is_interrupted_takes_no_folder_from_those_that_wait(
     models: Path, looks: SimpleQueue[float]
 ) -> None:
     """It removes the folder that it made, with what waits for its claim."""
@@ -601,7 +601,7 @@ def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(
     assert not strays(models)
 
 
-def test_one_who_waits_in_vain_leaves_no_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_timeout_leaves_no_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = models / "out" / "deep" / "1.safetensors"
     with claimed(output):
         monkeypatch.setattr(claims.time, "sleep", lambda _: shutil.rmtree(models / "out") or sys.exit(1))
@@ -610,7 +610,7 @@ def test_one_who_waits_in_vain_leaves_no_folder(models: Path, monkeypatch: pytes
     assert not (models / "out").exists()
 
 
-def test_a_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims.time, "sleep", lambda _: None)
     monkeypatch.setattr(claims, "_acquire", lambda path: path.with_name("none").read_bytes())
     with pytest.raises(MergeError, match="No such file"), claimed(models / "out" / "1.safetensors"):
@@ -618,7 +618,7 @@ def test_a_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypa
     assert not (models / "out").exists()
 
 
-def test_a_folder_that_cannot_be_read_is_the_failure_of_its_job(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_read_is_the_failure_of_its_job(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (models / "out" / "closed").mkdir(parents=True)
     iterdir = Path.iterdir
 
@@ -635,7 +635,7 @@ def test_a_folder_that_cannot_be_read_is_the_failure_of_its_job(models: Path, mo
     assert "Permission denied" in error.what
 
 
-def test_an_output_that_the_system_refuses_to_look_at_is_the_failure_of_its_job(
+def test_output_that_the_system_refuses_to_look_at_is_the_failure_of_its_job(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = Path.stat
@@ -676,7 +676,7 @@ def test_names_of_files_are_completed(models: Path) -> None:
     assert "an adapter is the output of another job" in str(next(r.error for r in reports if r.error))
 
 
-def test_the_call_returns_when_all_jobs_have_ended(models: Path) -> None:
+def test_call_returns_when_all_jobs_have_ended(models: Path) -> None:
     """A job that fails does not raise; a mistake of the file as a whole does, and writes nothing."""
     told: list[JobReport] = []
     jobs = [*grid(models, 2), job(models, "x", "missing.safetensors")]
@@ -709,7 +709,7 @@ def test_ctrl_c_ends_the_program_and_leaves_nothing_unfinished(small: Path, work
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ValueError])
-def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
+def test_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
 ) -> None:
     """Whether Ctrl-C arrives there, or the caller's function fails: also the claims of jobs under way are gone."""
@@ -778,7 +778,7 @@ def interrupted(act: Callable[[], None], step: int) -> int:
     return next(steps)
 
 
-def test_what_dead_processes_left_is_removed(models: Path) -> None:
+def test_remains_of_dead_processes_are_removed(models: Path) -> None:
     jobs = grid(models, 2)
     run(jobs)
     claim_path(models / "out" / "1.safetensors").write_text("host:1\n")
@@ -788,7 +788,7 @@ def test_what_dead_processes_left_is_removed(models: Path) -> None:
     assert not strays(models)
 
 
-def test_a_claim_that_another_user_left_is_taken_over(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_that_another_user_left_is_taken_over(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be read, not written; while that user holds it, it counts."""
     jobs, really = grid(models, 1), os.open
     claim = claim_path(Path(jobs[0]["output"]))
@@ -810,7 +810,7 @@ def test_a_claim_that_another_user_left_is_taken_over(models: Path, monkeypatch:
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
-def test_a_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may write to the folder could have any file emptied that the batch may write to."""
     jobs, other = grid(models, 1), models / "other"
     other.write_text("of somebody else")
@@ -863,7 +863,7 @@ def test_two_processes_share_the_work(small: Path, children: Any) -> None:
     assert not strays(small)
 
 
-def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
+def test_job_that_another_process_finishes_during_the_survey_is_skipped(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = jobs = grid(small, 1)
@@ -878,7 +878,7 @@ def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
+def test_run_killed_at_random_moments_is_finished_by_the_next(small: Path, children: Any) -> None:
     jobs, out = grid(small, 6, device="cpu"), small / "out"
 
     def child(last: int = 0) -> None:
@@ -904,7 +904,7 @@ def test_killed_at_random_moments_a_run_is_finished_by_the_next(small: Path, chi
 
 
 @pytest.mark.slow
-def test_one_of_two_processes_is_killed_and_the_other_takes_its_jobs_over(small: Path, children: Any) -> None:
+def test_jobs_of_a_killed_process_are_taken_over(small: Path, children: Any) -> None:
     jobs, out, chance, steps, killed = grid(small, 6), small / "out", random.Random(8), 0, 0
     wanted = {f"{n}.safetensors" for n in range(1, 7)}
     for moment in range(7):  # the first time nobody is killed
@@ -932,7 +932,7 @@ def test_one_of_two_processes_is_killed_and_the_other_takes_its_jobs_over(small:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["parent", "group"])
-def test_a_batch_with_workers_is_killed_and_finished_by_the_next(small: Path, who: str) -> None:
+def test_batch_with_workers_is_killed_and_finished_by_the_next(small: Path, who: str) -> None:
     lines = "\n".join(json.dumps(j) for j in grid(small, 12))
     (small / "jobs.yaml").write_text("version: 1\njobs:\n" + "".join(f"- {line}\n" for line in lines.splitlines()))
     command = [sys.executable, "-m", "lora_merge", "batch", str(small / "jobs.yaml"), "--workers", "2"]
@@ -963,7 +963,7 @@ def made(out: Path) -> dict[str, os.stat_result]:
     return {p.name: p.stat() for p in out.glob("[!.]*")}
 
 
-def test_the_command(models: Path) -> None:
+def test_batch_command(models: Path) -> None:
     (models / "jobs.yaml").write_text("""\
 version: 1
 defaults: {base: base.safetensors}
@@ -1003,7 +1003,7 @@ jobs:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_files_in_configs_work(models: Path, path: Path) -> None:
+def test_files_in_configs_work(models: Path, path: Path) -> None:
     shutil.copy(path, models)
     for folder, names in {
         "models": {"base": "base"}, "loras": {"style": "ink", "detail": "oil"},
@@ -1035,7 +1035,7 @@ def test_four_configs_are_shipped() -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("broken", [{1}, {3}, {1, 3}, {1, 2, 3}])
-def test_a_quiet_plan_names_every_job_that_cannot_run_and_no_other(models: Path, broken: set[int]) -> None:
+def test_quiet_plan_names_every_job_that_cannot_run_and_no_other(models: Path, broken: set[int]) -> None:
     """Its number, its output, and what, where and fix of its own error; a plan that speaks has all jobs besides."""
     jobs = [
         {"adapters": [f"gone-{n}.safetensors" if n in broken else "ink.safetensors"], "output": f"out/made-{n}"}

@@ -41,7 +41,7 @@ def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
     return path
 
 
-def test_the_tables_fit_together() -> None:
+def test_tables_fit_together() -> None:
     assert {*TAKES} == {MERGE, UNMERGE, *COMMANDS}
     assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
 
@@ -112,7 +112,7 @@ def test_mistakes_are_told_with_their_place(what: str, files: Path) -> None:
     assert "jobs.json:1 (jobs[0]" in failure.value.where
 
 
-def test_an_input_that_another_job_makes_is_refused(files: Path) -> None:
+def test_input_that_another_job_makes_is_refused(files: Path) -> None:
     first = {"command": "combine", "output": "c.safetensors"}
     second = {"command": "resize", "adapters": [str(files / "c.safetensors")], "rank": 2, "output": "r.safetensors"}
     reports = lora_merge.run_batch(batch(files, first, second))
@@ -121,7 +121,7 @@ def test_an_input_that_another_job_makes_is_refused(files: Path) -> None:
     assert "is the output of another job" in str(told["r.safetensors"].error)
 
 
-def test_an_adapter_with_one_other_bit_is_not_skipped(files: Path) -> None:
+def test_adapter_with_one_other_bit_is_not_skipped(files: Path) -> None:
     jobs, output = batch(files, {"command": "combine", "output": "c.safetensors"}), files / "c.safetensors"
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["made"]
     content = bytearray(output.read_bytes())
@@ -142,7 +142,7 @@ def test_jobs_go_to_workers_as_plain_data_and_a_dry_run_writes_nothing(files: Pa
     assert not (files / "c.safetensors").exists()
 
 
-def test_a_merge_is_taken_back_in_a_batch_as_by_the_command_itself(files: Path) -> None:
+def test_merge_is_taken_back_in_a_batch_as_by_the_command_itself(files: Path) -> None:
     a, base = files / "a.safetensors", files / "base.safetensors"
     refs = [f"{a}:0.5"]
     jobs = batch(files, {"base": str(base), "adapters": refs, "output": "merged.safetensors"},
@@ -177,7 +177,7 @@ def test_changes_that_depend_on_the_base_are_not_taken_back_in_a_batch(files: Pa
     assert not (files / "x.safetensors").exists()
 
 
-def test_a_difference_has_a_name_with_the_ending_that_its_kind_of_model_wants(files: Path) -> None:
+def test_difference_has_a_name_with_the_ending_that_its_kind_of_model_wants(files: Path) -> None:
     lora_merge.merge(files / "base.safetensors", files / "a.safetensors", files / "t.safetensors")
     more = {"command": "extract", "base": str(files / "base.safetensors"), "adapters": [str(files / "t.safetensors")]}
     jobs = batch(files, {**more, "rank": 2, "output": "e"})

@@ -192,7 +192,7 @@ def test_progress_fails_no_job_of_two_hundred_runs(models: Path) -> None:
         assert Counter(r.status for r in reports) == {"merged": 24}, [str(r.error) for r in reports if r.error]
 
 
-def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(executors, "_start", lambda: subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -208,7 +208,7 @@ def failing(entry: BatchJob) -> JobReport:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("together", [1, 4])
-def test_where_a_device_fails_another_process_takes_over(
+def test_failed_device_is_replaced_by_another_process(
     models: Path, monkeypatch: pytest.MonkeyPatch, together: int, nursery: Nursery
 ) -> None:
     """This process fails in its second group; jobs of that group are run again, and later ones in the new process."""
@@ -244,7 +244,7 @@ BROKEN = """
 
 
 @pytest.mark.slow
-def test_a_job_under_which_the_device_always_fails_fails_alone(
+def test_job_under_which_the_device_always_fails_fails_alone(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
     started: list[Forked] = []
@@ -263,7 +263,7 @@ def test_a_job_under_which_the_device_always_fails_fails_alone(
     assert not strays(models)
 
 
-def test_on_ray_jobs_of_a_failed_device_are_run_once_more_alone(models: Path) -> None:
+def test_ray_runs_jobs_of_a_failed_device_once_more_alone(models: Path) -> None:
     entries = tuple(s.entry for s in make_batch(jobs(models, 2)).planned)
     driver = on_ray._Ray(FakeRay(1), lambda _: None)
     driver.left = {e.number: e for e in entries}
@@ -304,14 +304,14 @@ def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Forked:
     return worker
 
 
-def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nursery) -> None:
+def test_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nursery) -> None:
     worker = begun(models, nursery)
     worker.stdout.close()
     assert worker.goes_on() == (1, "")
     assert not strays(models)
 
 
-def test_a_task_that_is_cut_off_is_the_end(models: Path, nursery: Nursery) -> None:
+def test_task_that_is_cut_off_is_the_end(models: Path, nursery: Nursery) -> None:
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
     text = pickle.dumps(Task(JobGroup(entries), 0))
     module = "import runpy; runpy.run_module('lora_merge.batch.worker', run_name='__main__')"
@@ -322,12 +322,12 @@ def test_a_task_that_is_cut_off_is_the_end(models: Path, nursery: Nursery) -> No
     worker.stdout.close()
 
 
-def test_a_worker_whose_terminal_is_gone_leaves_nothing(models: Path, nursery: Nursery) -> None:
+def test_worker_whose_terminal_is_gone_leaves_nothing(models: Path, nursery: Nursery) -> None:
     assert begun(models, nursery).goes_on(after=signal.SIGHUP) == (1, "")
     assert not strays(models)
 
 
-def test_under_nohup_a_worker_goes_on(models: Path, nursery: Nursery) -> None:
+def test_worker_under_nohup_goes_on(models: Path, nursery: Nursery) -> None:
     code = STOPPING.replace("SIG_DFL", "SIG_IGN")
     assert begun(models, nursery, code).goes_on(after=signal.SIGHUP) == (0, "")
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
@@ -409,7 +409,7 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, cluster: str) -> None:
+def test_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, cluster: str) -> None:
     heavy(models)
 
     def stop(report: JobReport) -> None:
@@ -423,7 +423,7 @@ def test_a_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, c
     assert not strays(models)
 
 
-def test_a_path_that_a_node_does_not_see_is_told(models: Path) -> None:
+def test_path_that_a_node_does_not_see_is_told(models: Path) -> None:
     """The task as it runs on a node, and the driver's look at what a node has made."""
     entries = [s.entry for s in make_batch(jobs(models, 3)).planned]
     ink, told = entries[1].job.adapters[0].path, list[Any]()
@@ -474,7 +474,7 @@ class FakeRay:
         ("cuda:0,cuda:1", (1, 1), 1, "cuda:0,cuda:1"), ("cuda:1", (0,), 0, "cuda:1"),  # told on the node, as written
     ],
 )  # fmt: skip
-def test_a_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
+def test_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
     models: Path, device: str, nodes: tuple[int, ...], asked: int, sent: str
 ) -> None:
     entries = tuple(s.entry for s in make_batch([j | {"device": device} for j in jobs(models, 2)]).planned)
@@ -498,7 +498,7 @@ def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.Monk
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 
 
-def test_as_many_share_the_memory_as_there_are_jobs_for(models: Path) -> None:
+def test_memory_is_shared_by_as_many_workers_as_have_jobs(models: Path) -> None:
     """And on a cluster nobody does: hundreds of tasks have a machine each."""
     some = [j | {"max_memory": "64MiB"} for j in jobs(models, 4)]
     for name, shares in (("local", 4), ("ray", 1)):
@@ -543,7 +543,7 @@ def started(monkeypatch: pytest.MonkeyPatch, models: Path, version: str = "2.60.
     return seen
 
 
-def test_a_cluster_that_is_started_here_asks_for_a_token(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_that_is_started_here_asks_for_a_token(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     first, second = (started(monkeypatch, models) for _ in range(2))
@@ -556,7 +556,7 @@ def test_a_cluster_that_is_started_here_asks_for_a_token(models: Path, monkeypat
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
-def test_a_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     if by == "environment":
         monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -565,7 +565,7 @@ def test_a_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: 
     assert "include_dashboard" not in seen
 
 
-def test_a_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False))
     with pytest.raises(UsageError, match="anybody on the network"):
@@ -576,7 +576,7 @@ def test_a_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_nobody_without_the_token_gets_into_a_cluster_that_is_started_here(
+def test_cluster_started_here_admits_nobody_without_the_token(
     models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ray = pytest.importorskip("ray")

@@ -65,7 +65,7 @@ def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) ->
     assert in_jobs_file(told) == right
 
 
-def test_a_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
+def test_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
     save(sd1(), tmp_path / "base.safetensors")
     stray = {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)}
     save(kohya(sd1()) | stray, tmp_path / "lora.safetensors")
@@ -75,14 +75,14 @@ def test_a_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path
 
 
 @pytest.mark.parametrize("word", ["strength", "strengths", "weight"])
-def test_a_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word: str) -> None:
+def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word: str) -> None:
     text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
     assert caught.value.fix == "write it behind the adapter: style.safetensors:0.8"
 
 
-def test_the_file_of_the_contract(tmp_path: Path) -> None:
+def test_file_of_the_contract(tmp_path: Path) -> None:
     entries = read(tmp_path, """\
 version: 1
 defaults: {dtype: bf16, device: auto}
@@ -151,7 +151,7 @@ jobs:
     assert [e.job.output.name for e in entries] == ["x1", "y1", "y2"]
 
 
-def test_a_path_that_no_disk_can_hold_is_a_path_all_the_same(tmp_path: Path) -> None:
+def test_path_that_no_disk_can_hold_is_a_path_all_the_same(tmp_path: Path) -> None:
     (entry,) = read(tmp_path, f"version: 1\njobs: [{{base: b, adapters: ['{'a' * 5000}:x', b], output: o}}]")
     assert [len(a.path.name) for a in entry.job.adapters] == [5002, 1]
 
@@ -171,7 +171,7 @@ jobs:
 
 @pytest.mark.parametrize("table", ["defaults", "jobs"])
 @pytest.mark.parametrize("field", ["base", "adapters", "output", "matrix", "path", "dtype", "version", "defaults"])
-def test_a_field_in_the_wrong_table_is_a_mistake_like_others(tmp_path: Path, table: str, field: str) -> None:
+def test_field_in_the_wrong_table_is_a_mistake_like_others(tmp_path: Path, table: str, field: str) -> None:
     """Whatever its name means elsewhere in the file."""
     tables = {"version": 1, "defaults": {}, "jobs": [{"base": "m", "adapters": ["a"], "output": "o"}]}
     place = tables["defaults"] if table == "defaults" else tables["jobs"][0]  # type: ignore[index]
@@ -402,7 +402,7 @@ def test_words_are_understood_as_on_the_command_line(field: str, written: str, m
     assert getattr(made.job, field) == meant
 
 
-def test_a_matrix_fills_in_words_too(tmp_path: Path) -> None:
+def test_matrix_fills_in_words_too(tmp_path: Path) -> None:
     text = """
         version: 1
         defaults: {base: b, adapters: [a, c], density: 0.5, dtype: "{d}"}
@@ -422,13 +422,13 @@ def test_a_matrix_fills_in_words_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["fp64", "fp12"])
-def test_another_dtype_is_not_offered_for_one_that_outputs_cannot_have(written: str, tmp_path: Path) -> None:
+def test_dtype_that_outputs_cannot_have_gets_no_suggestion(written: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load([{"base": str(tmp_path / "b"), "adapters": ["a"], "output": str(tmp_path / "o"), "dtype": written}])
     assert "did you mean" not in str(caught.value)
 
 
-def test_the_schema_and_the_options_say_the_same() -> None:
+def test_schema_and_the_options_say_the_same() -> None:
     schema = json.dumps(JobsFile.model_json_schema())
     assert '"matrix"' in schema
     fields = {name: str(f.annotation) for name, f in Options.model_fields.items()}

@@ -68,7 +68,7 @@ REFUSED = (
 
 @pytest.mark.few(19)
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED])
-def test_the_schema_and_the_program_take_the_same_files(tmp_path: Path, text: str) -> None:
+def test_schema_and_the_program_take_the_same_files(tmp_path: Path, text: str) -> None:
     assert taken(tmp_path, text) == fits(yaml.safe_load(text)) == (text in TAKEN)
 
 
@@ -79,7 +79,7 @@ def test_words_of_other_programs_are_taken_and_the_schema_names_ours(option: str
     assert not fits(yaml.safe_load(text))
 
 
-def test_the_jobs_files_that_we_show_fit() -> None:
+def test_jobs_files_that_we_show_fit() -> None:
     files = [path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.y*ml")]
     pages = [*ROOT.glob("*.md"), *(ROOT / "configs").rglob("*.md"), *(ROOT / "lora_merge").rglob("*.md")]
     for page in pages:

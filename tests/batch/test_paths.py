@@ -41,7 +41,7 @@ def library(pattern: str, root: Path) -> list[str]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.lists(steps, min_size=1, max_size=4), st.booleans(), st.booleans())
-def test_it_finds_what_the_library_finds(tree: Path, parts: list[str], whole: bool, folder: bool) -> None:  # noqa: FBT001
+def test_search_finds_what_the_library_finds(tree: Path, parts: list[str], whole: bool, folder: bool) -> None:  # noqa: FBT001
     pattern = (f"{tree}/" if whole else "") + "/".join(parts) + "/" * folder
     wanted = [path for path in library(pattern, tree) if path != str(tree)]
     try:
@@ -52,7 +52,7 @@ def test_it_finds_what_the_library_finds(tree: Path, parts: list[str], whole: bo
         assert [path for path in found if path != str(tree)] == wanted
 
 
-def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path: Path) -> None:
+def test_link_to_a_folder_around_it_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "x").touch()
     (tmp_path / "s" / "up").symlink_to(tmp_path)
@@ -92,7 +92,7 @@ def test_all_patterns_of_a_file_share_the_bound(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "pattern", ["/**/no-such-name", "/**/" * 900 + "x", "../" * 10_000 + "*", "[" * 30_000, "*a" * 15_000]
 )
-def test_the_command_answers(tmp_path: Path, pattern: str) -> None:
+def test_command_answers(tmp_path: Path, pattern: str) -> None:
     """On this disk; stopped where it hangs."""
     job = f"{{base: b, adapters: [a], output: 'o-{{f}}', matrix: {{f: {{glob: '{pattern}'}}}}}}"
     (tmp_path / "jobs.yaml").write_text(f"version: 1\njobs: [{job}]\n")

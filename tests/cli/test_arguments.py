@@ -74,20 +74,20 @@ def test_options_of_the_command_line(files: Path, name: str) -> None:
     assert "to_json" in e.value.fix
 
 
-def test_an_unknown_option_is_told_all_that_there_are(files: Path) -> None:
+def test_unknown_option_is_told_all_that_there_are(files: Path) -> None:
     with pytest.raises(UsageError) as e:
         lora_merge.plan(files / "base.safetensors", files / "a.safetensors", xxxxxxxx=1)
     assert {"strength", "strength_for", "setting", "dtype"} <= {*e.value.fix.replace(",", "").split()}
 
 
 @pytest.mark.parametrize("name", ["base", "output"])
-def test_a_merge_in_memory_has_no_files(files: Path, name: str) -> None:
+def test_merge_in_memory_has_no_files(files: Path, name: str) -> None:
     refused(
         lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, [files / "a.safetensors"], **{name: "x"})
     )
 
 
-def test_one_strength_per_adapter(files: Path) -> None:
+def test_strengths_are_one_per_adapter(files: Path) -> None:
     base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "new.safetensors"
     plan = lora_merge.plan(base, [adapter, adapter], out, strength=[0.5, -2])
     assert [a.strength for a in plan.job.adapters] == [0.5, -2.0]
@@ -153,7 +153,7 @@ def test_job_objects_made_by_hand(files: Path, tmp_path: Path, wrong: dict[str, 
         {"executor": np.array(["local", "ray"])},
     ],
 )
-def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
+def test_options_of_a_batch(options: Mapping[str, Any]) -> None:
     refused(lambda: lora_merge.run_batch([], **options))
 
 
@@ -162,14 +162,14 @@ def test_state_dicts(files: Path, held: Any) -> None:
     refused(lambda: lora_merge.merge_state_dict(held, files / "a.safetensors"))
 
 
-def test_what_a_loaded_adapter_is_asked(files: Path) -> None:
+def test_arguments_of_a_loaded_adapter(files: Path) -> None:
     adapter = lora_merge.load_adapter(files / "a.safetensors")
     refused(lambda: adapter.algorithm(3))  # type: ignore[arg-type]
     for one in (adapter, 2 * adapter):
         refused(lambda one=one: one.delta("a", [[1.0]]))
 
 
-def test_what_is_right_in_other_words(files: Path) -> None:
+def test_arguments_in_other_spellings(files: Path) -> None:
     """Types of torch, tables for pairs, numbers of any kind."""
     base, adapter = files / "base.safetensors", files / "a.safetensors"
     plan = lora_merge.plan(
@@ -181,7 +181,7 @@ def test_what_is_right_in_other_words(files: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["x", "1.5", "", "-1", "0", "9" * 5000, "١"])
-def test_a_number_of_workers_that_is_none_is_a_usage_error(workers: str, tmp_path: Path) -> None:
+def test_number_of_workers_that_is_none_is_a_usage_error(workers: str, tmp_path: Path) -> None:
     done = run("batch", tmp_path / "jobs.yaml", "--workers", workers)
     assert done.code == UsageError.exit_code
     assert "--workers" in done.err

@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, made: Path) -> Run:
     return partial(command_line.run, "batch")
 
 
-def test_a_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
+def test_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
     code, out, _ = run("jobs.yaml", "--dry-run")
     assert code == 0
     first, second, third, count, *_ = out.splitlines()
@@ -61,7 +61,7 @@ def test_a_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
     assert told[2]["adapters"][0]["strengths"] == {"unet": {"0.25": 24}, "te": {"0.25": 8}}
 
 
-def test_what_is_equal_is_said_once_and_redo_makes_it_again(run: Run, made: Path) -> None:
+def test_equal_outputs_are_reported_once_and_redone(run: Run, made: Path) -> None:
     before = time.monotonic()
     assert run("jobs.yaml", "--report", "report.jsonl")[0] == 0
     took = time.monotonic() - before
@@ -90,7 +90,7 @@ def test_redo_does_not_replace_what_another_recipe_made(run: Run, made: Path) ->
     assert (made / "d.safetensors").read_bytes() == content
 
 
-def test_one_reason_of_several_jobs_is_told_once(run: Run, made: Path) -> None:
+def test_reason_of_several_jobs_is_reported_once(run: Run, made: Path) -> None:
     jobs = "".join(f"- {{adapters: [bad.safetensors], output: bad{n}.safetensors}}\n" for n in range(3))
     (made / "bad.yaml").write_text(f"version: 1\ndefaults: {{base: base.safetensors}}\njobs:\n{jobs}")
     code, out, _ = run("bad.yaml")
@@ -100,13 +100,13 @@ def test_one_reason_of_several_jobs_is_told_once(run: Run, made: Path) -> None:
     assert "and 2 more: " in out
 
 
-def test_one_job_is_one_job(run: Run, made: Path) -> None:
+def test_job_in_the_singular(run: Run, made: Path) -> None:
     (made / "one.yaml").write_text("".join(JOBS.splitlines(keepends=True)[:5]))
     assert run("one.yaml", "--dry-run")[1].splitlines()[1].startswith("1 job: ")
 
 
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
-def test_a_change_below_the_precision_of_the_output_is_warned_of(run: Run, quiet: list[str]) -> None:
+def test_change_below_the_precision_of_the_output_is_warned_of(run: Run, quiet: list[str]) -> None:
     """As in a single merge, also where only warnings and errors are said."""
     save({key: t * 1e-6 if "lora_up" in key else t for key, t in kohya(sd1()).items()}, Path("tiny.safetensors"))
     Path("tiny.yaml").write_text(

@@ -21,7 +21,7 @@ from lora_merge.proof.reference import REFERENCE, Reference
 from tests.kit.command_line import run
 
 
-def test_a_sound_machine_is_well(tmp_path: Path) -> None:
+def test_sound_machine_is_well(tmp_path: Path) -> None:
     found = examine(tmp_path, disk_bytes=1 << 20)
     assert found["problems"] == []
     (cpu,) = (d for d in found["devices"] if d["device"] == "cpu")
@@ -36,7 +36,7 @@ def test_a_sound_machine_is_well(tmp_path: Path) -> None:
     json.dumps(found)
 
 
-def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {**REFERENCE, "lokr": Reference(lambda g: np.zeros((len(g.rows), g.cols)))}
     monkeypatch.setattr(doctor, "REFERENCE", MappingProxyType(broken))
     found = examine(tmp_path, disk_bytes=1 << 20)
@@ -45,7 +45,7 @@ def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "problem" in lines(found)[-1]
 
 
-def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
+def test_folder_that_is_not_there_or_full_or_closed_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def problem(folder: Path, size: int = 1 << 20) -> str:
@@ -66,7 +66,7 @@ def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "writes"), [("ext4", "direct"), ("tmpfs", "cached")])
-def test_writes_are_direct_where_a_merge_would_make_them_so(
+def test_doctor_writes_directly_where_a_merge_would(
     kind: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "file_system", lambda _: kind)
@@ -80,7 +80,7 @@ def test_every_formula_takes_every_mixture_of_dtypes(stored: tuple[str, str]) ->
         assert deviation(name, Placement(torch.device("cpu"), torch.float32), stored) < doctor.TOLERANCE["F32"], name
 
 
-def test_the_command_prints_json_and_says_it_by_its_exit_code(
+def test_command_prints_json_and_says_it_by_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda _: examine(tmp_path / "none", disk_bytes=1 << 20))
@@ -92,13 +92,13 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(
     assert "is not a folder" in lines(found)[-1]
 
 
-def test_a_folder_that_is_missing_is_an_error_as_of_other_commands(tmp_path: Path) -> None:
+def test_folder_that_is_missing_is_an_error_as_of_other_commands(tmp_path: Path) -> None:
     done = run("doctor", "--json", tmp_path / "none")
     assert done.code == 2
     assert json.loads(done.out)["error"]["where"] == str(tmp_path / "none")
 
 
-def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "present", lambda: ["cuda:0"])
     monkeypatch.setattr(doctor, "unusable", lambda _: "no kernel image is available")
     found = examine(tmp_path, disk_bytes=1 << 20)

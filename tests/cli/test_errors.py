@@ -128,7 +128,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
     ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
 ])  # fmt: skip
-def test_what_is_wrong_and_what_to_do(run: Run, words: str, code: int, what: str, fix: str) -> None:
+def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, what: str, fix: str) -> None:
     found, text = run(*words.split())
     assert found == code
     head, _, rest = text.partition("  where:")
@@ -139,7 +139,7 @@ def test_what_is_wrong_and_what_to_do(run: Run, words: str, code: int, what: str
     assert len(rest.partition("  fix:")[0]) < 400, "what to do is not below a page of names"
 
 
-def test_the_program_alone_shows_its_help(run: Run) -> None:
+def test_program_alone_shows_its_help(run: Run) -> None:
     code, text = run()
     assert code == 2
     assert text.startswith("Usage: lora-merge")
@@ -168,7 +168,7 @@ def test_part_that_is_named_twice_is_multiplied_and_one_without_effect_is_refuse
     assert "without effect: no adapter changes weights there" in out and "--strength-for vae" in out
 
 
-def test_an_adapter_at_strength_0_changes_nothing(run: Run) -> None:
+def test_adapter_at_strength_0_changes_nothing(run: Run) -> None:
     assert "changes nothing, 32 of 32 modules matched" in run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
 
 
@@ -179,14 +179,14 @@ def test_parts_of_one_adapter_stand_behind_its_path(run: Run, text: str) -> None
     assert "te 0: 8 left out" in out
 
 
-def test_a_change_below_the_precision_of_the_output_is_a_warning(run: Run) -> None:
+def test_change_below_the_precision_of_the_output_is_a_warning(run: Run) -> None:
     code, text = run("base.safetensors", "lora.safetensors:0.00001", "-o", "small.safetensors", "--dtype", "bf16")
     assert code == 0
     assert "warning: " in text and "rounding" in text and "--dtype fp32" in text
     assert re.search(r"retained (none|[0-9]{3,}%) \(rounding is larger than the change\) of the change", text)
 
 
-def test_a_device_that_is_not_here_says_why(run: Run) -> None:
+def test_device_that_is_not_here_says_why(run: Run) -> None:
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         pytest.skip("this torch has CUDA")
     assert "a build without CUDA" in run("base.safetensors", "lora.safetensors", "--device", "cuda")[1]

@@ -64,12 +64,12 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
     assert left == {"--head", "--local-dir", "--search", "-s"}
 
 
-def test_other_fixes_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
+def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
     first = {re.split(r"[\s,;:]", text.lstrip("… ;"))[0] for text in texts if not OURS.search(text)}
     assert first == {word for words in BY_HAND.values() for word in words}
 
 
-def test_the_tests_of_the_table_exist() -> None:
+def test_tests_of_the_table_exist() -> None:
     for node in set(TYPED.values()):
         path, _, name = node.partition("::")
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -241,7 +241,7 @@ MADE: Final[dict[str, Callable[[Path], Path]]] = {
 
 @pytest.mark.few(16)
 @pytest.mark.parametrize(("text", "words"), SCENES.items(), ids=SCENES.values())
-def test_a_refused_command_runs_as_its_fix_says(
+def test_refused_command_runs_as_its_fix_says(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path, former = tmp_path / "here", tmp_path / "former"
@@ -262,7 +262,7 @@ def test_a_refused_command_runs_as_its_fix_says(
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize("text", sorted({text for text in FOREIGN.values() if OURS.search(text)}))
-def test_an_option_of_another_program_is_answered_with_what_works(
+def test_option_of_another_program_is_answered_with_what_works(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,7 +282,7 @@ def test_packages_of_fixes_are_those_that_the_project_names(texts: set[str]) -> 
     assert all(re.search(rf'"{name}>=', known) for name in named)
 
 
-def test_a_fix_that_does_not_help_is_seen(tmp_path: Path) -> None:
+def test_fix_that_does_not_help_is_seen(tmp_path: Path) -> None:
     argv = ("base.safetensors", "lora.safetensors")
     again = typed(Failure(argv, str(tmp_path), "file not found", "use --dtype bf16"))
     assert again is not None and again["--dtype bf16"].startswith("3: file not found")
@@ -300,12 +300,12 @@ def test_a_fix_that_does_not_help_is_seen(tmp_path: Path) -> None:
     ("leave it out: --exclude 're:^a\\.b$'", "", ["base l --exclude"]),
     ("hf download x/y --local-dir x/y; else check the path", "", []),
 ])  # fmt: skip
-def test_what_is_typed_of_a_fix(fix: str, what: str, wanted: list[str]) -> None:
+def test_command_of_a_fix_is_typed(fix: str, what: str, wanted: list[str]) -> None:
     argv = ("base", "l", *(("--dtpye", "x") if what else ()))
     assert [" ".join(one or ()) for _, one in ways(Failure(argv, ".", what, fix))] == wanted
 
 
-def test_a_text_of_the_code_is_that_of_the_message() -> None:
+def test_text_of_the_code_is_that_of_the_message() -> None:
     assert pattern("name it ….safetensors").fullmatch("name it a.b.safetensors")
     assert not pattern("name it ….safetensors").fullmatch("name it a.gguf")
 

@@ -55,7 +55,7 @@ def test_help_of_a_command(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
-def test_the_version(run: Run, words: list[str]) -> None:
+def test_version_of_the_program(run: Run, words: list[str]) -> None:
     assert run(*words) == (0, f"lora-merge {lora_merge.__version__}\n", "")
 
 
@@ -78,7 +78,7 @@ def test_diff_extracts_whole_matrices(run: Run) -> None:
         ("frobnicate", "merge, batch"),
     ],
 )
-def test_an_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: str) -> None:
+def test_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: str) -> None:
     code, _, err = run(word, "lora.safetensors")
     assert code == 2
     assert "neither such a command nor such a file" in err
@@ -106,7 +106,7 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
 
 @pytest.mark.parametrize("command", ["extract base.safetensors tuned.safetensors", "resize lora.safetensors"])
 @pytest.mark.parametrize("option", ["--lora-rank", "--lora_dim", "--network-dim", "--dim", "-r"])
-def test_a_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, option: str, command: str) -> None:
+def test_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, option: str, command: str) -> None:
     """Merges have no rank; commands that write adapters have --rank."""
     code, _, err = run(*command.split(), option, "16")
     assert code == 2 and "use --rank N" in err
@@ -132,7 +132,7 @@ def test_a_rank_in_words_of_another_program_is_answered_for_the_command(run: Run
     ("base.safetensors lora.safetensors --only unet", "base.safetensors lora.safetensors --strength-for te=0"),
     ("base.safetensors --lora lora.safetensors --out o --verify -n", "base.safetensors lora.safetensors -o o.safetensors --verify --dry-run"),
 ])  # fmt: skip
-def test_a_command_of_another_program_is_answered_with_ours(run: Run, words: str, right: str) -> None:
+def test_command_of_another_program_is_answered_with_ours(run: Run, words: str, right: str) -> None:
     """It can be typed as it stands, and does what was meant."""
     code, _, err = run(*words.split())
     assert code == 2
@@ -164,7 +164,7 @@ def test_no_command_is_made_up(run: Run, words: str) -> None:
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge BASE"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "use --rank N"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
-def test_what_beginners_type_is_answered(run: Run, words: str, fix: str) -> None:
+def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run(*words.split())
     assert code in (2, 3)
     assert f"fix:   {fix}" in err
@@ -199,13 +199,13 @@ def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str
     assert run("base", "lora", "loras/ink", "--strength-for", text)[2].endswith(f"fix:   {fix}\n")
 
 
-def test_an_expression_stands_behind_one_adapter(run: Run) -> None:
+def test_expression_stands_behind_one_adapter(run: Run) -> None:
     out = run("base", "lora:0.8,te=0,re:attn2=0.5", "--dry-run")[1]
     assert "0.8× unet (16), 0.4× unet (8), te 0: 8 left out" in out
 
 
 @pytest.mark.parametrize("command", [["base"], ["inspect"], ["inspect", "--json"]])
-def test_a_name_with_spaces_stands_in_quotes(run: Run, command: list[str]) -> None:
+def test_name_with_spaces_stands_in_quotes(run: Run, command: list[str]) -> None:
     shutil.copy("lora.safetensors", "my new style.safetensors")
     code, _, err = run(*command, "my", "new", "style:0.5")
     assert code == 2
@@ -232,7 +232,7 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
     ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
 ])  # fmt: skip
-def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
+def test_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
     code, _, err = run("base.safetensors", text, "-o", "out.safetensors")
     assert code == 2
     assert right in err
@@ -246,7 +246,7 @@ def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: st
      (["{}"], "lora.safetensors:0.8"), (["loras/ink.safetensors", "-s", "0.5", "{}"], "-s 0.5,0.8"),
      (["{}", "loras/ink.safetensors", "1/2"], "lora.safetensors:0.8 loras/ink.safetensors:0.5")],
 )  # fmt: skip
-def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str], right: str, text: str) -> None:
+def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str], right: str, text: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", *(word.format(text) for word in words))
     assert code == 2
     assert f" {right}" in err.partition("fix:")[2], err
@@ -267,39 +267,39 @@ def test_other_spellings_of_a_number_are_answered_with_ours(run: Run, words: lis
         (["batch", "loras"], "name a file in it"),
     ],
 )
-def test_a_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
+def test_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
     code, _, err = run(*words)
     assert code in (2, 3)
     assert fix in err.partition("fix:")[2], err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="it is a path there")
-def test_a_path_of_windows_is_named_as_such(run: Run) -> None:
+def test_path_of_windows_is_named_as_such(run: Run) -> None:
     code, _, err = run("base.safetensors", "C:\\loras\\style.safetensors:0.5")
     assert code == 2
     assert "/mnt/c/loras/style.safetensors" in err
 
 
-def test_a_number_in_the_name_of_a_file_is_no_strength(run: Run) -> None:
+def test_number_in_the_name_of_a_file_is_no_strength(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora2")
     assert code == 3
     assert "did you mean lora.safetensors" in err
 
 
-def test_a_pattern_may_have_a_strength(run: Run) -> None:
+def test_pattern_may_have_a_strength(run: Run) -> None:
     code, out, _ = run("base.safetensors", "loras/*.safetensors:0.5", "--dry-run")
     assert code == 0
     assert "0.5× unet" in out
 
 
 @pytest.mark.parametrize("command", ["combine", "average"])
-def test_one_adapter_alone_has_a_default_name_of_its_own(run: Run, command: str) -> None:
+def test_single_adapter_has_a_default_name(run: Run, command: str) -> None:
     code, out, _ = run(command, "lora.safetensors", "--dry-run")
     assert code == 0
     assert f"lora-{command}.safetensors" in out
 
 
-def test_a_path_that_cannot_be_looked_at_has_a_typed_error(run: Run) -> None:
+def test_path_that_cannot_be_looked_at_has_a_typed_error(run: Run) -> None:
     """The system refuses a name of 300 letters in the same way as a folder that may not be entered."""
     odd = "a" * 300
     for words in (["base.safetensors", odd], [odd, "lora.safetensors"], ["resize", odd, "--rank", 2], ["inspect", odd],
@@ -318,7 +318,7 @@ def test_permission_that_is_missing_is_answered_with_the_command_that_gives_it(m
         assert "chmod a+r '/models/my loras/style" in unreadable(file, PermissionError(13, "Permission denied")).fix
 
 
-def test_a_missing_ending_is_tried(run: Run) -> None:
+def test_missing_ending_is_tried(run: Run) -> None:
     assert run("base", "lora", "-o", "a.safetensors")[0] == 0
     for words in (
         "verify a",
@@ -338,7 +338,7 @@ def test_patterns_that_no_shell_expanded(run: Run) -> None:
     assert run("base.safetensors", "loras/*.safetensors", "-o", "a.safetensors")[0] == 0
 
 
-def test_a_folder_with_a_slash_at_the_end_gets_the_model_inside(run: Run) -> None:
+def test_folder_with_a_slash_at_the_end_gets_the_model_inside(run: Run) -> None:
     """As cp has it: a folder of models that is there; another name with a slash is that of the output."""
     Path("llm").mkdir()
     shutil.copy("base.safetensors", "llm/model.safetensors")
@@ -363,7 +363,7 @@ def test_several_strengths(run: Run, words: list[str]) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_strength_and_a_part_of_one_adapter_go_together(run: Run, at: int) -> None:
+def test_strength_and_a_part_of_one_adapter_go_together(run: Run, at: int) -> None:
     both = ("base.safetensors", "lora.safetensors", "loras/ink.safetensors")
     part = ("--strength-for", f"{at}:re:.*=0.5")
     own = [f"{path}:{s}" for path, s in zip(both[1:], ("0.8", "0.4"), strict=True)]
@@ -376,7 +376,7 @@ def test_a_strength_and_a_part_of_one_adapter_go_together(run: Run, at: int) -> 
     assert run(both[0], own[0], both[2], "-s", "0.8,0.4", *part)[0] == 2  # one of its own, and another
 
 
-def test_too_few_strengths_are_answered_with_what_to_type(run: Run) -> None:
+def test_missing_strengths_are_answered_with_what_to_type(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", "-s", "0.8")
     assert code == 2
     assert "1 strength for 2 adapters" in err
@@ -399,7 +399,7 @@ def test_names_of_dtypes(tmp_path: Path, text: str, name: str) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", dtype=text).dtype == name
 
 
-def test_a_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
+def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", "fp8")
     assert code == 2
     assert "fp8_e4m3fn, fp8_e5m2" in err
@@ -427,7 +427,7 @@ def test_gpu_is_cuda(tmp_path: Path) -> None:
     "base lora", "combine lora loras/ink", "resize lora --rank 2", "convert lora --dtype bf16", "average lora loras/ink",
     "extract base tuned --rank 1", "extract base tuned --rank 1 --format kohya", "unmerge base lora", "replay made",
 ])  # fmt: skip
-def test_an_output_without_ending_and_one_in_a_folder(run: Run, words: str) -> None:
+def test_output_without_ending_and_one_in_a_folder(run: Run, words: str) -> None:
     """The .5 of v1.5 is none: user interfaces list files by their ending."""
     if "tuned" in words:
         save({k: v * 2 if "attn1" in k else v for k, v in load("base.safetensors").items()}, Path("tuned.safetensors"))
@@ -442,7 +442,7 @@ def test_an_output_without_ending_and_one_in_a_folder(run: Run, words: str) -> N
         assert inside.suffix == ".safetensors"
 
 
-def test_a_dry_run_answers_where_the_output_exists(run: Run) -> None:
+def test_dry_run_answers_where_the_output_exists(run: Run) -> None:
     Path("out.safetensors").write_bytes(b"mine")
     code, out, _ = run("base.safetensors", "lora.safetensors", "-o", "out.safetensors", "--dry-run")
     assert code == 0
@@ -459,7 +459,7 @@ def test_no_option_replaces_the_base(run: Run, options: list[str]) -> None:
     assert Path("base.safetensors").read_bytes() == before
 
 
-def test_a_file_address_is_a_path(run: Run) -> None:
+def test_file_address_is_a_path(run: Run) -> None:
     assert run(Path("base.safetensors").absolute().as_uri(), "lora.safetensors", "-o", "a.safetensors")[0] == 0
 
 
@@ -471,14 +471,14 @@ def test_a_file_address_is_a_path(run: Run) -> None:
         ["base.safetensors", "lora.safetensors", "--dtype", "no"],
     ],
 )
-def test_with_json_a_failure_is_json_on_stdout_too(run: Run, words: list[str]) -> None:
+def test_failure_with_json_is_json_on_stdout(run: Run, words: list[str]) -> None:
     code, out, err = run(*words, "--json")
     told = json.loads(out)
     assert told["exit_code"] == told["error"]["exit_code"] == code
     assert all(told["error"][name] in err for name in ("what", "fix"))
 
 
-def test_with_json_a_fault_of_the_program_is_json_on_stdout_too(
+def test_fault_of_the_program_with_json_is_json_on_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lora_merge.cli.main._program", lambda: 1 // 0)
@@ -489,7 +489,7 @@ def test_with_json_a_fault_of_the_program_is_json_on_stdout_too(
     assert (told["exit_code"], told["error"]["kind"]) == (1, "ZeroDivisionError")
 
 
-def test_the_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
+def test_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
     listed = [line.split()[0] for line in run("--help")[1].partition("Commands:")[2].splitlines() if line.strip()]
     assert listed[0] == "merge"
     examples = run("merge", "--help")[1].partition("Examples:")[2].strip().splitlines()
@@ -504,18 +504,18 @@ def test_the_main_command_comes_first_and_its_help_ends_with_examples(run: Run) 
     ("batch jobs.yaml --dtype bf16", "write it in the jobs file, for a job or under defaults: dtype: VALUE"),
     ("base lora --strength-for lbw=OUTAL", "did you mean OUTALL"),
 ])  # fmt: skip
-def test_what_is_meant_is_named(run: Run, words: str, fix: str) -> None:
+def test_intended_command_is_named(run: Run, words: str, fix: str) -> None:
     code, _, err = run(*words.split())
     assert code in (2, 3) and f"fix:   {fix}" in err
 
 
-def test_the_fix_for_a_folder_of_adapters_can_be_typed(run: Run) -> None:
+def test_fix_for_a_folder_of_adapters_can_be_typed(run: Run) -> None:
     shutil.copy("lora.safetensors", "loras/b.safetensors")
     (told,) = re.findall(r"write (.*/\*\.safetensors)", run("base", "loras")[2])
     assert run("base", told, "--dry-run")[0] == 0
 
 
-def test_an_adapter_in_the_same_format_has_a_name_of_its_own(run: Run) -> None:
+def test_adapter_in_the_same_format_has_a_name_of_its_own(run: Run) -> None:
     assert run("convert", "lora", "--dtype", "bf16")[0] == 0
     assert Path("lora-convert.safetensors").exists()
 
@@ -563,7 +563,7 @@ def test_adapters_in_python_as_on_the_command_line(run: Run, written: str, right
         assert e.value.fix.startswith(right)
 
 
-def test_an_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> None:
+def test_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> None:
     with pytest.raises(lora_merge.MergeError) as e:
         lora_merge.load_adapter("lora.safetensors:0.8")
     right = e.value.fix.removeprefix("write ")
@@ -585,13 +585,13 @@ def test_mistakes_in_python_are_answered_with_what_can_be_typed(run: Run, adapte
     assert e.value.fix == right
 
 
-def test_a_path_for_a_state_dict_is_answered_with_the_function_for_files(run: Run) -> None:
+def test_path_for_a_state_dict_is_answered_with_the_function_for_files(run: Run) -> None:
     with pytest.raises(lora_merge.MergeError) as e:
         lora_merge.merge_state_dict("base.safetensors", "lora")  # type: ignore[arg-type]
     assert "for files there is lora_merge.merge" in e.value.fix
 
 
-def test_a_jobs_file_in_the_place_of_a_base_is_for_batch(run: Run) -> None:
+def test_jobs_file_in_the_place_of_a_base_is_for_batch(run: Run) -> None:
     Path("jobs.yaml").write_text("")
     assert run("jobs.yaml")[2].endswith("fix:   write lora-merge batch jobs.yaml\n")
     assert "lora-merge batch --init OTHER.yaml" in run("batch", "jobs.yaml")[2]

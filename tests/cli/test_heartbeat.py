@@ -80,7 +80,7 @@ def test_no_command_reads_weights_while_nothing_moves(
     assert not still
 
 
-def test_the_bar_of_python_shows_the_time_during_one_long_step(
+def test_bar_of_python_shows_the_time_during_one_long_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SECOND_HAND", 0.001)

@@ -89,7 +89,7 @@ def test_unknown_words_list_the_commands(run: Run, words: tuple[str, ...]) -> No
     assert all(name in err for name in ("merge", "batch", "inspect", "algorithms"))
 
 
-def test_the_names_of_common_options_are_those_of_parameters() -> None:
+def test_names_of_common_options_are_those_of_parameters() -> None:
     known = {parameter.name for command in COMMANDS.values() for parameter in command.params}
     assert BY_NAME.keys() <= known
 
@@ -119,7 +119,7 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
+def test_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def offered(*words: str) -> list[str]:

@@ -100,7 +100,7 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path, model: Pa
     assert json.loads((tmp_path / "r.json").read_text()) == report
 
 
-def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_dry_run_writes_nothing(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     before = sorted(tmp_path.iterdir())
     code, out, _ = run(model, style, "--dry-run", "--json", "-o", tmp_path / "new" / "o.safetensors")
     assert code == 0
@@ -169,7 +169,7 @@ def lost(tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPat
     "verify merged.safetensors", "replay {}/merged.safetensors -o o.safetensors", "unmerge merged.safetensors -o {}/o",
     "{}/base.safetensors {}/style.safetensors --report r.json -o {}/o.safetensors", "batch --init",
 ])  # fmt: skip
-def test_a_relative_path_in_a_current_folder_that_is_gone_is_one_error(run: Run, lost: Path, words: str) -> None:
+def test_relative_path_in_a_current_folder_that_is_gone_is_one_error(run: Run, lost: Path, words: str) -> None:
     code, _, err = run(*words.format(*[lost] * 3).split())
     assert code == 2
     assert err.startswith("error: the current folder was deleted\n") and err.count("\n") == 3, err
@@ -182,7 +182,7 @@ def test_a_relative_path_in_a_current_folder_that_is_gone_is_one_error(run: Run,
     "replay {}/merged.safetensors -o {}/o.safetensors", "compare {}/merged.safetensors {}/base.safetensors",
     "combine {}/style.safetensors {}/style.safetensors -o {}/o.safetensors",
 ])  # fmt: skip
-def test_a_current_folder_that_is_gone_is_left(run: Run, lost: Path, words: str) -> None:
+def test_current_folder_that_is_gone_is_left(run: Run, lost: Path, words: str) -> None:
     """Torch's libraries end a process that loads them there."""
     code, _, err = run(*words.format(*[lost] * 3).split())
     assert code == 0, err
@@ -319,7 +319,7 @@ def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path,
 
 
 @pytest.mark.slow
-def test_a_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     """One that is there, or one that is not: the file in it gets the name that it has without -o."""
     (tmp_path / "there").mkdir()
     assert run(model, style, "-o", tmp_path / "o.safetensors")[0] == 0
@@ -333,7 +333,7 @@ def test_a_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path
             made.unlink()
 
 
-def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     link, hard, folder = tmp_path / "link.safetensors", tmp_path / "hard.safetensors", tmp_path / "folder"
     link.symlink_to(style)
     os.link(style, hard)
@@ -406,7 +406,7 @@ def test_outputs_of_odd_names(run: Run, tmp_path: Path, model: Path, style: Path
     _refused(run(tmp_path / "model", style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "the output is a folder")
 
 
-def test_a_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     """new/../taken is there when new is made."""
     (tmp_path / "taken.safetensors").write_text("mine")
     for target, why in (
@@ -419,7 +419,7 @@ def test_a_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, 
     assert (tmp_path / "o.safetensors").exists()
 
 
-def test_interrupted_while_folders_are_made(
+def test_interrupt_while_folders_are_made(
     tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a program that calls the API: no handler of ours is in the way."""
@@ -441,7 +441,7 @@ def test_options_before_a_command_are_told_their_place(run: Run, model: Path) ->
     assert (code, "lora-merge inspect … --json" in err) == (2, True), err
 
 
-def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     arguments = [model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--report", tmp_path / "r.json"]
     code, out, err = run(*arguments)
     assert code == 0, err
@@ -455,7 +455,7 @@ def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, s
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cpu:3", "cuda:98,cuda:99"])
-def test_a_device_that_is_not_here_is_told_by_the_plan(
+def test_device_that_is_not_here_is_told_by_the_plan(
     run: Run, tmp_path: Path, model: Path, style: Path, device: str
 ) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--device", device)
@@ -464,7 +464,7 @@ def test_a_device_that_is_not_here_is_told_by_the_plan(
         lora_merge.plan(model, style, tmp_path / "o.safetensors", device=device)
 
 
-def test_a_folder_without_permission_is_told_by_the_plan(
+def test_folder_without_permission_is_told_by_the_plan(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write anywhere, so the system's answer is played."""
@@ -607,7 +607,7 @@ def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("part", ["te3", "te2", "re:attn7"])
-def test_a_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
+def test_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")
     assert code == 2 and part in err and ("attn" if part.startswith("re:") else "te, unet, vae") in err
 
@@ -620,7 +620,7 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(run: Run, tmp_path: Pa
         assert "error: file not found" in err
 
 
-def test_a_failure_is_reported_in_place_of_an_earlier_success(
+def test_failure_is_reported_in_place_of_an_earlier_success(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, place = tmp_path / "o.safetensors", tmp_path / "r.json"
@@ -648,7 +648,7 @@ def test_a_failure_is_reported_in_place_of_an_earlier_success(
     assert json.loads(place.read_text())["error"]["kind"] == "ResourceError"
 
 
-def test_a_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     """A folder's links, as in the cache of huggingface_hub, lead to inputs that are not known before it is read."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.safetensors").symlink_to(model)
@@ -663,7 +663,7 @@ def test_a_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Pat
     assert mine.read_text() == '{"peft_type": "LORA"}' and not (tmp_path / "o.safetensors").exists()
 
 
-def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     before = model.read_bytes(), style.read_bytes()
     for place in (model, style, tmp_path / "o.safetensors", tmp_path / "link", tmp_path, tmp_path / "no" / "r.json"):
@@ -842,7 +842,9 @@ def failed(number: int = errno.EBUSY) -> None:
     [("PYTHONIOENCODING=ascii {} >/dev/full --json --report /dev/full", 0), ("{} >&- 2>&- <&-", 0),
      ("PYTHONIOENCODING=ascii {} 2>/dev/full --dtype no", 2), ("{} 2>/dev/full --dtype no", 2)],
 )  # fmt: skip
-def test_what_cannot_be_told_undoes_nothing(tmp_path: Path, model: Path, style: Path, line: str, code: int) -> None:
+def test_output_does_not_depend_on_broken_streams(
+    tmp_path: Path, model: Path, style: Path, line: str, code: int
+) -> None:
     """Typer goes around a stream that is ASCII."""
     out = tmp_path / "o.safetensors"
     line = line.format(f"{sys.executable} -m lora_merge {model} {style} -o {out}")
@@ -912,7 +914,7 @@ def test_names_that_the_console_cannot_show(
 
 
 @pytest.mark.parametrize("name", ["base", "lora", "merged"])
-def test_the_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str) -> None:
+def test_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str) -> None:
     mine = save({"x.weight": rand(2)}, tmp_path / f"{name}.safetensors")
     before = mine.read_bytes()
     _refused(run("demo", tmp_path), 2, tmp_path, mine.name)
@@ -920,9 +922,7 @@ def test_the_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str
 
 
 @pytest.mark.slow
-def test_the_demo_can_be_run_again_and_needs_a_folder(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("demo", tmp_path / "demo")[0] == 0
     looks = [sys.executable, "-c", "import sys; sys.exit('--overwrite' not in sys.argv)"]  # a merge takes seconds
     monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: looks)
@@ -930,7 +930,7 @@ def test_the_demo_can_be_run_again_and_needs_a_folder(
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
 
 
-def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

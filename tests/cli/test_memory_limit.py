@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "mebibytes"), [*((command, 300) for command in COMMANDS), ("merge", 900), ("batch of workers", 900)]
 )
-def test_too_low_a_limit_is_told_before_torch_is_loaded(folder: Path, command: str, mebibytes: int) -> None:
+def test_limit_too_low_is_refused_before_torch_is_loaded(folder: Path, command: str, mebibytes: int) -> None:
     before = sorted(folder.iterdir())
     done = run(folder, COMMANDS[command], mebibytes)
     assert done.returncode == 5, (done.returncode, done.stderr[-2000:])
@@ -64,7 +64,7 @@ def test_too_low_a_limit_is_told_before_torch_is_loaded(folder: Path, command: s
 
 
 @pytest.mark.slow
-def test_what_needs_no_torch_needs_no_room_for_it(folder: Path) -> None:
+def test_commands_without_torch_need_no_room_for_it(folder: Path) -> None:
     for arguments in (["inspect", "base"], ["verify", "made.safetensors"], ["--help"], ["--version"]):
         done = run(folder, arguments, 300)
         assert done.returncode == 0, done.stderr

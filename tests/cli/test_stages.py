@@ -101,7 +101,7 @@ def test_no_line_stands_still_for_a_second_while_nothing_is_reported(jobs: Jobs 
     assert all(a != b for a, b in pairwise(seen))
 
 
-def test_the_bar_moves_while_the_disk_takes_the_last_bytes() -> None:
+def test_bar_moves_while_the_disk_takes_the_last_bytes() -> None:
     display, clock = shown()
     display(Step("merge", "o", 0, GIB))
     clock.now += 60
@@ -117,13 +117,13 @@ def test_the_bar_moves_while_the_disk_takes_the_last_bytes() -> None:
 
 
 @pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
-def test_before_the_first_byte_the_time_is_counted(jobs: Jobs | None) -> None:
+def test_time_is_counted_before_the_first_byte(jobs: Jobs | None) -> None:
     display, clock = shown(jobs=jobs)
     clock.now += 65
     assert "1:05 so far" in display.lines(80)[-1]
 
 
-def test_a_rate_of_a_disk_that_stands_still_falls() -> None:
+def test_rate_of_a_disk_that_stands_still_falls() -> None:
     display, clock = shown()
     rates = []
     for wrote in (GIB // 10,) * 4 + (0,) * 8:
@@ -149,7 +149,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert "1/20 jobs" in found[-1] and "GiB" in found[-1]
 
 
-def test_never_more_than_ten_redraws_a_second_whatever_is_reported() -> None:
+def test_redraws_are_at_most_ten_a_second_whatever_is_reported() -> None:
     display, clock = shown()
     for _ in range(1000):
         clock.now += 0.001
@@ -180,7 +180,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         ({"TERM": "screen", "STY": "1.pts", "KITTY_WINDOW_ID": "1"}, False),
     ],
 )
-def test_a_narrower_terminal_keeps_what_stands_above_the_lines(
+def test_narrower_terminal_keeps_what_stands_above_the_lines(
     variables: dict[str, str], breaks: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terminals that break long lines get them all taken back; with others the line above stays."""
@@ -200,7 +200,7 @@ def test_a_narrower_terminal_keeps_what_stands_above_the_lines(
     assert screen("\n".join(rows) + out.getvalue(), 60) == ["kept", ""]
 
 
-def test_the_lines_are_taken_back_where_the_terminal_was_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_taken_back_where_the_terminal_was_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
     in_terminal(monkeypatch, VTE_VERSION="7600")
     clock, columns = Clock(), [160]
     out = Terminal()
@@ -221,7 +221,7 @@ def test_the_lines_are_taken_back_where_the_terminal_was_made_narrower(monkeypat
     assert out.getvalue().startswith("\r\x1b[1A\x1b[J")
 
 
-def test_what_is_said_goes_above_the_lines() -> None:
+def test_messages_go_above_the_lines() -> None:
     display, _ = shown()
     display(Step("load", "o"))
     display.draw()
@@ -230,7 +230,7 @@ def test_what_is_said_goes_above_the_lines() -> None:
     assert display.stream.getvalue().endswith("\r\x1b[J[1/2] merged\n")
 
 
-def test_the_bar_of_a_batch_moves_while_an_adapter_is_made() -> None:
+def test_bar_of_a_batch_moves_while_an_adapter_is_made() -> None:
     """Its share of the work, its bytes and the time that is left; and a merge of the same bytes counts for less."""
     display, clock = shown(jobs=Jobs(2, {"/slow": (GIB // 100, 3 * GIB), "/merged": (GIB, GIB)}))
     display(Step("make", "/slow", 0, 500))
@@ -262,14 +262,14 @@ def test_terminals_without_these_letters() -> None:
     "".join(display.lines(80)).encode("ascii")
 
 
-def test_a_proof_alone_has_the_whole_bar() -> None:
+def test_proof_alone_has_the_whole_bar() -> None:
     display, _ = shown(weights=PROOF)
     display(Step("prove", "o", 0, 0))
     display(Step("prove", "o", 25, 100))
     assert "25% of the proof" in line(display)
 
 
-def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_not_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with stages.watching(quiet=False) as display:
         assert display is None
     assert capsys.readouterr() == ("", "")
@@ -341,7 +341,7 @@ def logged() -> Iterator[list[str]]:
     logging.getLogger("lora_merge").removeHandler(handler)
 
 
-def test_an_observer_that_fails_is_named_once_and_called_no_more(logged: list[str]) -> None:
+def test_observer_that_fails_is_named_once_and_called_no_more(logged: list[str]) -> None:
     calls: list[Step] = []
 
     def observer(step: Step) -> None:
@@ -356,7 +356,7 @@ def test_an_observer_that_fails_is_named_once_and_called_no_more(logged: list[st
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seconds", [0.1, 60], ids=["slow", "stuck"])
-def test_an_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def test_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.5)
     told, end = list[Step](), threading.Event()
 
@@ -369,7 +369,7 @@ def test_an_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.Monk
     assert sum(step.done for step in told) == (50 if seconds < 1 else 1), "what waits is added up"
 
 
-def test_a_quick_observer_gets_each_step_before_the_work_goes_on() -> None:
+def test_quick_observer_gets_each_step_before_the_work_goes_on() -> None:
     told, context = list[Step](), ContextVar[str]("context")
     context.set("the caller's")
     with watched(lambda step: told.append(step._replace(output=context.get()))) as watcher:
@@ -378,7 +378,7 @@ def test_a_quick_observer_gets_each_step_before_the_work_goes_on() -> None:
             assert [(step.output, step.done) for step in told[-1:]] == [("the caller's", n)]
 
 
-def test_an_interrupt_that_an_observer_raises_ends_the_run() -> None:
+def test_interrupt_that_an_observer_raises_ends_the_run() -> None:
     def observer(_: Step) -> None:
         raise KeyboardInterrupt
 
@@ -408,7 +408,7 @@ def test_intervals(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 160])
-def test_a_merge_on_a_terminal_shows_its_stages_and_leaves_none(
+def test_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr(stages, "BEAT", 0.001)
@@ -442,7 +442,7 @@ def test_each_redraw_is_as_wide_as_the_terminal_is_then(monkeypatch: pytest.Monk
     assert ups == [3, 1, 1], "two lines of 119 are four rows of 60; two of 59 are two of 200"
 
 
-def test_what_finds_no_room_is_left_out_and_the_bar_stays() -> None:
+def test_bar_stays_where_other_parts_find_no_room() -> None:
     display, _ = shown(jobs=Jobs(1))
     display(Step("merge", "a-name-of-some-length.safetensors", GIB // 3, GIB, "write"))
     for width in (40, 50, 60, 80):
@@ -450,7 +450,7 @@ def test_what_finds_no_room_is_left_out_and_the_bar_stays() -> None:
             assert len(re.findall(r"\|.*\|", one)[0]) > 5 and not one.endswith("Gi"), one
 
 
-def test_the_test_of_a_machine_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_test_of_a_machine_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Path) -> None:
         raise UsageError("no disk", str(tmp_path), "name another folder")
 

@@ -86,7 +86,7 @@ def merged(base: Path, lora: Path, name: str, strength: float = 1.0) -> bytes:
     return out.read_bytes()
 
 
-def test_the_output_is_the_same_and_most_of_it_shared(tmp_path: Path, clones: Clones) -> None:
+def test_output_is_the_same_and_most_of_it_shared(tmp_path: Path, clones: Clones) -> None:
     base, lora = inputs(tmp_path)
     shared = merged(base, lora, "shared.safetensors")
     untouched = base.stat().st_size - 2 * ROWS * COLS
@@ -191,7 +191,7 @@ def test_no_room_for_all_of_a_file_is_no_failure_where_blocks_are_shared(
     assert (tmp_path / "out").read_bytes() == bytes(PAGE)
 
 
-def test_two_files_of_this_file_system_share_or_nothing_is_written(tmp_path: Path) -> None:
+def test_clone_shares_blocks_or_writes_nothing(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(os.urandom(4 * PAGE))
     new.write_bytes(bytes(4 * PAGE))
@@ -218,7 +218,7 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_merge_takes_the_space_of_what_it_changes(mounted: Path, tmp_path: Path) -> None:
+def test_merge_takes_the_space_of_what_it_changes(mounted: Path, tmp_path: Path) -> None:
     base, lora = inputs(mounted, layers=12, rows=16 * ROWS)  # 8 MiB each
     elsewhere = merged(*inputs(tmp_path, layers=12, rows=16 * ROWS), "out.safetensors")
     os.sync()

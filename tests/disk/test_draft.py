@@ -51,14 +51,14 @@ def test_all_bytes_are_behind_the_header_whatever_room_was_left(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_is_not_published_is_removed(tmp_path: Path) -> None:
+def test_draft_that_is_not_published_is_removed(tmp_path: Path) -> None:
     with patch.multiple(module, HELD=10, BATCH=1), made(tmp_path / "out") as draft:
         draft.put(memoryview(b"x" * 20))
         assert len([*tmp_path.iterdir()]) == 1
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -72,7 +72,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> No
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_full_disk_tells_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
+def test_full_disk_tells_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

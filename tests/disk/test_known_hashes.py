@@ -47,7 +47,7 @@ def merged(folder: Path) -> str:
     return str(recipe["base"]["files"][0]["sha256"])
 
 
-def test_a_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = files / "base.safetensors"
     assert merged(files) == sha(base)
     assert {s: entry[:64] for s, entry in recall().items()} == {
@@ -93,14 +93,14 @@ def patched(base: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("change", [rewritten, replaced, patched])
-def test_a_changed_file_is_hashed_again(files: Path, change: Callable[[Path], None]) -> None:
+def test_changed_file_is_hashed_again(files: Path, change: Callable[[Path], None]) -> None:
     base = files / "base.safetensors"
     before = merged(files)
     change(base)
     assert merged(files) == sha(base) != before
 
 
-def test_what_was_changed_just_now_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_of_a_file_changed_just_now_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_hashes, "SETTLED", 3600.0)
     merged(files)
     assert not recall()
@@ -110,7 +110,7 @@ def test_what_was_changed_just_now_is_not_remembered(files: Path, monkeypatch: p
     assert len(recall()) == 2
 
 
-def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_hashes, "SMALLEST", (files / "base.safetensors").stat().st_size)
     merged(files)
     assert list(recall()) == [state(files / "base.safetensors")]
@@ -118,13 +118,15 @@ def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["tmpfs", "squashfs", "nfs4", "fuseblk", "vfat", ""])
-def test_what_keeps_no_true_times_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_hash_on_a_disk_without_true_times_is_not_remembered(
+    files: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(known_hashes, "file_system", lambda _: kind)
     assert merged(files) == sha(files / "base.safetensors")
     assert not recall()
 
 
-def test_an_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, made to be reproducible, may differ in a byte and in nothing that stat(2) tells."""
     real = os.statvfs
 
@@ -138,7 +140,7 @@ def test_an_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest
     assert not recall()
 
 
-def test_a_proof_reads_the_bytes(files: Path) -> None:
+def test_proof_reads_the_bytes(files: Path) -> None:
     """A remembered hash that is wrong, however it came about, is found out."""
     base = files / "base.safetensors"
     remember({base: (str(state(base)), DIGEST)})
@@ -157,7 +159,7 @@ def test_damaged_memory_is_none(files: Path, text: str) -> None:
     assert len(recall()) == 2
 
 
-def test_a_strange_file_in_its_place_is_none(files: Path) -> None:
+def test_strange_file_in_place_of_the_hashes_is_ignored(files: Path) -> None:
     cache_file().parent.mkdir(parents=True)
     os.mkfifo(cache_file())
     assert recall() == {}
@@ -192,7 +194,7 @@ def test_digests_are_on_the_disk_before_they_have_their_name(files: Path, monkey
     assert {p.stat().st_ino for p in (cache_file(), cache_file().with_name("key"), cache_file().parent)} <= {*synced}
 
 
-def test_without_a_place_for_it_all_works(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_work_without_a_cache_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = files / "file"
     taken.write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(taken))
@@ -218,7 +220,7 @@ def learnt(**digests: str) -> dict[Path, tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("unsigned")
-def test_the_oldest_are_forgotten() -> None:
+def test_oldest_are_forgotten() -> None:
     remember(learnt(**{f"file {n}": DIGEST for n in range(MOST)}))
     remember(learnt(**{"file 0": DIGEST[::-1], "new": DIGEST}))
     known = recall()
@@ -229,7 +231,7 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 @pytest.mark.usefixtures("unsigned")
-def test_several_write_at_once() -> None:
+def test_hashes_of_several_writers_at_once() -> None:
     threads = [threading.Thread(target=lambda n=n: remember(learnt(**{f"file {n}": DIGEST}))) for n in range(16)]
     for t in threads:
         t.start()
@@ -239,7 +241,7 @@ def test_several_write_at_once() -> None:
     assert {p.name for p in cache_file().parent.iterdir()} == {cache_file().name, "key"}
 
 
-def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = files / "jobs.yaml"
     jobs.write_text(
         "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}\n"
@@ -306,7 +308,7 @@ def forged_link() -> bool:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_memory_is_none(files: Path, forgery: str) -> None:
+def test_forged_memory_is_none(files: Path, forgery: str) -> None:
     """Neither does a recipe lie nor is a job skipped; what is remembered afterwards is right again."""
     if "user's" in forgery and os.geteuid():
         pytest.skip("only root can give files away")
@@ -324,7 +326,7 @@ def test_a_forged_memory_is_none(files: Path, forgery: str) -> None:
     assert known_hashes.Known().digest(base) in (None, sha(base))
 
 
-def test_an_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing that stat(2) tells has changed, some of the bytes are still looked at."""
     base = files / "base.safetensors"
     monkeypatch.setattr(known_hashes, "state", lambda path: path.name)
@@ -335,7 +337,7 @@ def test_an_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("block", [0, 7, known_hashes.SAMPLES - 1])
-def test_the_signature_covers_blocks_from_the_first_to_the_last(block: int, tmp_path: Path) -> None:
+def test_signature_covers_blocks_from_the_first_to_the_last(block: int, tmp_path: Path) -> None:
     content, size = bytearray(1 << 20), known_hashes.PAGE
     signed = []
     for value in (0, 1):
@@ -345,7 +347,7 @@ def test_the_signature_covers_blocks_from_the_first_to_the_last(block: int, tmp_
     assert signed[0] != signed[1]
 
 
-def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
+def test_remembered_hashes_are_for_the_user_alone(files: Path) -> None:
     old = os.umask(0)
     try:
         merged(files)
@@ -355,7 +357,7 @@ def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
     assert modes == {"lora-merge": 0o700, "sha256.json": 0o600, "key": 0o600}
 
 
-def test_a_new_folder_is_for_the_user_alone_from_its_first_moment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folder_is_for_the_user_alone_from_its_first_moment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(Path, "chmod", lambda self, _: made.append(self.stat().st_mode & 0o777))
     old = os.umask(0)

@@ -13,7 +13,7 @@ from lora_merge.disk.locks import claim_path, claimed, sweep
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_where_a_disk_has_no_locks_nothing_is_claimed_and_nobody_waits(
+def test_disk_without_locks_claims_nothing_and_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     def refuse(*_: object, **__: object) -> bool:
@@ -26,7 +26,7 @@ def test_where_a_disk_has_no_locks_nothing_is_claimed_and_nobody_waits(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_claim_goes_where_open_files_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_goes_where_open_files_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows."""
     opened: set[str] = set()
     open_file, unlink, close = os.open, Path.unlink, os.close

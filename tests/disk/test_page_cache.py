@@ -35,7 +35,7 @@ def needs_the_newer_call(fd: int) -> None:
         pytest.skip("this system counts no pages, or keeps its own cache")
 
 
-def test_only_what_is_there_whole_is_held(fd: int) -> None:
+def test_range_is_held_only_when_whole(fd: int) -> None:
     needs_the_newer_call(fd)
     middle = PAGES // 2
     assert holds(fd, middle * PAGE, aligned_buffer(middle * PAGE))
@@ -51,7 +51,7 @@ def test_asking_reads_nothing(fd: int) -> None:
     assert pages._pages(fd, 0, PAGES * PAGE) == PAGES // 2
 
 
-def test_what_is_still_on_its_way_is_not_held(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_range_still_on_its_way_is_not_held(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocking(*_: object) -> int:
         raise BlockingIOError
 
@@ -60,14 +60,14 @@ def test_what_is_still_on_its_way_is_not_held(fd: int, monkeypatch: pytest.Monke
     assert not holds(fd, 0, aligned_buffer(PAGES * PAGE))
 
 
-def test_an_older_system_is_asked_by_reading(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_system_is_asked_by_reading(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_CACHESTAT", 4095)  # no kernel has a call of this number
     monkeypatch.setattr(pages, "_counted", True)
     assert holds(fd, PAGES // 2 * PAGE, aligned_buffer(PAGES // 2 * PAGE))
     assert not pages._counted  # not asked a second time
 
 
-def test_a_system_that_says_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_that_says_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_counted", False)
     monkeypatch.setattr(pages, "NO_WAIT", 0)
     with pytest.raises(Unknown):

@@ -44,7 +44,7 @@ def failing(call: Callable[..., object], number: int, suffix: str = "") -> Calla
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("old", ["an older one", None])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_disk_that_fails_around_the_naming(
+def test_disk_that_fails_around_the_naming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, number: int, *, folder: bool
 ) -> None:
     """The folder is sent to the disk before and after; all is as it was."""
@@ -62,7 +62,7 @@ def test_a_disk_that_fails_around_the_naming(
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("call", ["open", "fsync", "close"])
-def test_so_it_does_where_names_cannot_be_swapped(
+def test_failed_last_flush_where_names_cannot_be_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, *, links: bool, folder: bool
 ) -> None:
     """The last flush of the folder fails at any of its calls. Without links, a replaced file is gone before it."""
@@ -136,7 +136,7 @@ class UnreliableNames:
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("old", ["an older one", None])
 @pytest.mark.parametrize("kind", ["lie", "EIO", "ENOENT", "EEXIST", "ETIMEDOUT"])
-def test_the_result_of_a_call_that_gives_a_name_is_no_proof(
+def test_result_of_a_call_that_gives_a_name_is_no_proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, old: str | None, *, folder: bool, swaps: bool
 ) -> None:
     """Success means that the new output has the name, failure that the old one has it. Nothing else stays."""
@@ -202,7 +202,7 @@ def test_file_systems_whose_inodes_follow_names(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_of_a_killed_run_gets_its_name_back(tmp_path: Path, *, finished: bool) -> None:
+def test_folder_of_a_killed_run_gets_its_name_back(tmp_path: Path, *, finished: bool) -> None:
     """Killed between the two renames that replace it; it is removed if the new one has the name."""
     target = tmp_path / "out"
     put(target, "an older one", folder=True)
@@ -217,7 +217,7 @@ def test_a_folder_of_a_killed_run_gets_its_name_back(tmp_path: Path, *, finished
 
 @pytest.mark.skipif(os.name == "nt", reason="folders cannot be locked there")
 @pytest.mark.parametrize("named", [True, False])
-def test_the_old_folder_of_a_running_process_stays(tmp_path: Path, *, named: bool) -> None:
+def test_old_folder_of_a_running_process_stays(tmp_path: Path, *, named: bool) -> None:
     target = tmp_path / "out"
     part, lock = temporary.create(target, folder=True)
     old = part.with_name(part.name + temporary.OLD)
@@ -231,7 +231,7 @@ def test_the_old_folder_of_a_running_process_stays(tmp_path: Path, *, named: boo
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_old_folder_whose_name_was_cut_stays(tmp_path: Path) -> None:
+def test_old_folder_whose_name_was_cut_stays(tmp_path: Path) -> None:
     """Its name is not known whole: another folder may have the beginning of it."""
     part = temporary.sibling(tmp_path / ("é" * 120))
     old = part.with_name(part.name + temporary.OLD)
@@ -244,9 +244,7 @@ def fail() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_temporary_file_whose_first_close_fails_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_file_whose_first_close_fails_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     close, count = os.close, iter(range(10))
 
     def closed(fd: int) -> None:
@@ -263,7 +261,7 @@ def test_a_temporary_file_whose_first_close_fails_does_not_stay(
 @pytest.mark.skipif(os.name == "nt", reason="a folder with an open file cannot be moved there")
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
-def test_nothing_stays_in_a_folder_that_is_moved_away(tmp_path: Path, *, stopped: bool, folder: bool) -> None:
+def test_folder_that_is_moved_away_is_emptied(tmp_path: Path, *, stopped: bool, folder: bool) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "other").write_text("kept")
     with (
@@ -280,7 +278,7 @@ def test_nothing_stays_in_a_folder_that_is_moved_away(tmp_path: Path, *, stopped
 
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("claim", [True, False])
-def test_the_names_of_new_folders_are_on_the_disk(
+def test_names_of_new_folders_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, claim: bool, folder: bool
 ) -> None:
     """Up to the first that was there, before the output has its name; also where a claim has made them."""
@@ -297,16 +295,14 @@ def test_the_names_of_new_folders_are_on_the_disk(
     assert tmp_path not in synced
 
 
-def test_a_temporary_name_that_cannot_be_removed_undoes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_name_that_cannot_be_removed_undoes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "unlink", failing(Path.unlink, 0))
     with publish.replacing(tmp_path / "out") as part:
         part.write_text("whole")
     assert (tmp_path / "out").read_text() == "whole"
 
 
-def test_a_temporary_file_that_cannot_be_locked_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_file_that_cannot_be_locked_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish.os, "open", failing(os.open, 1, ".part"))
     with pytest.raises(MergeError, match="Input/output error"):
         put(tmp_path / "out", "never there", folder=False)
@@ -315,7 +311,7 @@ def test_a_temporary_file_that_cannot_be_locked_does_not_stay(tmp_path: Path, mo
 
 @pytest.mark.skipif(os.name == "nt", reason="no such permissions")
 @pytest.mark.parametrize("folder", [True, False])
-def test_what_was_private_stays_private(tmp_path: Path, *, folder: bool) -> None:
+def test_private_files_stay_private(tmp_path: Path, *, folder: bool) -> None:
     target = tmp_path / "out"
     put(target, "old", folder=folder)
     paths = [target / "weights", target] if folder else [target]

@@ -35,7 +35,7 @@ def test_small_tensors_beside_each_other_are_read_together(tmp_path: Path, monke
     assert len(reads) < 4 * (tmp_path / "x").stat().st_size / PAGE + 10
 
 
-def test_a_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "x")
     index = open_checkpoint(tmp_path / "x")
     with reader.Reader([index]) as files:

@@ -118,7 +118,7 @@ flush of the folder after a rename fails, so that this run takes its rename back
 @pytest.mark.few(2)
 @pytest.mark.skipif(not temporary.CAN_LOCK, reason="runs take turns by a lock")
 @pytest.mark.parametrize(("names", "folder", "overwrite", "old", "failing"), SCENES)
-def test_a_run_that_succeeds_has_its_output_there(
+def test_run_that_succeeds_has_its_output_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, *, folder: bool, overwrite: bool, old: str | None,
     failing: bool,
 ) -> None:  # fmt: skip
@@ -172,7 +172,7 @@ def held(path: Path, *, folder: bool) -> str | None:
 
 
 @pytest.mark.skipif(not temporary.CAN_LOCK, reason="runs take turns by a lock")
-def test_a_turn_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process must not hang all others."""
     monkeypatch.setattr(publish, "PATIENCE", 0.0)
     with publish._turn(tmp_path), pytest.raises(UsageError, match="does not finish"):
@@ -181,7 +181,7 @@ def test_a_turn_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     put(tmp_path / "out", "later", overwrite=False, folder=False)
 
 
-def test_a_folder_that_another_run_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_another_run_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that fails removes the folders that it made."""
     make, tries = publish.create, itertools.count()
 

@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     shift=st.sampled_from(["congruent", "odd", "readonly"]),
     data=st.data(),
 )
-def test_what_is_written_in_any_order_is_what_was_given(
+def test_bytes_written_in_any_order_are_those_given(
     folders: list[Path], sizes: list[int], mode: Mode, shift: str, data: st.DataObject
 ) -> None:
     content, pieces, at = pattern(sum(sizes)), [], 0
@@ -141,7 +141,7 @@ def test_mount_points_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [file_system(p) for p in (tmp_path, point, point / "file", beside)] == ["ext4", "exfat", "exfat", "ext4"]
 
 
-def test_a_file_system_that_refuses_direct_writes_late_gets_others(
+def test_file_system_that_refuses_direct_writes_late_gets_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import fcntl
@@ -185,7 +185,7 @@ def test_failures_say_what_to_do(
     assert str(tmp_path) in caught.value.where
 
 
-def test_a_limit_on_file_size_is_a_typed_error(tmp_path: Path) -> None:
+def test_limit_on_file_size_is_a_typed_error(tmp_path: Path) -> None:
     code = """
         import resource, sys
         from pathlib import Path
@@ -219,7 +219,7 @@ def test_dirty_data_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         w.finish()
 
 
-def test_a_write_that_fails_on_its_way_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_fails_on_its_way_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system tells of it once, to whoever waits for the range; the fsync at the end succeeds."""
 
     def lost(*_: object) -> int:

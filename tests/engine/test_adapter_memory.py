@@ -44,7 +44,7 @@ def test_tensors_of_a_window_are_kept_up_to_a_share_of_the_limit(
     assert LIMIT // SHARE - one < max(kept) <= max(LIMIT // SHARE, RECENT * one)
 
 
-def test_the_tensors_used_last_are_kept_whatever_their_size(tmp_path: Path) -> None:
+def test_tensors_used_last_are_kept_whatever_their_size(tmp_path: Path) -> None:
     tensors = {f"t{n}": rand(100, seed=n) for n in range(RECENT + 1)}
     index = open_checkpoint(save(tensors, tmp_path / "a.safetensors"))
     with Reader([index]) as reader:
@@ -59,7 +59,7 @@ def test_the_tensors_used_last_are_kept_whatever_their_size(tmp_path: Path) -> N
         assert {key[1] for key in cache._kept} == {first.offset, *(info.offset for info in rest[1:])}
 
 
-def test_of_a_large_tensor_only_the_rows_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensor_is_read_by_the_rows_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cols, sizes, view = 4 * BLOCK_ELEMENTS // 1024 + 8, 1024, dict[str, int](), Reader.view
     base = save({"m.a.weight": rand(rows, cols).half()}, tmp_path / "b.safetensors")
     adapter = save({"m.a.diff": rand(rows, cols, seed=1)}, tmp_path / "a.safetensors")
@@ -85,7 +85,7 @@ def test_large_factors_of_a_block_count_as_memory_of_its_thread(tmp_path: Path) 
     assert room == {"m.a.weight": {8 * 512 * 2048}, "m.b.weight": {0}}  # the rows of `up` are read block by block
 
 
-def test_a_device_cache_keeps_no_more_than_its_numbers() -> None:
+def test_device_cache_keeps_no_more_than_its_numbers() -> None:
     cache = DeviceCache(10)
     made = [cache.get(n, lambda: torch.zeros(6), lambda: None) for n in range(4)]
     again = [cache.get(n, lambda: torch.zeros(6), lambda: None) for n in range(4)]

@@ -73,7 +73,7 @@ CASES: Mapping[str, Sequence[tuple[Tensors, float]]] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", ["sum", "compose"])
-def test_what_is_left_of_terms_that_cancel_is_right(method: str, name: str, tmp_path: Path) -> None:
+def test_remainder_of_terms_that_cancel_is_right(method: str, name: str, tmp_path: Path) -> None:
     """In a file and in memory, in fp32 and in 16 bits; the same bytes in any memory."""
     want = exact(BASE, CASES[name])
     given = [(save(a, tmp_path / f"{n}.safetensors"), s) for n, (a, s) in enumerate(CASES[name])]
@@ -91,7 +91,7 @@ def test_what_is_left_of_terms_that_cancel_is_right(method: str, name: str, tmp_
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["strengths", "strengths of some layers", "tensors"])
-def test_a_device_finds_terms_that_cancel(name: str, tmp_path: Path, cuda: Pretended) -> None:
+def test_device_finds_terms_that_cancel(name: str, tmp_path: Path, cuda: Pretended) -> None:
     want = exact(BASE, CASES[name])
     given = [(save(a, tmp_path / f"{n}.safetensors"), s) for n, (a, s) in enumerate(CASES[name])]
     lora_merge.merge(save(BASE, tmp_path / "base.safetensors"), given, tmp_path / "out", device="cuda")
@@ -147,7 +147,7 @@ def test_products_that_cancel_are_refused_with_what_mends_it(dtype: str, tmp_pat
         assert_rounded(tensor, exact(BASE, [(tensors, 1.0)])[key])
 
 
-def test_a_file_whose_products_cancelled_is_not_proven(tmp_path: Path) -> None:
+def test_file_whose_products_cancelled_is_not_proven(tmp_path: Path) -> None:
     """Nor is one in which a number is wrong by more than that explains."""
     base, lora = save(BASE, tmp_path / "base.safetensors"), save(crossed(), tmp_path / "lora.safetensors")
     out = tmp_path / "out.safetensors"

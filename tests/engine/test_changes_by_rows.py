@@ -82,7 +82,7 @@ CODE = """if True:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
-def test_a_large_weight_takes_the_memory_of_its_base_however_many_change_it(tmp_path: Path) -> None:
+def test_large_weight_takes_the_memory_of_its_base_however_many_change_it(tmp_path: Path) -> None:
     """The changes of four adapters would take four times as much, and the proof of them more; the limit has no room for
     two."""
     save_file({"a.weight": rand(OUT, COLS, seed=9).bfloat16()}, tmp_path / "base.safetensors")

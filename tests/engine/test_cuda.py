@@ -143,7 +143,7 @@ def test_out_of_memory_halves_the_batches(tmp_path: Path) -> None:
     assert not lora_merge.merge(*files, tmp_path / "wide", device=DEVICE, compute_dtype="fp64").notes
 
 
-def test_what_never_fits_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_that_never_fits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block of 128 MiB in fp32."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2**26)
     base, adapter = {"a.weight": rand(4096, 8192).half()}, {"a.lora_up.weight": rand(4096, 8)}

@@ -218,7 +218,7 @@ def stand_in(scene: Scene, request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", [*OTHERS, *dict.fromkeys(scene for scene, *_ in MUTANTS.values())])
-def test_without_a_fault_all_is_right(
+def test_scene_without_a_fault_is_right(
     scene: Scene, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scene(stand_in(scene, request), tmp_path, monkeypatch, lambda: None)
@@ -226,7 +226,7 @@ def test_without_a_fault_all_is_right(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_a_fault_is_seen(
+def test_fault_is_seen(
     fault: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, place, old, new = MUTANTS[fault]

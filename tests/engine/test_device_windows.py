@@ -79,7 +79,7 @@ def alike(got: Path, want: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("memory", ["registered", "refused"])
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32"])
-def test_a_window_goes_up_and_down_once(
+def test_window_goes_up_and_down_once(
     memory: str, dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
 ) -> None:
     """Whatever its tensors; also where no memory of the host can be registered, and with conversions in between."""
@@ -99,7 +99,7 @@ def test_a_window_goes_up_and_down_once(
         assert cuda.counts["down and waited for"] == 0
 
 
-def test_another_device_is_not_started_to_give_up_memory(
+def test_device_is_not_started_to_give_up_memory(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that ends a merge has device 0 as its current one, and CUDA starts the current device for any call."""
@@ -109,7 +109,7 @@ def test_another_device_is_not_started_to_give_up_memory(
         assert cuda.started == {1}
 
 
-def test_nothing_is_held_when_the_device_gets_its_memory_back(
+def test_memory_is_given_back_to_the_device_whole(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is freed later stays with torch, on streams that no other work of the program uses."""
@@ -141,7 +141,7 @@ def test_layers_of_different_scales_and_strengths_wait_for_nothing_more(
 
 
 @pytest.mark.slow
-def test_a_gigabyte_of_sdxl_takes_at_most_300_operations(sdxl: Callable[..., Plan]) -> None:
+def test_gigabyte_of_sdxl_takes_at_most_300_operations(sdxl: Callable[..., Plan]) -> None:
     """Kernels and copies, the numbers of the report among them; counted on a device that computes nothing."""
     plan = sdxl()
     assert 0 < host.figures(plan.base.path, plan.adapters[0].adapter.index.path, rounds=0)["operations"] <= 300
@@ -149,7 +149,7 @@ def test_a_gigabyte_of_sdxl_takes_at_most_300_operations(sdxl: Callable[..., Pla
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["ties", "della", "karcher"])
-def test_a_method_chooses_the_same_entries_on_every_device(
+def test_method_chooses_the_same_entries_on_every_device(
     method: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
 ) -> None:
     """Changes are computed in fp64, and draws depend on their place alone, so that the bytes are the same."""
@@ -180,7 +180,7 @@ def test_strengths_of_one_base_are_merged_beside_each_other(
     assert not cuda.races and not cuda.registered
 
 
-def test_a_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_path: Path, cuda: Pretended) -> None:
+def test_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_path: Path, cuda: Pretended) -> None:
     base = {f"m.{n}.weight": rand(48, 32, seed=n).half() for n in range(4)}
     base["m.1.weight"][3, 5] = float("inf")
     adapter = {f"m.{n}.lora_{k}.weight": rand(*s) for n in range(4) for k, s in (("up", (48, 4)), ("down", (4, 32)))}
@@ -191,7 +191,7 @@ def test_a_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_pat
 
 
 @pytest.mark.parametrize("large", [torch.float16, torch.float8_e5m2])
-def test_a_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
+def test_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
     large: torch.dtype, tmp_path: Path, cuda: Pretended
 ) -> None:
     """Each dtype has extremes of its own, whichever comes last."""
@@ -205,7 +205,7 @@ def test_a_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
     assert cuda.counts["up"]
 
 
-def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
+def test_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
     adapter = load(files[1])
     adapter["m.7.lora_up.weight"][3, 1] = float("nan")
     with pytest.raises(lora_merge.MergeError, match=r"NaN or infinite values(?s:.*)m\.7\.lora_up\.weight"):
@@ -245,7 +245,7 @@ def test_auto_takes_the_cpu_for_a_small_merge_in_memory_and_starts_nothing(
     assert cuda.counts
 
 
-def test_the_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
+def test_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
     report = lora_merge.merge(*files, tmp_path / "o")
     assert report.device == "cpu" and "on cuda with its start" in report.device_choice
     assert not cuda.counts
@@ -294,7 +294,7 @@ def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("rows", [2048, 1280])
-def test_the_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weights(
+def test_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weights(
     rows: int, rounding: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four blocks and a fifth one do not fit a window: one block, or two, lie in the next beside another weight."""
@@ -338,7 +338,7 @@ EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2", "fp8_scaled"])
-def test_a_device_that_rounds_to_8_bits_wrongly_leaves_that_to_the_host(
+def test_device_that_rounds_to_8_bits_wrongly_leaves_that_to_the_host(
     dtype: str, tmp_path: Path, cuda: Pretended
 ) -> None:
     """As torch for CUDA 13.2 did; whole windows, and codecs."""

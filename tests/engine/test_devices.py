@@ -28,7 +28,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_device_has_its_number_from_the_start() -> None:
+def test_device_has_its_number_from_the_start() -> None:
     """Without one, torch takes the current device of each thread, and folds run on several."""
     assert str(place("cuda", "F32").device) == str(place("auto", "F32").device) == "cuda:1"
     assert [str(p.device) for p in places("cuda, cuda:0", "F32")] == ["cuda:1", "cuda:0"]
@@ -51,7 +51,7 @@ def test_workers_share_gpus_out_unless_they_are_of_no_use(monkeypatch: pytest.Mo
     [torch.cuda.DeferredCudaCallError("CUDA call failed lazily"), AssertionError("libcudart functions unavailable")],
     ids=["deferred", "build"],
 )
-def test_whatever_stops_cuda_from_being_started_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_start_cuda_is_reported(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(*_: object, **__: object) -> None:
         raise error
 
@@ -59,7 +59,7 @@ def test_whatever_stops_cuda_from_being_started_is_told(error: Exception, monkey
     assert unusable(torch.device("cuda:0")) == str(error)
 
 
-def test_a_driver_that_is_too_old_is_told_and_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_is_too_old_is_told_and_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch warns of it once, and counts no device."""
     said = ["CUDA initialization: The NVIDIA driver on your system is too old (Triggered internally at a.cpp:1.)\nmore"]
 

@@ -114,7 +114,7 @@ def test_combine_and_merge_are_one_for_layers_of_different_adapters(method: str,
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sum", "compose", "ties", "dare", "della_ties", "consensus"])
-def test_a_device_keeps_layers_of_different_adapters_apart(
+def test_device_keeps_layers_of_different_adapters_apart(
     method: str, folder: Path, tmp_path: Path, cuda: Pretended
 ) -> None:
     want, _ = merged(folder, tmp_path / "want", method, "xyz", device="cpu")
@@ -142,7 +142,7 @@ def test_norms_from_factors_are_exact_also_where_changes_become_one(method: str,
             assert share is None or share["change"] == pytest.approx(norm(folder, a, n), rel=1e-4)
 
 
-def test_the_weight_that_indices_do_not_fit_is_named_among_others_of_its_kind(tmp_path: Path) -> None:
+def test_weight_that_indices_do_not_fit_is_named_among_others_of_its_kind(tmp_path: Path) -> None:
     """The first of the weights that one call folds is sound."""
     names = [f"base_model.model.model.layers.{n}.self_attn.q_proj" for n in range(3)]
     base = {f"{n.removeprefix('base_model.model.')}.weight": rand(8, 6, seed=k) for k, n in enumerate(names)}

@@ -78,7 +78,7 @@ def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_of_blocks_in_a_row_every_fourth_stands_for_them_all(
+def test_blocks_in_a_row_are_sampled_by_every_fourth(
     *, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums stand for every number, whether parts of a weight have many blocks, one, or a short last one."""
@@ -241,7 +241,7 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning names a tensor of which other numbers were recorded than its rows have."""
     if wrong:
         own = RowSample._measure
@@ -283,7 +283,7 @@ def doubted(base: Tensors, size: float, folder: Path) -> list[str]:
     return [w for w in report.verified["warnings"] if "the report's numbers of" in w]
 
 
-def test_of_tiles_of_rows_that_are_encoded_together_few_rows_are_added_up(tmp_path: Path) -> None:
+def test_tiles_encoded_together_are_sampled_by_few_rows(tmp_path: Path) -> None:
     """A tile of nvfp4 is half a block here: to look at one in each block would encode most of a weight twice, and sums
     over whole tiles, which the proof repeats, would take longer than the proof of all else."""
     key, (rows, cols) = "double_blocks.0.img_mlp.0", (2048, 4096)

@@ -70,7 +70,7 @@ def test_every_tensor_is_the_rounded_fp64_result(files: tuple[Path, Path], tmp_p
         *(("F32", {"dtype": d, "compute_dtype": "fp16"}) for d in ("fp16", "fp32", "bf16", "fp8_e4m3fn")),
     ],
 )
-def test_a_number_that_fp16_cannot_hold_is_refused(tmp_path: Path, stored: str, options: dict[str, str]) -> None:
+def test_number_that_fp16_cannot_hold_is_refused(tmp_path: Path, stored: str, options: dict[str, str]) -> None:
     """Also where it is the sum alone that is made in fp16, and one number that no sample of the proof would meet."""
     base = {"m.a.weight": rand(256, 256), "m.b.weight": rand(256, 256)}
     base["m.b.weight"][100, 7] = 65000.0
@@ -171,7 +171,7 @@ def test_strength_by_part_holds_for_tensors_that_are_replaced_whole(
             assert torch.equal(got[name], base[name])
 
 
-def test_the_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = files
     lora_merge.merge(base, [(adapter, 0.25)], tmp_path / "out.safetensors", dtype="bf16")
     kept = metadata(tmp_path / "out.safetensors")
@@ -197,7 +197,7 @@ def test_linear_factors_fit_convolutions_and_the_reverse(tmp_path: Path) -> None
         )
 
 
-def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
+def test_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
     base = {"m.a.weight": rand(8, 6), "m.z.weight": rand(2, 2)}
     adapter = {"m.a.diff": rand(8, 6), "m.a.diff_b": rand(8)}
     save(base, tmp_path / "b.safetensors")
@@ -211,7 +211,7 @@ def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
 
 @given(limit=st.sampled_from(["8MiB", "16MiB", "1GiB"]), dtype=st.sampled_from(["keep", "fp32", "bf16"]))
 @settings(max_examples=examples(6))
-def test_the_bytes_do_not_depend_on_the_memory_bound(
+def test_bytes_do_not_depend_on_the_memory_bound(
     tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str
 ) -> None:
     folder = tmp_path_factory.mktemp("bound")
@@ -245,7 +245,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("late", [0, 5, 12])
-def test_what_needs_no_torch_goes_out_before_it_is_there(
+def test_bytes_that_need_no_torch_go_out_before_it_is_loaded(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     usual, out = tmp_path / "usual.safetensors", tmp_path / "out.safetensors"
@@ -271,7 +271,7 @@ def test_what_needs_no_torch_goes_out_before_it_is_there(
     assert all(made for untouched, made in written if not untouched)
 
 
-def test_a_base_that_is_hashed_is_read_in_its_order(
+def test_base_that_is_hashed_is_read_in_its_order(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, starts = Pipeline.read, list[int]()
@@ -288,7 +288,7 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
 
 
 @pytest.mark.slow
-def test_the_report_tells_where_the_time_went(
+def test_report_tells_where_the_time_went(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = Pipeline.settle
@@ -338,7 +338,7 @@ def test_planning_reads_headers_only_and_raises_what_merging_would(files: tuple[
     assert e.value.exit_code == 2
 
 
-def test_a_loaded_adapter_shows_its_modules_and_deltas(files: tuple[Path, Path]) -> None:
+def test_loaded_adapter_shows_its_modules_and_deltas(files: tuple[Path, Path]) -> None:
     base, path = files
     adapter = lora_merge.load_adapter(path)
     names, tensors = kohya_names(load(base)), load(path)
@@ -362,7 +362,7 @@ def test_merging_in_memory_equals_merging_files(files: tuple[Path, Path], tmp_pa
     assert all(torch.equal(state[k], kept[k]) for k in kept)
 
 
-def test_one_module_in_two_spellings_is_refused(tmp_path: Path) -> None:
+def test_module_in_two_spellings_is_refused(tmp_path: Path) -> None:
     lora = {f"{name}.lora_up.weight": rand(6, 2, seed=len(name)) for name in ("m.a", "lycoris_m_a")}
     lora |= {f"{name}.lora_down.weight": rand(2, 4) for name in ("m.a", "lycoris_m_a")}
     base = save({"m.a.weight": rand(6, 4)}, tmp_path / "b.safetensors")
@@ -396,7 +396,7 @@ def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) 
     ("control_layers.0.after_proj.weight", "ControlNet"), ("body.0.block1.weight", "T2I-Adapter"), ("redux_up.weight", "Redux"),
     ("ip_adapter_proj_model.proj.weight", "IP-Adapter"), ("pulid_ca.0.to_q.weight", "PuLID"),
 ])  # fmt: skip
-def test_what_is_loaded_beside_a_model_is_called_what_it_is(
+def test_tensors_beside_a_model_are_called_what_they_are(
     files: tuple[Path, Path], tmp_path: Path, key: str, what: str
 ) -> None:
     base = load(files[0])
@@ -421,7 +421,7 @@ def test_averages_beside_the_weights_stay_and_a_note_says_so(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_down", "lora_up")], ids=["PEFT", "ai-toolkit"])
 @pytest.mark.parametrize("stored", [True, False], ids=["alpha in the file", "alpha stated"])
-def test_the_bias_of_a_factor_is_scaled_as_the_factors_are(tmp_path: Path, down: str, up: str, *, stored: bool) -> None:
+def test_bias_of_a_factor_is_scaled_as_the_factors_are(tmp_path: Path, down: str, up: str, *, stored: bool) -> None:
     layer, into, out = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 6)
     lora = {f"a.{down}.weight": into.weight, f"a.{up}.weight": out.weight, f"a.{up}.bias": out.bias}
     adapter = save(lora | ({"a.alpha": torch.tensor(6.0)} if stored else {}), tmp_path / "a.safetensors")
@@ -451,7 +451,7 @@ def test_torch_files_of_other_kinds_are_called_what_they_are(
     assert fix in error.value.fix
 
 
-def test_a_model_is_no_adapter_even_if_it_has_what_a_control_lora_has(tmp_path: Path) -> None:
+def test_model_is_no_adapter_even_if_it_has_what_a_control_lora_has(tmp_path: Path) -> None:
     model = {
         "double_blocks.0.img_attn.norm.key_norm.scale": rand(4),
         "double_blocks.0.img_attn.qkv.weight": rand(12, 4),
@@ -467,7 +467,7 @@ def test_outputs_are_never_called_pickles(files: tuple[Path, Path], tmp_path: Pa
         lora_merge.merge(*files, tmp_path / f"o.{ending}")
 
 
-def test_a_grown_vocabulary_is_in_the_config(tmp_path: Path) -> None:
+def test_grown_vocabulary_is_in_the_config(tmp_path: Path) -> None:
     base, peft = tmp_path / "base", tmp_path / "peft"
     base.mkdir()
     peft.mkdir()
@@ -488,7 +488,7 @@ def test_a_grown_vocabulary_is_in_the_config(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"], rand(12, 4, seed=1))
 
 
-def test_a_bare_parameter_right_below_its_prefix_is_replaced() -> None:
+def test_bare_parameter_right_below_its_prefix_is_replaced() -> None:
     """A name of two dots' depth that is a module of the base without its leaf is none of its parameters."""
     te = "cond_stage_model.model."
     base = {f"{te}positional_embedding": rand(7, 4), f"{te}token_embedding.weight": rand(9, 4), f"{te}ln_final.weight": rand(4),
@@ -504,7 +504,7 @@ def test_a_bare_parameter_right_below_its_prefix_is_replaced() -> None:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("alpha", [2.0, 2])
-def test_an_alpha_that_is_a_plain_number_counts(tmp_path: Path, alpha: float, *, zipped: bool) -> None:
+def test_alpha_that_is_a_plain_number_counts(tmp_path: Path, alpha: float, *, zipped: bool) -> None:
     """In a pickle a number need not be a tensor; without it the scale would be another."""
     base = {"model.a.weight": torch.eye(8)}
     lora = {"model.a.lora_down.weight": torch.ones(4, 8), "model.a.lora_up.weight": torch.ones(8, 4)}
@@ -520,7 +520,7 @@ def test_an_alpha_that_is_a_plain_number_counts(tmp_path: Path, alpha: float, *,
 
 
 @pytest.mark.parametrize(("alpha", "noted"), [(0.0, True), (2.0, False)])
-def test_an_alpha_of_zero_counts_as_the_rank_and_is_noted(tmp_path: Path, alpha: float, *, noted: bool) -> None:
+def test_alpha_of_zero_counts_as_the_rank_and_is_noted(tmp_path: Path, alpha: float, *, noted: bool) -> None:
     save({"a.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
     factors = {"a.lora_up.weight": torch.ones(4, 2), "a.lora_down.weight": torch.ones(2, 4)}
     save(factors | {"a.alpha": torch.tensor(alpha)}, tmp_path / "a.safetensors")
@@ -531,7 +531,7 @@ def test_an_alpha_of_zero_counts_as_the_rank_and_is_noted(tmp_path: Path, alpha:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.int8])
-def test_an_alpha_of_any_dtype_is_the_number_that_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_alpha_of_any_dtype_is_the_number_that_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
     values = (
         torch.arange(256, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.tensor([1.5, -3]).to(dtype)
     )
@@ -540,7 +540,7 @@ def test_an_alpha_of_any_dtype_is_the_number_that_torch_reads(tmp_path: Path, dt
     torch.testing.assert_close(torch.tensor(read).float(), values.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_alpha_in_fp8_counts_and_a_truth_value_is_none(tmp_path: Path) -> None:
+def test_alpha_in_fp8_counts_and_a_truth_value_is_none(tmp_path: Path) -> None:
     save({"a.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
     lora = {"a.lora_up.weight": torch.ones(4, 2), "a.lora_down.weight": torch.ones(2, 4)}
     save(lora | {"a.alpha": torch.tensor(3.0).to(torch.float8_e4m3fn)}, tmp_path / "fp8.safetensors")
@@ -553,7 +553,7 @@ def test_an_alpha_in_fp8_counts_and_a_truth_value_is_none(tmp_path: Path) -> Non
         )
 
 
-def test_a_rank_of_zero_changes_nothing_and_is_noted(tmp_path: Path) -> None:
+def test_rank_of_zero_changes_nothing_and_is_noted(tmp_path: Path) -> None:
     base = {"a.weight": rand(4, 4), "b.weight": rand(4, 4)}
     save(base, tmp_path / "base.safetensors")
     ranks = {"a": 0, "b": 1}
@@ -581,7 +581,7 @@ def twice(tmp_path: Path, name: str = "a.b", **other: torch.Tensor) -> tuple[Pat
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_an_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_memory: bool) -> None:
+def test_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_memory: bool) -> None:
     base, adapter = twice(tmp_path)
     first = {k: v for k, v in load(adapter).items() if k.startswith("a.b.")}
     want = lora_merge.merge_state_dict(load(base), first)["a.b.weight"]
@@ -617,7 +617,7 @@ def test_layers_called_after_embeddings_are_no_tied_tables(tmp_path: Path, name:
     ("lora_up.weight", rand(8, 2, seed=1)), ("lora_up.weight", rand(8, 2).double()), ("alpha", torch.tensor(2.0)),
     ("dora_scale", torch.full((8, 1), 2.0)), ("lora_down.weight", rand(2, 8, seed=1)),
 ])  # fmt: skip
-def test_a_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.Tensor) -> None:
+def test_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.Tensor) -> None:
     base, adapter = twice(tmp_path, **{slot: value})
     with pytest.raises(InputError, match="change the same weight"):
         lora_merge.plan(base, adapter, tmp_path / "out.safetensors")
@@ -648,14 +648,14 @@ def test_network_arguments_that_cannot_be_read_matter_where_the_formula_takes_so
     assert ("takes nothing from there" in str(report.coverage)) == (not arguments.startswith('{"'))
 
 
-def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
+def test_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
     torch.save({"a.lora_down.weight": torch.ones(4, 8), "a.alpha": 10**400}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="not a valid torch file"):
         open_checkpoint(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("name", ["digests", "read", "write", "fold", "expect"])
-def test_a_system_without_threads_is_told(
+def test_system_without_threads_is_told(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
@@ -677,7 +677,7 @@ def test_a_system_without_threads_is_told(
      RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
      ImportError("libtorch_cpu.so: failed to map segment from shared object")],
 )  # fmt: skip
-def test_a_system_without_memory_is_told(
+def test_system_without_memory_is_told(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refused(*_: object, **__: object) -> None:
@@ -690,7 +690,7 @@ def test_a_system_without_memory_is_told(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bound the addresses of a process")
-def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_memory_too_small_for_torch_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lora_merge", *map(str, files), "-o", str(tmp_path / "out.safetensors"), "-q"]
     limited = ["sh", "-c", 'ulimit -v 500000 && exec "$@"', "sh", *command]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)
@@ -710,7 +710,7 @@ def test_unexpected_failure_is_reported_as_one(
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
-def test_a_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:
+def test_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:
     save({"a.weight": torch.zeros(0, 16)}, tmp_path / "base.safetensors")
     save(
         {"a.lora_A.weight": torch.zeros(4, 16), "a.lora_B.weight": torch.zeros(0, 4)}, tmp_path / "adapter.safetensors"
@@ -743,7 +743,7 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_input_that_had_other_bytes_for_a_while_is_found(
+def test_input_that_had_other_bytes_for_a_while_is_found(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Its bytes and its time are put back before the end; the digest may be one of an earlier run."""

@@ -53,7 +53,7 @@ def in_steps(base: Tensors, adapters: Sequence[tuple[Tensors, float]]) -> Tensor
 @pytest.mark.parametrize("fused", [False, True])
 @settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(ONE, min_size=2, max_size=4), largest=st.sampled_from([1, 40, 2**20]))
-def test_to_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[Any], largest: int) -> None:  # noqa: FBT001
+def test_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[Any], largest: int) -> None:  # noqa: FBT001
     base = flux(fused=fused)
     adapters = [(module(kind, name, seed=10 * n), s) for n, (kind, name, s) in enumerate(chosen)]
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def test_to_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[An
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("pair", [("lora", "diff"), ("boft", "lora"), ("dora in", "diff")])
-def test_where_no_later_formula_reads_the_base_both_methods_are_one(fused: bool, pair: tuple[str, str]) -> None:  # noqa: FBT001
+def test_methods_are_one_where_no_later_formula_reads_the_base(fused: bool, pair: tuple[str, str]) -> None:  # noqa: FBT001
     base = flux(fused=fused)
     adapters = [(module(kind, FUSED, seed=n), 0.7) for n, kind in enumerate(pair)]
     by = [lora_merge.merge_state_dict(base, adapters, method=m, compute_dtype="fp64") for m in BOTH]
@@ -117,7 +117,7 @@ def layers() -> Layers:
 @pytest.mark.filterwarnings("ignore")  # PEFT has much to say of second adapters
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("name", TRAINED)
-def test_it_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int, int], tmp_path: Path) -> None:
+def test_compose_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int, int], tmp_path: Path) -> None:
     from peft import PeftModel
 
     folders = [peft_pair(name, tmp_path)[n] for n in order]
@@ -141,7 +141,7 @@ def test_it_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int,
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["OFT", "BOFT", "HRA", "Road"])
-def test_the_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:
+def test_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:
     folders, state = peft_pair(name, tmp_path), layers().state_dict()
     one, two = (lora_merge.merge_state_dict(state, some, method="compose") for some in (folders, folders[::-1]))
     assert any(not torch.allclose(one[key], two[key]) for key in state)
@@ -159,9 +159,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", list(permutations(WHOLE, 2)))
-def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
-    names: tuple[str, str], tmp_path: Path
-) -> None:
+def test_replaced_tensors_are_composed_in_the_order_given(names: tuple[str, str], tmp_path: Path) -> None:
     import peft
 
     folders = [tmp_path / name for name in names]
@@ -182,7 +180,7 @@ def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
         lora_merge.merge_state_dict(load(base), folders)
 
 
-def test_a_value_is_a_change_only_where_another_adapter_changes_the_weight(tmp_path: Path) -> None:
+def test_value_is_a_change_only_where_another_adapter_changes_the_weight(tmp_path: Path) -> None:
     """A mean of one change would be the same as the value, but rounded; with another one it is half of it."""
     base = {"a.weight": rand(8, 8) * 1e20, "b.weight": rand(8, 8, seed=1), "c.weight": rand(8, 8)}
     other = {"c.lora_up.weight": rand(8, 2, seed=6), "c.lora_down.weight": rand(2, 8, seed=7)}
@@ -195,7 +193,7 @@ def test_a_value_is_a_change_only_where_another_adapter_changes_the_weight(tmp_p
     torch.testing.assert_close(got["b.weight"], base["b.weight"] + change / 2)
 
 
-def test_a_value_that_comes_last_is_there_without_rounding(tmp_path: Path) -> None:
+def test_value_that_comes_last_is_there_without_rounding(tmp_path: Path) -> None:
     """Its difference to what stood there would be rounded in fp32, and to a tensor of whole numbers there is none."""
     base = {"a.weight": rand(8, 8, seed=0) * 1e4, "b.weight": rand(8, 8, seed=9), "a.positions": torch.arange(8)}
     first = {"a.lora_up.weight": rand(8, 2, seed=1), "a.lora_down.weight": rand(2, 8, seed=2)}
@@ -227,7 +225,7 @@ def made(folder: Path, kinds: Sequence[str], *, fused: bool = False, **options: 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kinds", [("boft", "dora in"), ("glora", "diag-oft", "dora out"), ("ia3", "ia3", "boft")])
-def test_a_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
     out = made(tmp_path, kinds, fused=fused, method="compose")
     assert json.loads(metadata(out)[KEY])["method"] == "compose"
     for full in (False, True):
@@ -240,7 +238,7 @@ def test_a_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: b
 
 
 @pytest.mark.parametrize("made_by", BOTH)
-def test_a_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) -> None:
+def test_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) -> None:
     out = made(tmp_path, ("boft", "diag-oft"), method=made_by)
     plain = save(load(out), tmp_path / "plain.safetensors")
     named = {
@@ -253,7 +251,7 @@ def test_a_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) 
         prove(plain, **named, options={"method": other})
 
 
-def test_a_recipe_without_a_method_is_that_of_a_sum(tmp_path: Path) -> None:
+def test_recipe_without_a_method_is_that_of_a_sum(tmp_path: Path) -> None:
     out = made(tmp_path, ("boft", "diag-oft"))
     assert "method" not in json.loads(metadata(out)[KEY])
     assert prove(out, full=True)["proven"]
@@ -270,7 +268,7 @@ def notes(base: Tensors, adapters: Sequence[tuple[str, Tensors]], folder: Path, 
 @pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(ONE, min_size=2, max_size=3), fused=st.booleans())
-def test_a_note_tells_whenever_the_methods_differ_and_only_then(
+def test_note_tells_whenever_the_methods_differ_and_only_then(
     chosen: list[Any],
     fused: bool,  # noqa: FBT001
     tmp_path_factory: pytest.TempPathFactory,
@@ -289,7 +287,7 @@ def test_a_note_tells_whenever_the_methods_differ_and_only_then(
     assert not any(notes(base, adapters, folder, method="compose").values())
 
 
-def test_the_note_names_modules_and_adapters(tmp_path: Path) -> None:
+def test_note_names_modules_and_adapters(tmp_path: Path) -> None:
     adapters = [("first.safetensors", module("boft", FUSED, 0)), ("second.safetensors", module("diag-oft", FUSED, 1))]
     told = notes(flux(fused=False), adapters, tmp_path)
     assert told["first.safetensors"] == []
@@ -346,7 +344,7 @@ def test_neighbouring_rows_are_not_the_same_rows(order: tuple[int, int], tmp_pat
     assert not any(notes(flux(fused=True), some, tmp_path).values())
 
 
-def test_a_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
+def test_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
     """Not of modules that have no place and are skipped, nor of those that strength 0 leaves out; in every report."""
     stray = {key.replace("qkv", "elsewhere"): value for key, value in module("diag-oft", FUSED, 1).items()}
     some = [module("boft", FUSED, 0) | stray, module("diag-oft", FUSED, 1) | stray]
@@ -373,7 +371,7 @@ def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
     assert get_args(get_args(field)[0]) == tuple(METHODS)
 
 
-def test_the_command_line_takes_it(tmp_path: Path) -> None:
+def test_command_line_takes_it(tmp_path: Path) -> None:
     made(tmp_path, ("boft", "diag-oft"), method="compose")
     words = [tmp_path / "base.safetensors", *(f"{tmp_path}/{n}.safetensors:0.7" for n in range(3))]
     done = command_line.run(*words, "-o", tmp_path / "b.safetensors", "--method", "compose", "--json")

@@ -67,7 +67,7 @@ def merged(plain: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_what_rounds_to_a_finite_number_is_written_and_what_does_not_is_refused(dtype: torch.dtype, sign: int) -> None:
+def test_numbers_that_round_to_a_finite_one_are_written_and_others_refused(dtype: torch.dtype, sign: int) -> None:
     largest, first = LIMITS[dtype]
     last = nextafter(first, 0)
     held = merged(torch.tensor([sign * last, 1.0], dtype=torch.float64), dtype)
@@ -86,7 +86,7 @@ def test_what_rounds_to_a_finite_number_is_written_and_what_does_not_is_refused(
 @pytest.mark.parametrize("dtype", LIMITS)
 @given(data=st.data())
 @settings(max_examples=examples(8))
-def test_the_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dtype, data: st.DataObject) -> None:
     """By the definition of rounding, on numbers around every limit: refused if one has no room, else the nearest."""
     limit = data.draw(st.sampled_from([v for pair in LIMITS.values() for v in pair] + [1.0]))
     factors = data.draw(st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=12))
@@ -113,7 +113,7 @@ def test_the_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("mode", ["error", "saturate"])
-def test_what_is_no_number_in_the_base_stays_what_it_is(dtype: torch.dtype, mode: str) -> None:
+def test_nan_in_the_base_stays_what_it_is(dtype: torch.dtype, mode: str) -> None:
     values = torch.tensor([nan, 1.0, inf, -inf])
     if dtype != FP8_E4M3:
         got = merged(values, dtype, on_overflow=mode).double()
@@ -130,7 +130,7 @@ def test_what_is_no_number_in_the_base_stays_what_it_is(dtype: torch.dtype, mode
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_one_number_too_large_among_many_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
+def test_number_too_large_is_found_wherever_it_is(dtype: torch.dtype) -> None:
     """The cheap look at bits and sums misses none, and a large sum of small numbers is no reason to refuse."""
     source = torch.ones(PIECE + 100, dtype=torch.float64) * LIMITS[dtype][0] / 2
     assert convert(source, torch.empty(source.shape, dtype=dtype))
@@ -195,7 +195,7 @@ def large(kind: str) -> tuple[Tensors, Tensors, str]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["merged", "replaced", "dora", "part of a tensor"])
 @pytest.mark.parametrize("dtype", NARROW[1:])
-def test_the_same_holds_for_whatever_is_written(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_overflow_in_every_kind_of_output(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base, adapter, name = large(kind)
     if kind == "part of a tensor":
         adapter = {"x.m.lora_up.weight": torch.cat([rand(8, 2), torch.zeros(1, 2)]), "x.m.lora_down.weight": rand(2, 8)}
@@ -297,7 +297,7 @@ def test_lengths_that_overflow_end_with_3_in_files_and_in_memory(tmp_path: Path)
 @pytest.mark.parametrize(
     ("stored", "compute"), [(torch.float64, "fp32"), (torch.float32, "fp16"), (torch.float32, "bf16")]
 )
-def test_a_base_that_the_compute_dtype_cannot_hold_is_refused(stored: torch.dtype, compute: str) -> None:
+def test_base_that_the_compute_dtype_cannot_hold_is_refused(stored: torch.dtype, compute: str) -> None:
     weight = rand(8, 8).to(stored)
     weight[2, 2] = {"fp32": 1e300, "fp16": 1e5, "bf16": 3.4e38}[compute]
     for mode in ("error", "saturate"):
@@ -307,9 +307,7 @@ def test_a_base_that_the_compute_dtype_cannot_hold_is_refused(stored: torch.dtyp
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_no_number_in_a_merged_tensor_stays_so_and_overflow_beside_it_is_seen(
-    stored: torch.dtype, tmp_path: Path
-) -> None:
+def test_nan_in_a_merged_tensor_stays_and_overflow_beside_it_is_found(stored: torch.dtype, tmp_path: Path) -> None:
     """Also where base values lie in the place of the result, and are read again to tell the two apart."""
     weight = rand(8, 8).to(stored)
     weight[0, 0], weight[1, 1] = nan, inf
@@ -325,7 +323,7 @@ def test_what_is_no_number_in_a_merged_tensor_stays_so_and_overflow_beside_it_is
 
 
 @pytest.mark.parametrize("axis", [(8, 1), (1, 8)])
-def test_a_norm_that_overflows_makes_no_zeros(axis: tuple[int, int]) -> None:
+def test_norm_that_overflows_makes_no_zeros(axis: tuple[int, int]) -> None:
     """Regression: a magnitude over an infinite norm is 0, and so was every weight, which is finite."""
     base, adapter = {"x.m.weight": rand(8, 8)}, lora(scale=1e10) | {"x.m.dora_scale": torch.ones(axis)}
     with pytest.raises(TooLarge, match="too large for fp32, the compute dtype"):
@@ -335,7 +333,7 @@ def test_a_norm_that_overflows_makes_no_zeros(axis: tuple[int, int]) -> None:
     assert torch.allclose(norms, torch.ones(8), atol=1e-5)
 
 
-def test_a_change_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_change_that_is_no_number_is_refused(tmp_path: Path) -> None:
     path = save(lora(scale=1e30), tmp_path / "a.safetensors")
     with pytest.raises(TooLarge, match="too large"):
         lora_merge.load_adapter(path).delta("x.m", rand(8, 8))
@@ -427,7 +425,7 @@ def test_no_message_names_the_temporary_file(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", ["plain", "x.m.weight"])
-def test_a_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_the_reason(
+def test_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_the_reason(
     dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
     """As earlier versions wrote them: cut in 8 bits, infinite in 16."""
@@ -453,7 +451,7 @@ def test_a_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_
         prove(tmp_path / "old.safetensors")
 
 
-def test_a_file_without_a_recipe_is_proven_with_the_option(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_file_without_a_recipe_is_proven_with_the_option(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     lora_merge.merge(*files, out, dtype="fp16", on_overflow="saturate")
     save(load(out), out)
@@ -465,7 +463,7 @@ def test_a_file_without_a_recipe_is_proven_with_the_option(files: tuple[Path, Pa
     assert "cut      2 of the numbers compared" in said
 
 
-def test_it_is_an_option_everywhere() -> None:
+def test_overflow_is_an_option_everywhere() -> None:
     (field,) = [a for a in get_args(Options.model_fields["on_overflow"].annotation) if get_args(a)]
     assert get_args(get_args(field)[0]) == get_args(OnOverflow) == ("error", "saturate")
     for command in (program.merge, cli_proof.verify):
@@ -473,7 +471,7 @@ def test_it_is_an_option_everywhere() -> None:
 
 
 @pytest.mark.parametrize("value", ["errors", "clip", "", None, True])
-def test_other_values_are_refused(value: Any) -> None:
+def test_unknown_values_are_refused(value: Any) -> None:
     with pytest.raises(lora_merge.MergeError) as caught:
         lora_merge.merge_state_dict({"x.m.weight": rand(8, 8)}, lora(), on_overflow=value)
     assert caught.value.exit_code == 2

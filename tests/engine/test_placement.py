@@ -65,7 +65,7 @@ def moves(call: ast.Call) -> bool:
     return "device" in named or text or any(k.arg == "device" for k in call.keywords)
 
 
-def test_only_placement_moves_or_casts_tensors() -> None:
+def test_placement_alone_moves_or_casts_tensors() -> None:
     for path in sources():
         allowed = CASTS if ON_THE_HOST & {*path.relative_to(ROOT).parts} else set()
         for node in nodes(path):
@@ -143,7 +143,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("base_on", "adapter_on", "at"), list(product(["cpu", "cuda:0"], repeat=3)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_meets_on_two_devices(base_on: str, adapter_on: str, at: str, dtype: torch.dtype) -> None:
+def test_tensors_never_meet_on_two_devices(base_on: str, adapter_on: str, at: str, dtype: torch.dtype) -> None:
     """Each formula of `linear`, planned for real, folded on fake tensors of any mixture of devices."""
     with FakeTensorMode(allow_non_fake_inputs=False):
         weights = {k: torch.empty(12, 10, dtype=torch.bfloat16, device=base_on) for k in model(torch.float32)}
@@ -281,7 +281,7 @@ def test_every_file_dtype_has_a_torch_dtype_and_back() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_real_gpu_gives_the_numbers_of_the_cpu() -> None:
+def test_real_gpu_gives_the_numbers_of_the_cpu() -> None:
     for base, adapter in product(STORED[:4], STORED[:4]):
         weights = {k: t.cuda() for k, t in model(base).items()}
         merged = lora_merge.merge_state_dict(weights, linear(adapter), device="cuda", dtype="fp32")
@@ -347,7 +347,7 @@ def test_decompositions_of_cuda_are_loaded_by_one_thread(monkeypatch: pytest.Mon
     assert len(calls) == 1
 
 
-def test_only_cuda_has_several_lanes_a_device() -> None:
+def test_lanes_are_several_on_cuda_alone() -> None:
     for device, lanes in {"cuda:0": 3, "mps": 1, "xpu:0": 1}.items():
         assert threads([Placement(torch.device(device), torch.float32)]) == lanes
     assert threads([Placement(torch.device("cuda:0"), torch.float32)], 2**28) == 1, "too little memory for three"
@@ -370,7 +370,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
 
 
-def test_a_device_that_is_seen_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_seen_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(*_: object, device: torch.device) -> Tensor:
         raise RuntimeError(f"{device} error: out of memory\nmore")
 
@@ -393,7 +393,7 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
     return (folder / name).read_bytes()
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for count, within in ((1, 1), (1, 2), (4, 1)):
         monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_, count=count: count)
@@ -445,9 +445,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     assert str(error).splitlines()[0] in caught.value.where
 
 
-def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_that_does_not_fit_beside_others_is_folded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with room for one block at a time, under four lanes."""
     alone, used = _merge(tmp_path, "alone"), Lock()
 
@@ -480,7 +478,7 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(16, 16), (33, 17), (5, 333), (1, 64), (64, 1), (7, 7), (2, 5), (16, 1000)])
-def test_what_lies_in_a_window_does_not_change_the_bytes(shape: tuple[int, int]) -> None:
+def test_bytes_do_not_depend_on_the_window(shape: tuple[int, int]) -> None:
     """Blocks in one call give what each gives alone."""
     rows, cols = shape
     torch.manual_seed(rows * cols)
@@ -504,7 +502,7 @@ def test_lists_of_devices_that_cannot_share_the_work_are_refused(device: str) ->
         places(device, "F32")
 
 
-def test_a_lazy_negation_is_carried_out() -> None:
+def test_lazy_negation_is_carried_out() -> None:
     """Its bits are the opposite of its values; what writes tensors to files takes the bits."""
     values = torch.tensor([[1.0, -2.0]])
     lazy = torch._neg_view(-values)

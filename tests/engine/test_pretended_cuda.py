@@ -85,7 +85,7 @@ def test_merges_are_what_they_are_on_the_cpu(
     assert not cuda.counts["down and waited for"]
 
 
-def test_what_is_read_before_it_is_there_is_seen(
+def test_reads_before_the_copy_ends_are_found(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
@@ -152,7 +152,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", product)
 
 
-def test_a_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
+def test_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
@@ -170,7 +170,7 @@ def test_a_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
     assert lora_merge.merge(*files, tmp_path / "other", device="cuda:1").device == "cuda:1"
 
 
-def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batches(
+def test_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batches(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = iter(["CUDA out of memory. Tried to allocate 2.00 MiB"])
@@ -190,7 +190,7 @@ def test_a_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batch
 @pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
-def test_a_device_that_fails_under_tensors_in_memory_is_told(
+def test_device_that_fails_under_tensors_in_memory_is_told(
     name: str, text: str, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside of the folds too: when tensors of the caller are read, and when results are made."""
@@ -224,7 +224,7 @@ def test_jobs_are_made_by_another_process_after_a_device_failed(
     assert here() not in {r.worker for r in reports}
 
 
-def test_a_device_that_failed_is_not_used_again(
+def test_device_that_failed_is_not_used_again(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `auto`, later merges are made on the CPU; by its name, the device has failed."""
@@ -237,7 +237,7 @@ def test_a_device_that_failed_is_not_used_again(
 
 
 @pytest.mark.slow
-def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda n: setattr(cuda.mine, "device", n))
     torch.cuda.set_device(1)
@@ -251,7 +251,7 @@ def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: 
     assert lora_merge.merge(*files, tmp_path / "out", overwrite=True).device == "cuda:0"
 
 
-def test_an_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
+def test_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
     tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check of the row stops it; without the check the stand-in does what CUDA does."""
@@ -266,7 +266,7 @@ def test_an_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
         lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
 
 
-def test_a_wait_orders_what_was_given_before_it_and_nothing_after(cuda: Pretended) -> None:
+def test_wait_orders_what_was_given_before_it_and_nothing_after(cuda: Pretended) -> None:
     one, other = Stream(torch.device("cuda", 0)), Stream(torch.device("cuda", 0))
     with torch.cuda.device(torch.device("cuda", 0)):
         with torch.cuda.stream(one):  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def missing(want: dict[str, Any], got: dict[str, Any]) -> int:
     return left
 
 
-def test_some_runs_tell_about_as_much(
+def test_sample_of_runs_is_near_the_sums_of_all(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few operations see the large weights, whatever their number; rows of small ones are looked at."""
@@ -117,7 +117,7 @@ def test_each_strength_has_its_own_numbers(files: tuple[Path, Path], tmp_path: P
         assert one["elements"] == half[name]["elements"]
 
 
-def test_a_window_costs_few_operations_whatever_it_holds(tmp_path: Path, cuda: Pretended) -> None:
+def test_window_costs_few_operations_whatever_it_holds(tmp_path: Path, cuda: Pretended) -> None:
     """The numbers of a window of many weights cost a device as much as those of one weight."""
     counts = []
     for layers in (1, 24):

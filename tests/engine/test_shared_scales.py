@@ -59,7 +59,7 @@ def test_new_weights_that_servers_join_have_one_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.001, 2.0])
-def test_a_scale_that_grows_alone_says_so(scale: float, tmp_path: Path) -> None:
+def test_scale_that_grows_alone_says_so(scale: float, tmp_path: Path) -> None:
     form = FORMS["compressed-tensors nvfp4"]
     found: Tensors = {}
     with pytest.MonkeyPatch.context() as patch:

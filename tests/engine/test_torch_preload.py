@@ -21,6 +21,6 @@ print(*sorted(compiled() - before))
 """
 
 
-def test_a_merge_imports_no_compiled_module_after_those_that_are_loaded_first() -> None:
+def test_merge_imports_no_compiled_module_after_those_that_are_loaded_first() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

@@ -27,7 +27,7 @@ STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync"
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize(("call", "at"), [*STEPS, ("fallocate", 0)])
-def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: str) -> None:
+def test_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: str) -> None:
     scene.reset()
     if (call, kind) == ("fallocate", "ENOSPC") and file_system(scene.folder) in CLONES:
         pytest.skip("blocks may be shared here, and take no space")
@@ -53,7 +53,7 @@ def test_exit_code_agrees_with_the_output_where_a_reply_is_lost(scene: Scene, ki
 @pytest.mark.few(2)
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_input_that_cannot_be_read(scene: Scene, file: str, at: int) -> None:
+def test_input_that_cannot_be_read(scene: Scene, file: str, at: int) -> None:
     scene.reset()
     assert scene.run(**scene.armed("preadv", at, "EIO", file)) == 3, scene.log()
     scene.check(finished=False)
@@ -69,7 +69,7 @@ def test_calls_that_do_only_half_are_continued(scene: Scene, call: str, path: st
 
 
 @pytest.mark.parametrize("limit", [1 << 16, 2 << 20])
-def test_a_limit_on_the_size_of_files(scene: Scene, limit: int) -> None:
+def test_limit_on_the_size_of_files(scene: Scene, limit: int) -> None:
     scene.reset()
     assert scene.run(limits={"FSIZE": limit}) == 5, scene.log()
     scene.check(finished=False)
@@ -114,7 +114,7 @@ def put_back(path: Path, act: Callable[[], object]) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_an_input_that_changes_while_it_is_read(scene: Scene, file: str, change: str) -> None:
+def test_input_that_changes_while_it_is_read(scene: Scene, file: str, change: str) -> None:
     scene.reset()
     path = scene.folder / file
     kept = path.with_name("kept")
@@ -136,7 +136,7 @@ def test_an_input_that_changes_while_it_is_read(scene: Scene, file: str, change:
 @pytest.mark.parametrize("touch", [lambda p: p.chmod(0o600), lambda p: os.link(p, p.parents[1] / "linked"),
                                    lambda p: put_back(p, lambda: (flip(p), flip(p)))])  # fmt: skip
 @pytest.mark.parametrize("more", [[], ["--no-verify"]])
-def test_an_input_that_was_touched_but_has_its_bytes(
+def test_input_that_was_touched_but_has_its_bytes(
     scene: Scene, file: str, touch: Callable[[Path], object], more: list[str]
 ) -> None:
     """Permissions, a link, bytes written anew: what counts is that they are the same. The output is proven whole."""
@@ -197,7 +197,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("size", ["size=64k", "size=1m", "size=4m"])
-def test_a_disk_that_is_too_small(scene: Scene, small_disk: Callable[[str], Path], size: str) -> None:
+def test_disk_that_is_too_small(scene: Scene, small_disk: Callable[[str], Path], size: str) -> None:
     """The last one holds the weights, but something else takes the room."""
     disk = small_disk(size)
     if size == "size=4m":
@@ -209,7 +209,7 @@ def test_a_disk_that_is_too_small(scene: Scene, small_disk: Callable[[str], Path
     assert {p.name for p in disk.iterdir()} <= {"other"}
 
 
-def test_a_folder_that_cannot_be_written(scene: Scene, small_disk: Callable[[str], Path]) -> None:
+def test_folder_that_cannot_be_written(scene: Scene, small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("ro,size=64m")
     argv = scene.argv()
     argv[argv.index("-o") + 1] = str(disk / "out.safetensors")
@@ -233,7 +233,7 @@ def test_outputs_where_no_file_can_be(scene: Scene, place: str) -> None:
     scene.check(finished=False)
 
 
-def test_a_working_folder_that_is_gone(scene: Scene, tmp_path: Path) -> None:
+def test_working_folder_that_is_gone(scene: Scene, tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     lost.mkdir()
     argv = [str(scene.folder / "base.safetensors"), str(scene.folder / "a.safetensors"), "-q"]
@@ -297,7 +297,7 @@ def test_seven_gigabytes_in_one_gibibyte_of_memory(nursery: Nursery, tmp_path: P
     assert scene.strays() == []
 
 
-def test_the_harness_sees_what_it_should(scene: Scene) -> None:
+def test_harness_sees_what_it_should(scene: Scene) -> None:
     """A stray file and a half-written output are noticed."""
     scene.out.write_bytes(b"half")
     with pytest.raises(AssertionError, match="neither"):

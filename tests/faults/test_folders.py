@@ -90,7 +90,7 @@ def test_exit_code_agrees_with_the_folder_where_a_reply_is_lost(model: Model, ki
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "at"), [("pwrite", 0), ("pwrite", 2), ("fsync", 0), ("fsync", 3), ("name", 0)])
 @pytest.mark.parametrize("kind", ["kill", "EIO"])
-def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int, kind: str) -> None:
+def test_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int, kind: str) -> None:
     for old in (model.old, {}):
         model.reset()
         if old:

@@ -43,12 +43,12 @@ def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
     return seen
 
 
-def test_a_killed_merge_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
+def test_killed_merge_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
     assert False in kill_at_random(scene, 8, seed=1)
 
 
 @pytest.mark.slow
-def test_a_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
+def test_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene: Scene) -> None:
     assert kill_at_random(scene, 300, seed=2) == {False, True}
 
 
@@ -58,7 +58,7 @@ def test_a_merge_killed_at_300_moments_leaves_the_old_file_or_the_new_one(scene:
     [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("fallocate", 0), ("ftruncate", 0), ("fsync", 0), ("fsync", 1),
      ("name", 0)],
 )  # fmt: skip
-def test_killed_at_each_step_of_writing_and_naming(scene: Scene, call: str, at: int) -> None:
+def test_kill_at_each_step_of_writing_and_naming(scene: Scene, call: str, at: int) -> None:
     scene.reset()
     assert scene.run(**scene.armed(call, at, "kill")) == -signal.SIGKILL
     scene.check(finished=False)
@@ -67,7 +67,7 @@ def test_killed_at_each_step_of_writing_and_naming(scene: Scene, call: str, at: 
     assert scene.strays() == []
 
 
-def test_killed_between_the_two_steps_of_naming(scene: Scene) -> None:
+def test_kill_between_the_two_steps_of_naming(scene: Scene) -> None:
     """Without --overwrite the name is a second link; killed before the first is removed, both are there."""
     scene.out.unlink()
     argv = [a for a in scene.argv() if a != "--overwrite"]
@@ -102,7 +102,7 @@ STOPS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
+def test_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
     """It stops itself in that very call and is signalled then, however slow the machine is."""
     call, at, path = STAGES[stage]
     for number in STOPS:
@@ -120,7 +120,7 @@ def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "at", "path"), [("name", 0, PART), ("fsync", 2, "work"), ("fsync", 3, "work")])
 @pytest.mark.parametrize("number", STOPS)
-def test_interrupted_while_it_gets_its_name(
+def test_interrupt_while_the_output_gets_its_name(
     scene: Scene, number: signal.Signals, call: str, at: int, path: str
 ) -> None:
     """Too late to stop it: the output is there, or it is not and the exit code says so."""
@@ -137,7 +137,7 @@ def test_interrupted_while_it_gets_its_name(
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("stage", STAGES)
-def test_interrupted_twice(scene: Scene, stage: str) -> None:
+def test_interrupt_that_comes_twice(scene: Scene, stage: str) -> None:
     """What impatient people do; the second signal arrives while it cleans up after the first."""
     call, at, path = STAGES[stage]
     scene.reset()
@@ -187,7 +187,7 @@ def test_signals_are_handled_before_anything_is_imported() -> None:
     assert {*found.split()} <= {"lora_merge", "lora_merge.__main__"}
 
 
-def test_an_interruption_that_python_has_dropped_ends_the_program() -> None:
+def test_interruption_that_python_has_dropped_ends_the_program() -> None:
     """In a callback of its imports, between taking their lock and the block that gives it back."""
     code = (
         "import _imp, sys; _imp.acquire_lock(); from lora_merge.__main__ import start; sys.argv[1:] = ['-V']; start()"
@@ -226,7 +226,7 @@ def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> Non
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("module", ["lora_merge.cli", "typer.", "torch."])
-def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
+def test_interrupt_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
     scene.reset()
     code, told = interrupted_at_import("lora_merge", scene.argv(), module, number, scene)
     assert code == 128 + number
@@ -237,7 +237,7 @@ def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Si
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("module", ["yaml.", "pydantic_core."])
-def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
+def test_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
     assert interrupted_at_import("lora_merge.batch.worker", [], module, signal.SIGINT, scene) == (1, "")
 
 
@@ -273,7 +273,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
     ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.text, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
-def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
+def test_interrupt_after_the_output_has_its_name(scene: Scene, moment: str) -> None:
     """It has succeeded, and says so."""
     scene.reset()
     assert at(moment, scene, scene.argv()) == 0
@@ -283,7 +283,7 @@ def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, *, together: bool) -> None:
+def test_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, *, together: bool) -> None:
     """Those that share a read of the base, and those that do not."""
     jobs = [f"{{base: {scene.folder}/base.safetensors, adapters: [{scene.folder}/a.safetensors], dtype: {dtype}, "
             f"output: {name}}}" for name, dtype in (("x", "keep"), ("y", "keep" if together else "fp32"))]  # fmt: skip
@@ -303,7 +303,7 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
         'then(lora_merge.disk.publish, "create")',
     ],
 )
-def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:
+def test_interrupt_while_the_folder_is_made(scene: Scene, moment: str) -> None:
     argv = scene.argv()
     argv[argv.index("-o") + 1] = "new/deep/out.safetensors"
     before = {p.name for p in scene.folder.iterdir()}
@@ -340,7 +340,7 @@ LOST = """
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: signal.Signals) -> None:
+def test_interrupt_where_python_loses_the_exception(scene: Scene, number: signal.Signals) -> None:
     stopped(scene, LOST, number, quiet=False)
     assert "Exception ignored in" in scene.log()
 
@@ -363,7 +363,7 @@ TURNED = """
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_interrupted_where_a_library_makes_an_error_of_its_own_of_it(scene: Scene, number: signal.Signals) -> None:
+def test_interrupt_that_a_library_turns_into_another_error(scene: Scene, number: signal.Signals) -> None:
     """As pydantic does while it builds its models, at the beginning of a batch."""
     stopped(scene, TURNED, number)
     assert "Traceback" not in scene.log()

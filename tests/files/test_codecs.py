@@ -69,13 +69,13 @@ def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_na
 
 
 @pytest.mark.parametrize("size", [1, 6, 16, 32])
-def test_the_largest_magnitude_of_each_block(size: int) -> None:
+def test_largest_magnitude_of_each_block(size: int) -> None:
     blocks = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
     assert torch.equal(arithmetic.largest_of_each(blocks), blocks.abs().amax(1))
 
 
 @pytest.mark.parametrize("size", [1, 16, 32])
-def test_the_ends_of_each_block_whatever_their_signs(size: int) -> None:
+def test_ends_of_each_block_whatever_their_signs(size: int) -> None:
     numbers = torch.randn(6, size, generator=torch.Generator().manual_seed(0))
     blocks = torch.cat([numbers, numbers.abs(), -numbers.abs()])
     for some in (blocks, blocks.double()):
@@ -98,7 +98,7 @@ def test_codes_of_e2m1_are_the_nearest_with_ties_to_even() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_neighbours_of_every_number_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_neighbours_of_every_number_are_those_of_torch(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     every = every[every.isfinite() & (every != 0)]
     for up, end in ((True, torch.inf), (False, -torch.inf)):

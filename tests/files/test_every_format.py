@@ -140,7 +140,7 @@ STORED = [name for name in ROWS if not name.startswith("new ")]
 
 @pytest.mark.few(37)
 @pytest.mark.parametrize("name", STORED)
-def test_both_decoders_read_the_same_numbers(name: str) -> None:
+def test_decoders_read_the_same_numbers(name: str) -> None:
     """In fp32 and in float64; where a number is the difference of two larger ones, the proof allows for theirs."""
     for found in weights(name):
         (exact, grid), got = found.proven(), found.decoded().double().numpy()
@@ -223,7 +223,7 @@ def powers(found: Weight, role: str) -> bool:
 
 @pytest.mark.few(37)
 @pytest.mark.parametrize("name", STORED)
-def test_what_is_not_a_number_is_refused(name: str) -> None:
+def test_nan_is_refused(name: str) -> None:
     """In codes, scales, zero points, tables; the decoders of the proof refuse it too, but for codes."""
     found = weights(name)[0]
     assert found.decoded().isfinite().all()
@@ -240,7 +240,7 @@ def test_what_is_not_a_number_is_refused(name: str) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ModelOpt fp8", "block fp8", "ComfyUI mxfp8", "ComfyUI nvfp4"])
-def test_what_is_not_a_number_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: Path) -> None:
+def test_nan_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     file = source / "model.safetensors" if source.is_dir() else source
     lora, last = save(adapter(), tmp_path / "lora.safetensors"), "weight_scale" if name == "ComfyUI nvfp4" else "weight"
@@ -263,7 +263,7 @@ def test_what_is_not_a_number_is_copied_where_no_adapter_changes_the_weight(name
 PAGE = (Path(codecs.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_tells_of_every_format_what_the_code_does() -> None:
+def test_page_tells_of_every_format_what_the_code_does() -> None:
     """Which codec reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")

@@ -35,7 +35,7 @@ HEADS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("labels", [2, 5])
-def test_a_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) -> None:
+def test_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) -> None:
     kind, task, arguments, head = HEADS[name]
     make, config = getattr(transformers, name), getattr(transformers, kind)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def test_a_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) 
     assert index["metadata"]["total_parameters"] == got.num_parameters()
 
 
-def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
+def test_layers_with_more_channels_in_than_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
@@ -75,7 +75,7 @@ def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_control_lora_of_the_librarys_script_is_merged_into_both_layouts(*, bias: bool, tmp_path: Path) -> None:
+def test_control_lora_of_the_librarys_script_is_merged_into_both_layouts(*, bias: bool, tmp_path: Path) -> None:
     """As examples/flux-control of diffusers trains it; configurations of FLUX.1-dev do not speak of out_channels."""
     torch.manual_seed(0)
     base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
@@ -103,7 +103,7 @@ def test_a_control_lora_of_the_librarys_script_is_merged_into_both_layouts(*, bi
 
 
 @pytest.mark.parametrize("parts", [("transformer_2",), ("transformer", "transformer_2")])
-def test_the_second_expert_alone_is_a_single_file(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_second_expert_alone_is_a_single_file(tmp_path: Path, parts: tuple[str, ...]) -> None:
     """An adapter for it finds its place; one for both experts does not know which of them the file is."""
     torch.manual_seed(0)
     weights = diffusers.WanTransformer3DModel(**CONFIGS["WanTransformer3DModel T2V"]).state_dict()
@@ -126,7 +126,7 @@ def test_the_second_expert_alone_is_a_single_file(tmp_path: Path, parts: tuple[s
 
 
 @pytest.mark.parametrize("expert", ["transformer", "transformer_2"])
-def test_an_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path: Path, expert: str) -> None:
+def test_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path: Path, expert: str) -> None:
     """By the folder's name; the half of the other is never merged into it, whatever was left out."""
     torch.manual_seed(0)
     model = diffusers.WanTransformer3DModel(**CONFIGS["WanTransformer3DModel T2V"])
@@ -149,7 +149,7 @@ def test_an_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path:
     torch.testing.assert_close(got[f"{key}.weight"], wanted)
 
 
-def test_the_report_names_every_adapter_and_what_was_seen_on_opening(tmp_path: Path) -> None:
+def test_report_names_every_adapter_and_what_was_seen_on_opening(tmp_path: Path) -> None:
     """Files of one name, one of them twice; a folder with a variant that was not used."""
     base = {"model.a.weight": rand(4, 4)}
     (tmp_path / "base").mkdir()
@@ -194,7 +194,7 @@ def test_two_experts_of_one_pipeline_keep_an_index_each(tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("given", ["folder", "index", "folder without index"])
-def test_an_adapter_in_several_files_is_read_with_its_configuration(given: str, tmp_path: Path) -> None:
+def test_adapter_in_several_files_is_read_with_its_configuration(given: str, tmp_path: Path) -> None:
     """As transformers saves the adapters of its models, in shards of the size asked for."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=False)

@@ -97,7 +97,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize(("size", "growing"), [(0.002, 0), (0.02, 1), (2.0, 3)])
 @pytest.mark.parametrize("form", list(CODES))
 @pytest.mark.parametrize("style", STYLES)
-def test_what_no_adapter_changes_stays_and_the_rest_is_rounded_once(
+def test_unchanged_weights_stay_and_others_are_rounded_once(
     style: str, form: str, size: float, growing: int, tmp_path: Path
 ) -> None:
     tensors, entries = base(style, form)
@@ -122,7 +122,7 @@ def test_what_no_adapter_changes_stays_and_the_rest_is_rounded_once(
     assert report.verified["tensors"] == 3
 
 
-def test_a_change_that_depends_on_the_weight_is_made_of_the_weight_with_its_scale(tmp_path: Path) -> None:
+def test_change_that_depends_on_the_weight_is_made_of_the_weight_with_its_scale(tmp_path: Path) -> None:
     """DoRA; other changes are added in units of the scale. Scales far from 1 make no difference to either."""
     tensors, entries = base("old")
     for n, layer in enumerate(LAYERS):
@@ -139,7 +139,7 @@ def test_a_change_that_depends_on_the_weight_is_made_of_the_weight_with_its_scal
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_an_ordinary_checkpoint_comes_out_of_another_dtype(style: str, tmp_path: Path) -> None:
+def test_ordinary_checkpoint_comes_out_of_another_dtype(style: str, tmp_path: Path) -> None:
     tensors, entries = base(style)
     lora = adapter(LAYERS[:3])
     source, out = save(tensors, tmp_path / "base.safetensors", entries), tmp_path / "out.safetensors"
@@ -183,7 +183,7 @@ def test_windows_threads_and_memory_do_not_change_a_byte(tmp_path: Path) -> None
         assert not key.endswith("scale") or same(weak[key], tensors[key])
 
 
-def test_a_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path: Path) -> None:
+def test_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path: Path) -> None:
     tensors, _ = base("new")
     (tmp_path / "text_encoder").mkdir()
     save(tensors, tmp_path / "text_encoder" / "model.safetensors")
@@ -197,7 +197,7 @@ def test_a_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path
     assert not index.quantised.parts
 
 
-def test_a_formula_reads_the_weights_and_not_their_codes(tmp_path: Path) -> None:
+def test_formula_reads_the_weights_and_not_their_codes(tmp_path: Path) -> None:
     """DoRA divides by the length of the merged rows."""
     tensors, entries = base("new")
     magnitude = rand(48, seed=7, scale=1.0).abs()
@@ -212,7 +212,7 @@ def test_a_formula_reads_the_weights_and_not_their_codes(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0])
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
-def test_a_scale_that_is_no_positive_number_is_refused(number: float, dtype: str, tmp_path: Path) -> None:
+def test_scale_that_is_no_positive_number_is_refused(number: float, dtype: str, tmp_path: Path) -> None:
     tensors, entries = base("old")
     tensors[f"{LAYERS[0]}.scale_weight"] = torch.tensor(number)
     source = save(tensors, tmp_path / "base.safetensors", entries)
@@ -239,7 +239,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", list(STRANGE))
-def test_a_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case: str, tmp_path: Path) -> None:
+def test_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case: str, tmp_path: Path) -> None:
     tensors, entries = base("new")
     tensors.update({f"{LAYERS[0]}.{last}": value for last, value in STRANGE[case].items()})
     source = save(tensors, tmp_path / "base.safetensors", entries)
@@ -255,7 +255,7 @@ def test_a_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case
 
 
 @pytest.mark.parametrize("last", ["strange_scale", "weight_rescale", "scales_of_rows"])
-def test_a_scale_of_an_unknown_kind_is_not_ignored(last: str, tmp_path: Path) -> None:
+def test_scale_of_an_unknown_kind_is_not_ignored(last: str, tmp_path: Path) -> None:
     """The codes alone are not the weight. Scales of activations, and of what is no weight, are no sign."""
     key = "double_blocks.0.img_attn.qkv"
     plain = {f"{key}.weight": rand(48, 32).to(torch.float8_e4m3fn), f"{key}.input_scale": torch.tensor(2.0)}
@@ -274,7 +274,7 @@ def test_metadata_that_says_nothing_of_layers_is_a_reason_to_refuse(text: str, t
         lora_merge.merge(source, save(adapter(LAYERS[:1]), tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
 
 
-def test_a_whole_weight_in_its_place_is_stored_in_the_same_format(tmp_path: Path) -> None:
+def test_whole_weight_in_its_place_is_stored_in_the_same_format(tmp_path: Path) -> None:
     tensors, entries = base("new")
     for scale in (0.001, 30.0):  # one that the scale of the base covers, and one that it does not
         new = rand(48, 32, scale=scale)
@@ -295,7 +295,7 @@ def test_inspect_tells_how_weights_are_stored(style: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["a scale", "a code", "an untouched scale", "an untouched code"])
-def test_the_proof_finds_what_was_changed(what: str, tmp_path: Path) -> None:
+def test_proof_finds_what_was_changed(what: str, tmp_path: Path) -> None:
     tensors, entries = base("new")
     source = save(tensors, tmp_path / "base.safetensors", entries)
     out = tmp_path / "out.safetensors"
@@ -330,7 +330,7 @@ def test_fp8_without_a_negative_zero_is_read_and_never_written(kind: str, tmp_pa
 
 @pytest.mark.parametrize("shape", [(16, 8, 3), (16, 8, 3, 3), (16, 4, 3, 3, 3)])
 @pytest.mark.parametrize("axes", ["all", "one"])
-def test_a_convolution_has_a_scale_for_each_output_channel(shape: tuple[int, ...], axes: str, tmp_path: Path) -> None:
+def test_convolution_has_a_scale_for_each_output_channel(shape: tuple[int, ...], axes: str, tmp_path: Path) -> None:
     """Its scales have as many axes as its weight, or one."""
     name, plain, single = "input_blocks.3.0.op", rand(*shape, scale=0.02), (1,) * (len(shape) - 1)
     scale = (plain.flatten(1).abs().amax(1) / 127).view(-1, *single)
@@ -353,7 +353,7 @@ def test_a_convolution_has_a_scale_for_each_output_channel(shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("last", ["weight_zero_point", "weight_scale_2", "pre_quant_scale"])
-def test_a_weight_without_a_mark_is_not_read_without_its_other_parts(last: str, tmp_path: Path) -> None:
+def test_weight_without_a_mark_is_not_read_without_its_other_parts(last: str, tmp_path: Path) -> None:
     stored = {
         "a.weight": torch.ones(32, 32, dtype=torch.int8),
         "a.weight_scale": torch.ones(32, 1),

@@ -45,7 +45,7 @@ def check_kept(base: Path, merged: Path) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", sorted(READ | {"F16", "BF16", "F32"}))
-def test_a_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
+def test_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind), {"general.file_type": 2, "a.list": [1, 2]})
     report = lora_merge.merge(base, adapter, tmp_path / "out.gguf")
     assert report.changed == 2
@@ -60,7 +60,7 @@ def test_a_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: 
         assert np.sqrt(np.mean(error**2)) < coarse.get(kind, 0.15) * rms
 
 
-def test_it_is_proven_and_made_again(tmp_path: Path, adapter: Path) -> None:
+def test_gguf_output_is_proven_and_replayed(tmp_path: Path, adapter: Path) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q4_K"))
     merged, again = tmp_path / "merged.gguf", tmp_path / "again.gguf"
     lora_merge.merge(base, adapter, merged)
@@ -81,7 +81,7 @@ def test_it_is_proven_and_made_again(tmp_path: Path, adapter: Path) -> None:
         prove(again)
 
 
-def test_a_merge_of_a_merge_names_both(tmp_path: Path, adapter: Path) -> None:
+def test_merge_of_a_merge_names_both(tmp_path: Path, adapter: Path) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q8_0"))
     lora_merge.merge(base, adapter, tmp_path / "once.gguf")
     lora_merge.merge(tmp_path / "once.gguf", (adapter, 0.5), tmp_path / "twice.gguf")
@@ -91,7 +91,7 @@ def test_a_merge_of_a_merge_names_both(tmp_path: Path, adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_a_diffusion_model_becomes_an_ordinary_checkpoint(tmp_path: Path, adapter: Path, dtype: str) -> None:
+def test_diffusion_model_becomes_an_ordinary_checkpoint(tmp_path: Path, adapter: Path, dtype: str) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q5_K"))
     report = lora_merge.merge(base, adapter, tmp_path / "out.safetensors", dtype=dtype)
     found, old = load(Path(report.output)), by_library.read(base)
@@ -105,7 +105,7 @@ def test_a_diffusion_model_becomes_an_ordinary_checkpoint(tmp_path: Path, adapte
     assert not any(key.startswith("general.") for key in open_checkpoint(Path(report.output)).metadata)
 
 
-def test_the_container_follows_from_the_base(tmp_path: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_follows_from_the_base(tmp_path: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q8_0"))
     assert Path(lora_merge.merge(base, adapter).output).name == "flux+style.gguf"
@@ -141,7 +141,7 @@ def test_original_shapes_are_those_of_the_model(tmp_path: Path) -> None:
         open_checkpoint(wrong)
 
 
-def test_other_types_stay_unless_an_adapter_changes_them(tmp_path: Path, adapter: Path) -> None:
+def test_types_stay_unless_an_adapter_changes_them(tmp_path: Path, adapter: Path) -> None:
     """llama.cpp keeps Q8_1 in memory only; nothing of it is decoded."""
     for touched, name in enumerate(("double_blocks.0.txt_attn.qkv.weight", "double_blocks.1.img_attn.qkv.weight")):
         tensors = {**flux("Q8_0"), name: (np.zeros((96, 256)), "Q8_1")}
@@ -178,7 +178,7 @@ def test_points_of_grids_are_read_and_never_written(tmp_path: Path, adapter: Pat
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 @pytest.mark.parametrize("name", [LAYERS[0], LAYERS[1]])
-def test_a_scale_beside_blocks_is_part_of_the_weight(tmp_path: Path, adapter: Path, name: str, dtype: str) -> None:
+def test_scale_beside_blocks_is_part_of_the_weight(tmp_path: Path, adapter: Path, name: str, dtype: str) -> None:
     """llama.cpp multiplies by it; a weight that an adapter changes would be another one without it."""
     tensors = {**flux("NVFP4"), f"{name}.scale": (np.full(1, 0.5), "F32")}
     base = by_library.write(tmp_path / "flux.gguf", "flux", tensors)
@@ -285,7 +285,7 @@ def test_headers_that_lie_are_refused_at_once(tmp_path: Path, name: str) -> None
     assert caught.value.exit_code == 3
 
 
-def test_a_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
+def test_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
     """A million texts of no length in a file of a terabyte without blocks, and 2**60 numbers."""
     for kind, count, why in ((8, 2**20, "is empty|middle"), (6, 2**37, "longer than")):
         with (tmp_path / "x.gguf").open("wb") as f:
@@ -305,7 +305,7 @@ def test_no_byte_of_a_header_may_be_missing(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "x.gguf")
 
 
-def test_an_unknown_architecture_of_llama_cpp_is_refused(tmp_path: Path, adapter: Path) -> None:
+def test_unknown_architecture_of_llama_cpp_is_refused(tmp_path: Path, adapter: Path) -> None:
     tensors = {"token_embd.weight": (normal(8, 256), "F16"), "blk.0.attn_q.weight": (normal(8, 256), "F16")}
     base = by_library.write(tmp_path / "m.gguf", "bloom", tensors)
     with pytest.raises(InputError, match="architecture 'bloom'"):

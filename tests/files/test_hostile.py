@@ -113,7 +113,7 @@ def test_files_that_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("as_adapter", ["base", "adapter"])
 @pytest.mark.parametrize("name", [n for n in FILES if FILES[n][0][:2] not in (b"PK", b"\x80\x02")][::4])
-def test_a_merge_with_them_leaves_everything_as_it_was(tmp_path: Path, name: str, as_adapter: str) -> None:
+def test_merge_with_them_leaves_everything_as_it_was(tmp_path: Path, name: str, as_adapter: str) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "base")
     save_file({"a.lora_A.weight": torch.zeros(1, 4), "a.lora_B.weight": torch.zeros(4, 1)}, tmp_path / "adapter")
     (tmp_path / as_adapter).write_bytes(FILES[name][0])
@@ -284,7 +284,7 @@ def test_archives_that_are_not_as_torch_writes_them(
         open_checkpoint(tmp_path / "x.pt")
 
 
-def test_a_pickle_bomb_of_references_is_no_work(tmp_path: Path) -> None:
+def test_pickle_bomb_of_references_is_no_work(tmp_path: Path) -> None:
     """Thirty levels of [x, x]: a gigabyte if anyone walked through it."""
     nested: Any = []
     for _ in range(30):
@@ -364,7 +364,7 @@ def test_factors_of_truth_values_are_refused(tmp_path: Path) -> None:
         lora_merge.merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
 
 
-def test_a_pickle_of_another_program_is_refused_without_a_warning_of_torch(tmp_path: Path) -> None:
+def test_pickle_of_another_program_is_refused_without_a_warning_of_torch(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(pickle.dumps({"a": Path("b")}, protocol=4))  # a warning is an error here
     with pytest.raises(InputError) as e:
         open_checkpoint(tmp_path / "model.pt")

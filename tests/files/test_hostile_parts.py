@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, tuple[str, list[int]]], dict[str, Any], dict[st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_too_large_is_not_read(name: str, tmp_path: Path) -> None:
+def test_parts_that_are_too_large_are_not_read(name: str, tmp_path: Path) -> None:
     rows, config, metadata = CASES[name]
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0

@@ -24,7 +24,7 @@ STEM = f"base_model.model.{LAYER}.lora"
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     layer, config = {**STORED[name]}, LIBRARIES[name].form.config
     want, down, up = layer.pop("want"), rand(4, 64, seed=1), rand(32, 4, seed=2, scale=0.02)
     lora = save({f"{STEM}_A.weight": down, f"{STEM}_B.weight": up}, tmp_path / "lora.safetensors")
@@ -43,7 +43,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name in FORMS])
-def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests make and read such layers where the library is not there."""
     layer = {**STORED[name]}
     want = layer.pop("want")
@@ -57,7 +57,7 @@ def test_the_formulas_of_the_tests_are_those_of_the_libraries(name: str, monkeyp
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # ModelOpt warns when it is imported: of other releases, of torch
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_reads_what_is_merged_into_its_own_layers(name: str, tmp_path: Path) -> None:
+def test_library_reads_what_is_merged_into_its_own_layers(name: str, tmp_path: Path) -> None:
     module, form = LIBRARIES[name]
     if find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"{module} is not installed; pip install .[oracles] has what runs here")

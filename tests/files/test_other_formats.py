@@ -51,7 +51,7 @@ def adapter(folder: Path, cols: int) -> tuple[Path, torch.Tensor]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     want, out = FORMS[name]["want"], tmp_path / "out"
     source, (lora, change) = base(tmp_path / "base", name, FORMS[name]), adapter(tmp_path, want.shape[1])
     assert command("merge", source, lora, "-o", out, "--dtype", "fp32") == 0
@@ -64,7 +64,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(READ_ONLY))
-def test_what_cannot_be_stored_again_says_so(name: str, tmp_path: Path) -> None:
+def test_formats_that_cannot_be_written_say_so(name: str, tmp_path: Path) -> None:
     lora, _ = adapter(tmp_path, FORMS[name]["want"].shape[1])
     with pytest.raises(InputError, match="rows that are far apart share its bytes") as caught:
         lora_merge.merge(base(tmp_path / "base", name, FORMS[name]), lora, tmp_path / "out")

@@ -45,7 +45,7 @@ def peft(path: Path, module: str) -> Path:
     return save(lora, path)
 
 
-def test_what_is_not_quantised_is_merged_and_the_rest_stays(tmp_path: Path) -> None:
+def test_plain_weights_are_merged_and_quantised_ones_stay(tmp_path: Path) -> None:
     base = gpt_oss(tmp_path / "base")
     adapter = peft(tmp_path / "lora.safetensors", ATTENTION)
     report = lora_merge.merge(tmp_path / "base", [adapter], tmp_path / "out")
@@ -58,7 +58,7 @@ def test_what_is_not_quantised_is_merged_and_the_rest_stays(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("module", [f"{EXPERTS}.0.up_proj", f"{EXPERTS}.gate_up_proj"])
-def test_an_adapter_of_what_is_quantised_is_refused(tmp_path: Path, module: str) -> None:
+def test_adapter_of_what_is_quantised_is_refused(tmp_path: Path, module: str) -> None:
     gpt_oss(tmp_path / "base")
     with pytest.raises(InputError, match="quantised: MXFP4") as caught:
         lora_merge.merge(tmp_path / "base", [peft(tmp_path / "lora.safetensors", module)], tmp_path / "out")
@@ -66,7 +66,7 @@ def test_an_adapter_of_what_is_quantised_is_refused(tmp_path: Path, module: str)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_value_for_what_is_quantised_is_refused(tmp_path: Path) -> None:
+def test_value_for_what_is_quantised_is_refused(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "base")
     lora = load(peft(tmp_path / "lora.safetensors", ATTENTION))
     lora[f"base_model.model.{EXPERTS}.gate_up_proj_bias"] = rand(4, 16)
@@ -74,7 +74,7 @@ def test_a_value_for_what_is_quantised_is_refused(tmp_path: Path) -> None:
         lora_merge.merge(tmp_path / "base", [save(lora, tmp_path / "more.safetensors")], tmp_path / "out")
 
 
-def test_another_dtype_is_refused(tmp_path: Path) -> None:
+def test_dtype_other_than_keep_is_refused(tmp_path: Path) -> None:
     """It would turn stored codes into numbers."""
     gpt_oss(tmp_path / "base")
     adapter = peft(tmp_path / "lora.safetensors", ATTENTION)
@@ -83,7 +83,7 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
     assert "--dtype keep" in caught.value.fix
 
 
-def test_a_quantised_text_encoder_beside_a_plain_unet(tmp_path: Path) -> None:
+def test_quantised_text_encoder_beside_a_plain_unet(tmp_path: Path) -> None:
     plain = sd1()
     encoder = "text_encoders.t5xxl.transformer"
     codes = {
@@ -135,7 +135,7 @@ def test_codes_beside_scales_are_quantised(tmp_path: Path, config: dict[str, obj
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp16"])
-def test_a_component_whose_configuration_says_so_is_quantised(tmp_path: Path, dtype: str) -> None:
+def test_component_whose_configuration_says_so_is_quantised(tmp_path: Path, dtype: str) -> None:
     """Its tensors may look like any others."""
     for part, config in {"transformer": {"quantization_config": {"quant_method": "x"}}, "vae": {}}.items():
         (tmp_path / "base" / part).mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_a_component_whose_configuration_says_so_is_quantised(tmp_path: Path, dt
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-def test_an_adapter_in_fp8_is_read_and_one_of_codes_and_scales_is_refused(tmp_path: Path, kind: str) -> None:
+def test_adapter_in_fp8_is_read_and_one_of_codes_and_scales_is_refused(tmp_path: Path, kind: str) -> None:
     dtype = getattr(torch, kind)
     base = save({f"{LAYER}.weight": rand(16, 8, seed=1)}, tmp_path / "base.safetensors")
     lora = {key: value.to(dtype) for key, value in load(peft(tmp_path / "wide.safetensors", LAYER)).items()}

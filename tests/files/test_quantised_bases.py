@@ -26,7 +26,7 @@ from tests.kit.tensors import Tensors, rand
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
-def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
+def test_format_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
     kept(FORMS[name], tmp_path)
 
 
@@ -65,12 +65,12 @@ def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path)
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
-def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
+def test_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
     made_plain(FORMS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.decode_only])
-def test_what_needs_calibration_is_not_written_again(name: str, tmp_path: Path) -> None:
+def test_formats_that_need_calibration_are_not_written_again(name: str, tmp_path: Path) -> None:
     source, _ = base(FORMS[name], tmp_path / "base")
     with pytest.raises(InputError, match=r"calibration|fitted to the old numbers") as caught:
         lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
@@ -104,7 +104,7 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
      ("compressed-tensors int8", "weight_scale"), ("block fp8", "weight_scale_inv"), ("FBGEMM", "weight_scale")],
 )  # fmt: skip
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_layer_of_zeros_with_the_scale_0_is_merged(name: str, scale: str, rounding: str, tmp_path: Path) -> None:
+def test_layer_of_zeros_with_the_scale_0_is_merged(name: str, scale: str, rounding: str, tmp_path: Path) -> None:
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base")
     for last in ("weight", scale):
@@ -188,7 +188,7 @@ def test_scales_of_a_dtype_that_the_format_does_not_have_are_refused(name: str, 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", FLIPPED)
-def test_the_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> None:
+def test_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base")
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
@@ -232,7 +232,7 @@ def test_mlx_layers_may_have_other_bits_than_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "bitsandbytes nf4"])
-def test_a_method_that_combines_changes_meets_the_decoded_base(name: str, tmp_path: Path) -> None:
+def test_method_that_combines_changes_meets_the_decoded_base(name: str, tmp_path: Path) -> None:
     """And is rounded once to the codes; --full computes it again."""
     form = FORMS[name]
     source, _ = base(form, tmp_path / "base")
@@ -320,7 +320,7 @@ def test_codes_are_decoded_in_fp32_whatever_the_sum_is_made_in(
 
 @pytest.mark.parametrize("size", [2**14, 2**34, 10**30])
 @pytest.mark.parametrize("dtype", ["keep", "fp32"])
-def test_a_block_larger_than_the_weight_is_the_weight(size: int, dtype: str, tmp_path: Path) -> None:
+def test_block_larger_than_the_weight_is_the_weight(size: int, dtype: str, tmp_path: Path) -> None:
     """Whatever the size is that a file tells: no memory is taken for numbers that are not there."""
     weight, lora = rand(*SHAPE, scale=0.02), save(adapter(NAMES[:1]), tmp_path / "lora.safetensors")
     scale = (weight.abs().max() / 448).reshape(1, 1)
@@ -344,7 +344,7 @@ def test_a_block_larger_than_the_weight_is_the_weight(size: int, dtype: str, tmp
     ("name", "entry", "scales"),
     [("bitsandbytes nf4", "blocksize", "absmax"), ("bitsandbytes nf4 doubled", "nested_blocksize", "nested_absmax")],
 )
-def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str, scales: str, tmp_path: Path) -> None:
+def test_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str, scales: str, tmp_path: Path) -> None:
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base", ALL[:1])
     state, scale = f"{ALL[0]}.weight.quant_state.bitsandbytes__nf4", f"{ALL[0]}.weight.{scales}"
@@ -363,7 +363,7 @@ def test_a_flat_block_larger_than_the_weight_is_the_weight(name: str, entry: str
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "compressed-tensors int4", "mlx 4 bit"])
-def test_a_value_takes_the_place_of_codes(name: str, tmp_path: Path) -> None:
+def test_value_takes_the_place_of_codes(name: str, tmp_path: Path) -> None:
     """Stored as they were; of another size only as plain numbers, and whole numbers without scales not at all."""
     form, layer = FORMS[name], NAMES[0]
     source, _ = base(form, tmp_path / "base", NAMES[:2])
@@ -406,7 +406,7 @@ def test_groups_of_compressed_tensors_count_in_the_order_of_the_library(of_head:
     }  # fmt: skip
 
 
-def test_a_head_that_is_parted_from_embeddings_of_codes_is_plain_numbers(tmp_path: Path) -> None:
+def test_head_that_is_parted_from_embeddings_of_codes_is_plain_numbers(tmp_path: Path) -> None:
     """mlx quantises embeddings too; a head in codes would need scales of its own."""
     form, table, side = FORMS["mlx 8 bit"], "model.embed_tokens", "base_model.model.model.embed_tokens"
     found = {f"{table}.{last}": value for last, value in form.make(rand(*SHAPE, scale=0.02)).items()}

@@ -42,7 +42,7 @@ def merged(folder: Path, base: str, adapter: str, out: str, dtype: str = "keep")
 
 
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "nvfp4"])
-def test_a_report_counts_quantised_weights_encoded_ones_and_plain_matrices(dtype: str, folder: Path) -> None:
+def test_report_counts_quantised_weights_encoded_ones_and_plain_matrices(dtype: str, folder: Path) -> None:
     assert merged(folder, "base", "ink", "plain").codes == {}
     new = merged(folder, "base", "ink", "new", dtype)
     assert new.codes == {"formats": {dtype: 3}, "encoded": 3, "plain": 1}
@@ -86,7 +86,7 @@ def test_jobs_of_a_batch_read_a_quantised_base_once_and_give_the_bytes_of_single
 
 
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "nvfp4"])
-def test_a_quantised_output_is_proven_against_named_inputs_without_its_recipe(dtype: str, folder: Path) -> None:
+def test_quantised_output_is_proven_against_named_inputs_without_its_recipe(dtype: str, folder: Path) -> None:
     merged(folder, "base", "ink", "new", dtype)
     merged(folder, "new", "oil", "kept")
     for base, adapter, out in (("base", "ink", "new"), ("new", "oil", "kept")):

@@ -57,7 +57,7 @@ NAMED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_format_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+def test_format_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
     section, layer, what = NAMED[name]
     source = base(tmp_path / "base", {f"{LAYER}.{last}": value.clone() for last, value in layer.items()}, section)
     with pytest.raises(InputError, match=f"the base is quantised: .*{what}"):
@@ -92,7 +92,7 @@ def test_factors_of_inputs_that_a_format_does_not_have_are_refused(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI mxfp8", "ComfyUI nvfp4"])
-def test_a_rotation_of_a_format_that_has_none_is_refused(name: str, tmp_path: Path) -> None:
+def test_rotation_of_a_format_that_has_none_is_refused(name: str, tmp_path: Path) -> None:
     """Other programs write such files; what is folded in the stored basis loads, runs and is wrong (rule 1.5)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantised_forms, "SHAPE", (64, 64))

@@ -59,7 +59,7 @@ def test_integers_and_tables_become_a_neighbour_and_stay_right_on_average() -> N
 
 
 @pytest.mark.parametrize("table", [E2M1, NF4, tuple(reversed(NF4)), IQ4, (3.0, 1.0)], ids=len)
-def test_a_draw_chooses_between_the_two_numbers_of_a_table_beside_a_value(table: tuple[float, ...]) -> None:
+def test_draw_chooses_between_the_two_numbers_of_a_table_beside_a_value(table: tuple[float, ...]) -> None:
     """Held against a search, also where the table has zeros of both signs, at its numbers, and beyond its ends."""
     levels = torch.tensor(sorted({float(n) for n in table}))
     near = torch.cat([levels, (levels[1:] + levels[:-1]) / 2, levels * 1.01, levels * 0.99, torch.tensor([-0.0, 1e30])])
@@ -81,7 +81,7 @@ KEPT = ("ComfyUI int8 rotated", "ComfyUI mxfp8", "ComfyUI nvfp4", "compressed-te
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_small_change_survives(name: str, tmp_path: Path) -> None:
+def test_small_change_survives(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base")
     lora, layer = small(), NAMES[0]
@@ -118,6 +118,6 @@ def test_plain_numbers_are_rounded_so_too_and_windows_do_not_matter(dtype: str, 
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "x"])
-def test_a_seed_is_a_whole_number(seed: object) -> None:
+def test_seed_is_a_whole_number(seed: object) -> None:
     with pytest.raises(UsageError, match="whole number"):
         lora_merge.merge("base", "adapter", seed=seed)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def adapter(path: Path, shape: tuple[int, ...]) -> tuple[Path, torch.Tensor]:
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     shape, settings = ROWS[name]
     source = base(tmp_path / "base", {LAYER: STORED[name], OTHER: STORED[name]}, settings)
     lora, change = adapter(tmp_path / "lora.safetensors", shape)
@@ -63,7 +63,7 @@ def test_a_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> N
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", KEPT)
-def test_what_a_low_rank_part_leaves_is_encoded_again(name: str, rounding: str, tmp_path: Path) -> None:
+def test_remainder_of_a_low_rank_part_is_encoded_again(name: str, rounding: str, tmp_path: Path) -> None:
     """In the rotated basis, where it is; within half a step of the scales in the output, or one."""
     layer, (shape, settings) = STORED[name], ROWS[name]
     source, (lora, change) = base(tmp_path / "base", {LAYER: layer}, settings), adapter(tmp_path / "lora", shape)
@@ -127,7 +127,7 @@ BAD: dict[str, tuple[str, dict[str, torch.Tensor | None], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_contradicts_itself_or_is_not_read_is_refused(what: str, tmp_path: Path) -> None:
+def test_settings_that_contradict_each_other_or_are_not_read_are_refused(what: str, tmp_path: Path) -> None:
     name, changes, entries = BAD[what]
     layer = {last: value for last, value in {**STORED[name], **changes}.items() if value is not None}
     source = base(tmp_path / "base", {LAYER: layer}, {**ROWS[name][1], **entries})

@@ -63,7 +63,7 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "below/notes"])
 @pytest.mark.parametrize("kind", ODD)
-def test_what_cannot_be_copied_is_refused_while_planning(model: Path, kind: str, name: str) -> None:
+def test_side_files_that_cannot_be_copied_are_refused_while_planning(model: Path, kind: str, name: str) -> None:
     make, why = ODD[kind]
     path = model / "base" / name
     path.parent.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def test_what_cannot_be_copied_is_refused_while_planning(model: Path, kind: str,
     assert str(path) in caught.value.where
 
 
-def test_the_command_says_so(model: Path) -> None:
+def test_command_says_so(model: Path) -> None:
     os.mkfifo(model / "base" / "merges.txt")
     done = run(model / "base", model / "lora.safetensors", "-o", model / "out")
     assert done.code == 3
@@ -82,7 +82,7 @@ def test_the_command_says_so(model: Path) -> None:
     assert not (model / "out").exists()
 
 
-def test_a_copy_is_of_a_file(tmp_path: Path) -> None:
+def test_copy_is_of_a_file(tmp_path: Path) -> None:
     """Also where it became something else since the plan."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="not a regular file"):
@@ -90,7 +90,7 @@ def test_a_copy_is_of_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
 
 
-def test_a_linked_component_comes_with_its_configuration(model: Path) -> None:
+def test_linked_component_comes_with_its_configuration(model: Path) -> None:
     pipeline, elsewhere = model / "pipeline", model / "elsewhere"
     (model / "base").rename(elsewhere)
     pipeline.mkdir()
@@ -102,7 +102,7 @@ def test_a_linked_component_comes_with_its_configuration(model: Path) -> None:
     assert not (out / "unet").is_symlink()
 
 
-def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
+def test_side_files_with_weights_are_left_out_and_noted(model: Path) -> None:
     """An output in the base's own folder, a checkpoint of the training, an export, a merge that is under way."""
     base, lora = model / "base", model / "lora.safetensors"
     (base / "tokenizer").mkdir()
@@ -141,14 +141,14 @@ def test_layers_that_sentence_transformers_put_behind_the_model_come_along(model
 @pytest.mark.parametrize(
     "text", ["{}", "3", "[1]", '[{"path": []}, {"name": "a"}]', '[{"path": "../lora.safetensors"}]']
 )
-def test_a_list_of_parts_that_names_none_changes_nothing(model: Path, text: str) -> None:
+def test_list_of_parts_that_names_none_changes_nothing(model: Path, text: str) -> None:
     (model / "base" / "modules.json").write_text(text)
     assert sorted(p.name for p in merge(model).iterdir()) == [
         *("README.md", "config.json", "model.safetensors", "modules.json")
     ]
 
 
-def test_a_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
+def test_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
     """model_index.json is a file that anybody may have written."""
     base = model / "base"
     (model / "pipeline").mkdir()
@@ -160,7 +160,7 @@ def test_a_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
         merge(model)
 
 
-def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> None:
+def test_component_keeps_its_files_whatever_its_weights_are(model: Path) -> None:
     pipeline = model / "pipeline"
     (pipeline / "flax").mkdir(parents=True)
     (pipeline / "vae_1_0").mkdir()
@@ -176,12 +176,12 @@ def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> No
 
 
 @pytest.mark.parametrize("inside", [5, "text", [1], True])
-def test_an_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
+def test_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
     with pytest.raises(InputError, match="index and shards do not agree"):
         merge(indexed(model, inside))
 
 
-def test_an_index_without_metadata_gets_it(model: Path) -> None:
+def test_index_without_metadata_gets_it(model: Path) -> None:
     index = json.loads((merge(indexed(model, None)) / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 8 * 8 * 4
 
@@ -195,7 +195,7 @@ def indexed(model: Path, inside: Any) -> Path:
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"5", b"[" * 100_000, b"\xff"])
-def test_a_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None:
+def test_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None:
     assert configured(content, "F16", {NAME: (torch.Size([1]), torch.Size([2]))}) == content
 
 
@@ -207,7 +207,7 @@ def test_a_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None
     "rwkv.embeddings", "transformer.tokens_embed", "transformer.w",  # RWKV, GPT, CTRL
 ])  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_configuration_tells_the_size_of_a_resized_vocabulary(name: str, inside: bool) -> None:  # noqa: FBT001
+def test_configuration_tells_the_size_of_a_resized_vocabulary(name: str, inside: bool) -> None:  # noqa: FBT001
     content = json.dumps({"text_config": {"vocab_size": 9}} if inside else {"vocab_size": 9}).encode()
     made = json.loads(configured(content, None, {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}))
     assert made == json.loads(content.replace(b"9", b"12"))
@@ -216,12 +216,12 @@ def test_a_configuration_tells_the_size_of_a_resized_vocabulary(name: str, insid
 @pytest.mark.parametrize(
     "name", ["embeddings.position_embeddings", "transformer.wpe", "embeddings.token_type_embeddings"]
 )
-def test_a_table_of_places_is_no_vocabulary(name: str) -> None:
+def test_table_of_places_is_no_vocabulary(name: str) -> None:
     resized = {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}
     assert json.loads(configured(b'{"vocab_size": 9}', None, resized)) == {"vocab_size": 9}
 
 
-def test_another_tokenizer_beside_the_adapter_is_told_of(model: Path) -> None:
+def test_tokenizer_beside_the_adapter_is_noted(model: Path) -> None:
     """The output has the base's, which knows neither the tokens nor the template that a training added."""
     adapter = model / "adapter"
     adapter.mkdir()
@@ -239,7 +239,7 @@ def test_another_tokenizer_beside_the_adapter_is_told_of(model: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "transformer"])
-def test_a_shard_that_the_index_does_not_name_comes_along(model: Path, inside: str) -> None:
+def test_shard_that_the_index_does_not_name_comes_along(model: Path, inside: str) -> None:
     """The output is then loaded as the base is; the report names the file. Shards of another count stay behind."""
     part = model / "base" / inside
     part.mkdir(exist_ok=True)
@@ -264,7 +264,7 @@ def test_a_shard_that_the_index_does_not_name_comes_along(model: Path, inside: s
     assert two in prove(model / "out")["warnings"][0]
 
 
-def test_an_adapter_of_a_shard_that_the_index_does_not_name_is_not_merged_in_part(model: Path) -> None:
+def test_adapter_of_a_shard_that_the_index_does_not_name_is_not_merged_in_part(model: Path) -> None:
     base = model / "base"
     (base / "model.safetensors").rename(base / "model-00002-of-00002.safetensors")
     save({"layers.1.weight": rand(8, 8)}, base / "model-00001-of-00002.safetensors")

@@ -37,7 +37,7 @@ def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_megabyte_of_names_entries_or_fields_takes_little_time_and_memory(tmp_path: Path) -> None:
+def test_megabyte_of_names_entries_or_fields_takes_little_time_and_memory(tmp_path: Path) -> None:
     """Some 2500 files of up to a megabyte; two hours, in one process for all."""
     command = [sys.executable, "-m", "tests.hostile_names", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20_000, check=False)
@@ -83,7 +83,7 @@ def trained(dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("zipped", ["zip", "legacy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.filterwarnings("ignore:TypedStorage", "ignore:.*lr_scheduler.step")
-def test_what_a_training_saves_is_read(tmp_path: Path, zipped: str, dtype: torch.dtype) -> None:
+def test_files_that_a_training_saves_are_read(tmp_path: Path, zipped: str, dtype: torch.dtype) -> None:
     whole = trained(dtype)
     if zipped == "legacy":
         del whole["fp8"]  # torch itself cannot read it back from there

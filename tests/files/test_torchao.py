@@ -70,7 +70,7 @@ def lora(path: Path) -> tuple[Path, torch.Tensor]:
     [("Int8Tensor", (1, COLS), 0), ("Int8Tensor", (1, 8), 3), ("Float8Tensor", (1, COLS), None),
      ("Float8Tensor", (ROWS, COLS), None)],
 )  # fmt: skip
-def test_it_is_merged_kept_and_written_plain(
+def test_torchao_base_is_merged_kept_and_written_plain(
     kind: str, block: tuple[int, int], zero: int | None, tmp_path: Path
 ) -> None:
     folder, before = base(tmp_path / "base", kind, block, zero)
@@ -92,7 +92,7 @@ def test_it_is_merged_kept_and_written_plain(
         assert not made.metadata().keys() & {f"{NAME}.weight", "tensor_names", "model.norm.weight"}
 
 
-def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_classes_are_refused_by_name(tmp_path: Path) -> None:
     folder, _ = base(tmp_path / "base", "Int8Tensor", (1, COLS))
     file = folder / "model.safetensors"
     metadata = {f"{NAME}.weight": entry("Int4PreshuffledTensor", (1, COLS)), "tensor_names": "[]"}
@@ -103,7 +103,7 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", STORED)
-def test_a_layer_is_read_as_torchao_reads_it(name: str, tmp_path: Path) -> None:
+def test_layer_is_read_as_torchao_reads_it(name: str, tmp_path: Path) -> None:
     layer, told = STORED[name]
     tensors = {f"{NAME}.{last}": value for last, value in layer.items() if last != "want"}
     tensors[f"{NAME}._weight_act_per_tensor_scale"] = torch.tensor(0.5)

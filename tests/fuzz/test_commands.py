@@ -221,11 +221,11 @@ TARGETS |= COMMANDS
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_few_cases(name: str) -> None:
+def test_few_cases(name: str) -> None:
     run(name, examples(32), 1)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", COMMANDS)
-def test_many_cases(name: str) -> None:
+def test_fuzz_of_many_cases(name: str) -> None:
     run_long(name)

@@ -39,12 +39,12 @@ def _little_memory() -> Any:
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-def test_a_few_cases(name: str) -> None:
+def test_few_cases(name: str) -> None:
     run(name, examples(40), 1)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-def test_many_cases(name: str) -> None:
+def test_fuzz_of_many_cases(name: str) -> None:
     run_long(name)

@@ -30,7 +30,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_holds_every_prediction_and_every_step() -> None:
+def test_page_holds_every_prediction_and_every_step() -> None:
     held = re.search(r"<!-- figures -->\n(.*)\n<!-- end -->", PAGE, re.DOTALL)
     assert held is not None
     words = [line.split(" | ")[0].removeprefix("| ") for line in held[1].splitlines()[2:]]
@@ -40,7 +40,7 @@ def test_the_page_holds_every_prediction_and_every_step() -> None:
     assert all(hasattr(module, "main") for module in (hostile, memory, outputs, probe, races))
 
 
-def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
+def test_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
     wanted = Prediction("share", "a share", 70, 100, "%", 100)
     assert [wanted.verdict({"share": x}) for x in (0.7, 0.69, 1.0, None)] == ["confirmed", "refuted", "confirmed", "not measured"]  # fmt: skip
     assert "| a share | 70 to 100 % | 70 % | confirmed |" in table({"share": 0.7}, [wanted])
@@ -50,7 +50,7 @@ def test_a_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
 
 
 @pytest.mark.release
-def test_a_part_that_fails_is_told_and_the_others_go_on() -> None:
+def test_part_that_fails_is_told_and_the_others_go_on() -> None:
     """Also one that has no time left, or fails after it has found something."""
     kept = list[Figures]()
 
@@ -84,7 +84,7 @@ def test_each_step_has_its_share_of_the_time_and_what_earlier_ones_leave() -> No
 
 
 @pytest.mark.release
-def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "halfway.py").write_text(
         "print('{\"a\": 1}', flush=True)\nimport time, sys\nif len(sys.argv) > 1: time.sleep(60)\nraise SystemExit('no luck')"
     )
@@ -95,7 +95,7 @@ def test_what_a_program_has_found_before_it_fails_is_kept(tmp_path: Path, monkey
         assert e.value.figures == {"a": 1}
 
 
-def test_a_program_ends_with_all_that_it_has_started() -> None:
+def test_program_ends_with_all_that_it_has_started() -> None:
     """Workers of pytest and what a sanitizer runs would go on to use the GPU."""
     child = "import time; print('here', flush=True); time.sleep(600)"
     parent = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=-1); c.stdout.read(4); print(c.pid)"
@@ -153,7 +153,7 @@ def test_every_test_that_is_marked_is_named() -> None:
     assert marked == {rightness.FIRST, *rightness.OTHERS}
 
 
-def test_a_python_is_ready_if_it_has_what_the_project_needs() -> None:
+def test_python_is_ready_if_it_has_what_the_project_needs() -> None:
     names = {"yaml": "PyYAML", "pytest": "", "hypothesis": ""}
     dependencies = {re.split("[><=]", d)[0] for d in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}  # fmt: skip
     assert {names.get(n, n) for n in ready.NEEDED} - {""} == dependencies
@@ -185,7 +185,7 @@ def test_figures_and_page_go_to_another_folder(tmp_path: Path, monkeypatch: pyte
     assert Path(checklist.HERE, "README.md").read_text(encoding="utf-8") == PAGE
 
 
-def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several threads at once; the streams are pretended."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=1))
     watch = races.Watch()
@@ -205,7 +205,7 @@ def test_a_race_is_noted_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.release
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
+def test_programs_for_gpus_are_right_on_a_pretended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A test or a program that is wrong itself would cost the time on a real one."""
@@ -236,7 +236,7 @@ def test_what_runs_on_a_gpu_is_right_on_a_pretended_one(
     assert not cuda.races and not cuda.faults
 
 
-def test_a_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_job_fails_alone(capsys: pytest.CaptureFixture[str]) -> None:
     hostile.main("cpu")
     found = json.loads(capsys.readouterr().out)
     assert found["hostile_lost"] == 0 and "numbers outside of" in found["hostile_refused"]
@@ -250,7 +250,7 @@ def test_differences_are_counted_in_units_of_the_last_place(tmp_path: Path) -> N
     assert differences(one, one) == (0.0, 0.0)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checklist_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(checklist, "names", tuple)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert checklist.main() == 1

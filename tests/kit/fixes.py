@@ -15,85 +15,85 @@ TYPED: Final[Mapping[str, str]] = {
     "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)":
         "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
     "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank":
-        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+        "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "choose another -o, or give --overwrite":
-        "tests/proof/test_unmerge.py::test_it_has_the_manners_of_a_merge",
+        "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
-        "tests/planning/test_folders.py::test_the_folder_of_the_tokenizer_is_not_replaced",
+        "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "give --rank, or convert to kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
         "tests/adapters_out/test_combine.py::test_merging_the_combination_is_merging_all_also_with_dora_and_biases",
     "give the base that it was tuned from, …or leave them out: --unmatched skip":
-        "tests/adapters_out/test_extract_tokens.py::test_a_new_head_is_stored_whole_and_layers_behind_the_last_are_refused",
+        "tests/adapters_out/test_extract_tokens.py::test_new_head_is_stored_whole_and_layers_behind_the_last_are_refused",
     "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both":
         "tests/models/test_tied_weights.py::test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them[decoder.layers]",
     "leave it out with --strength-for te=0, or name the output .safetensors":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[a text encoder-FitError-a network that the GGUF file does not hold]",
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file does not hold]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
     "leave it out, or write --dtype …":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "leave it out; adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5":
-        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base + lora-leave it out]",
+        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base + lora-leave it out]",
     "lora-merge BASE ADAPTER:0.8; …":
-        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[merge-2-no base and no adapter is named-lora-merge BASE ADAPTER:0.8]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[merge-2-no base and no adapter is named-lora-merge BASE ADAPTER:0.8]",
     "lora-merge batch --init OTHER.yaml writes a first one":
-        "tests/cli/test_habits.py::test_a_jobs_file_in_the_place_of_a_base_is_for_batch",
+        "tests/cli/test_habits.py::test_jobs_file_in_the_place_of_a_base_is_for_batch",
     "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one":
-        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[batch-2-no jobs file was given---init writes a first one]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
     "name a folder that holds one, or leave --tokenizer out":
-        "tests/planning/test_folders.py::test_a_tokenizer_that_is_not_there_is_refused[adapter]",
+        "tests/planning/test_folders.py::test_tokenizer_that_is_not_there_is_refused[adapter]",
     "name a folder: -o …":
         "tests/cli/test_main.py::test_outputs_of_odd_names",
     "name another folder: lora-merge demo DIR":
-        "tests/cli/test_main.py::test_the_demo_takes_the_place_of_nothing[base]",
+        "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base]",
     "name it: -o merged.safetensors":
-        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
     "name one: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_arguments.py::test_adapters[None]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
+        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
     "name the base; lora-merge inspect … tells what the adapter changes":
-        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
     "one merge needs no file: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_errors.py::test_what_is_wrong_and_what_to_do[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
     "merge again with --compute-dtype fp32":
         "tests/proof/test_verify.py::test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for",
     "name the folder: --tokenizer …":
-        "tests/planning/test_folders.py::test_a_tokenizer_of_several_adapters_is_named",
+        "tests/planning/test_folders.py::test_tokenizer_of_several_adapters_is_named",
     "state it: --setting row_order=stacked for an adapter of a base with all of q, then k, then v, as single files have them; --setting row_order=heads for q, k and v head by head, as in the original shards":
         "tests/proof/test_second_reading.py::test_rows_with_two_orders_are_those_of_the_setting[True-False-stacked]",
     "use --rank 32 or --rank energy:0.99":
         "tests/adapters_out/test_extract.py::test_noise_of_whole_numbers_is_not_known",
     "write --dtype keep, or change --keep-precision":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "write --dtype keep, as what the adapter changes is not quantised; or …":
-        "tests/files/test_quantised.py::test_another_dtype_is_refused",
+        "tests/files/test_quantised.py::test_dtype_other_than_keep_is_refused",
     "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
-        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+        "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "state whether weights are [in, out] with --setting fan_in_fan_out=true or false; the wrong one transposes the change":
-        "tests/matching/test_conv1d.py::test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
+        "tests/matching/test_conv1d.py::test_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
     "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both ends, which computes something else":
-        "tests/models/test_tied_weights.py::test_one_end_of_a_model_that_cannot_be_parted_is_refused[shared]",
+        "tests/models/test_tied_weights.py::test_change_of_one_end_is_refused_where_a_model_cannot_be_untied[shared]",
     "use the base it was trained on, or merge all the same with --unmatched skip":
-        "tests/matching/test_wrong_pairs.py::test_both_sides_are_named[native/wan-t2v-14B-native/wan-i2v-14B-T2V or 2.2-I2V]",
+        "tests/matching/test_wrong_pairs.py::test_sides_of_a_wrong_pair_are_named[native/wan-t2v-14B-native/wan-i2v-14B-T2V or 2.2-I2V]",
     "…; or leave the file out with --unmatched skip":
         "tests/planning/test_folders.py::test_weights_without_one_place_are_refused_and_the_fix_works[several modules]",
     "write --dtype bf16":
-        "tests/files/test_making.py::test_what_no_loader_reads_is_refused_with_what_to_write_instead",
+        "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "write --dtype bf16, …":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype …":
-        "tests/files/test_new_gguf.py::test_what_has_no_place_in_gguf_is_refused[scaled codes kept-UsageError-no type for the quantised weights]",
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, then upload it":
-        "tests/cli/test_habits.py::test_what_beginners_type_is_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
+        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
     "write a folder for each: … -o OTHER":
-        "tests/adapters_out/test_convert.py::test_what_a_dialect_cannot_hold_is_refused",
+        "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a folder of PEFT with --format peft -o FOLDER, or drop it with --unmatched skip":
-        "tests/adapters_out/test_extract_tokens.py::test_a_head_apart_is_never_lost_in_a_file",
+        "tests/adapters_out/test_extract_tokens.py::test_head_apart_is_never_lost_in_a_file",
     "…; or leave them out with --unmatched skip":
-        "tests/matching/test_tied_heads.py::test_a_value_of_no_parameter_of_the_head_lands_nowhere[(10,)-bias-apart]",
+        "tests/matching/test_tied_heads.py::test_value_of_no_parameter_of_the_head_lands_nowhere[(10,)-bias-apart]",
 }
 """Text of a fix → the test whose error has it."""
 

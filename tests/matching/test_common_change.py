@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[Callable[[], Tensors], Spelling]] = {
 
 
 @pytest.mark.parametrize(("model", "spelling"), CHANGES.values(), ids=CHANGES)
-def test_one_common_change_gives_every_module_its_place(model: Callable[[], Tensors], spelling: Spelling) -> None:
+def test_common_change_gives_every_module_its_place(model: Callable[[], Tensors], spelling: Spelling) -> None:
     base = model() | {"other.thing.weight": rand(3, 3)}
     keys = [k for k in base if "blocks" in k or "proj" in k]
     expect_merged(base, *adapter(base, keys, spelling))

@@ -105,14 +105,14 @@ def test_linear_layers_of_an_unknown_model_stay_as_they_are(method: str, tmp_pat
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "hira"])
-def test_a_conv1d_that_was_wrapped_last_and_a_linear_layer(method: str, tmp_path: Path) -> None:
+def test_conv1d_that_was_wrapped_last_and_a_linear_layer(method: str, tmp_path: Path) -> None:
     model = Layers(lin0=("l", 16, 16), conv1d=("c", 16, 16))
     check(tmp_path, trained(model, METHODS[method](["lin0", "conv1d"]), tmp_path))
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it(method: str, tmp_path: Path) -> None:
+def test_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it(method: str, tmp_path: Path) -> None:
     model = Layers(conv1d=("c", 16, 16), lin0=("l", 16, 16))
     wanted = trained(model, METHODS[method](["conv1d", "lin0"]), tmp_path)
     with pytest.raises(lora_merge.MergeError, match="conv1d") as caught:
@@ -123,7 +123,7 @@ def test_a_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it(metho
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_flag_in_an_unknown_model_is_refused_until_the_user_says_it(*, said: bool, tmp_path: Path) -> None:
+def test_flag_in_an_unknown_model_is_refused_until_the_user_says_it(*, said: bool, tmp_path: Path) -> None:
     model = Layers(a=("c" if said else "l", 16, 16))
     wanted = trained(model, METHODS["lora"](["a"]), tmp_path, flag=True)
     with pytest.raises(lora_merge.MergeError, match="square"):
@@ -131,7 +131,7 @@ def test_a_flag_in_an_unknown_model_is_refused_until_the_user_says_it(*, said: b
     check(tmp_path, wanted, setting={"fan_in_fan_out": said})
 
 
-def test_a_setting_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
+def test_setting_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
     trained(Layers(a=("l", 24, 16)), METHODS["lora"](["a"]), tmp_path)
     with pytest.raises(lora_merge.MergeError, match="no module of the adapters uses"):
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "o", setting={"fan_in_fan_out": True})
@@ -161,7 +161,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "flag"), [("lora", None), ("lora", True), ("lora", False), ("hira", None)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_type_of_the_model_decides(*, name: str, method: str, flag: bool | None, tmp_path: Path) -> None:
+def test_type_of_the_model_decides(*, name: str, method: str, flag: bool | None, tmp_path: Path) -> None:
     kind, config, arguments, names = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
@@ -169,7 +169,7 @@ def test_the_type_of_the_model_decides(*, name: str, method: str, flag: bool | N
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_the_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Path) -> None:
+def test_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Path) -> None:
     model = Layers(c_attn=("l", 48, 16), c_proj=("l", 16, 16), w1=("l", 16, 16))
     wanted = trained(model, METHODS["lora"](["c_attn", "c_proj", "w1"]), tmp_path, flag=flag)
     config = {"model_type": "qwen", "auto_map": {"AutoModel": "modeling_qwen.QWenLMHeadModel"}}
@@ -182,7 +182,7 @@ def test_the_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Pat
 @pytest.mark.parametrize("types", ["base", "a part of it"])
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("name", ["square", "c_proj", "conv1d"])
-def test_a_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: bool, name: str) -> None:
+def test_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: bool, name: str) -> None:
     """A config.json with one is like none at all: a custom model may have layers of both kinds."""
     config = {"model_type": kind} if types == "base" else {"text_config": {"model_type": kind}}
     layers, said = [Layer(name, None)], base_types(config)
@@ -192,7 +192,7 @@ def test_a_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: b
     )
 
 
-def test_one_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
+def test_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
     """A decoder like GPT-2's behind an encoder of [out, in]: the flag is true, of the decoder."""
     encoder = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
@@ -236,7 +236,7 @@ def test_signs_are_weighed(*, name: str, flag: bool | None, layers: list[Layer],
     assert wanted or conv1d_by_shapes(name, layers, {"opt"}, flag=flag) in (False, wanted)
 
 
-def test_what_is_known_needs_no_signs() -> None:
+def test_known_models_need_no_signs() -> None:
     assert conv1d_by_base("c_proj", {"gpt2"}, recognised=False, kind="LORA") is True
     assert conv1d_by_base("q_proj", {"gpt2"}, recognised=False, kind="LORA") is False
     assert conv1d_by_base("c_proj", {"gpt_bigcode"}, recognised=False, kind="LORA") is False
@@ -248,7 +248,7 @@ def test_what_is_known_needs_no_signs() -> None:
 @pytest.mark.few(8)
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
+def test_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
     method: str, *, flag: bool, tmp_path: Path
 ) -> None:
     """`delta` sees one weight: its shape and name tell, and where they do not, no flag of another layer is believed. Of
@@ -270,13 +270,13 @@ def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
     assert asked == ({"conv1d"} if method == "hira" or not flag else set())
 
 
-def test_the_types_of_a_model_s_parts_count_too() -> None:
+def test_types_of_a_model_s_parts_count_too() -> None:
     parts = {"decoder": {"model_type": "gpt2"}, "encoder": {"model_type": "bert", "other": {"x": 1}}}
     assert base_types({"model_type": "encoder-decoder", **parts}) == {"encoder-decoder", "gpt2", "bert"}
 
 
 @pytest.mark.parametrize("out_in", [True, False])
-def test_a_bias_says_what_the_outputs_of_its_layer_are(*, out_in: bool) -> None:
+def test_bias_says_what_the_outputs_of_its_layer_are(*, out_in: bool) -> None:
     """An adapter of another layer of this name is refused, though its factors would fit the weight the other way round."""
     base = {"up.weight": torch.randn(12, 24), "up.bias": torch.randn(12 if out_in else 24)}
     prefix = "base_model.model.up.lora_"

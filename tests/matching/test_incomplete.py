@@ -29,7 +29,7 @@ PAIRS = {  # the ends of one module's keys, with their shapes
 @pytest.mark.few(18)
 @pytest.mark.parametrize("others", [0, 3])
 @pytest.mark.parametrize(("dialect", "gone"), [(name, end) for name, ends in PAIRS.items() for end in ends])
-def test_a_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, others: int, tmp_path: Path) -> None:
+def test_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, others: int, tmp_path: Path) -> None:
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(1 + others)]
     base = save({f"{name}.weight": rand(8, 6) for name in names}, tmp_path / "base.safetensors")
     tensors = {f"{name}.{end}": rand(*shape) for name in names for end, shape in PAIRS[dialect].items()}
@@ -40,7 +40,7 @@ def test_a_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str
     assert caught.value.exit_code == 3
 
 
-def test_the_end_of_a_key_begins_after_a_whole_level() -> None:
+def test_end_of_a_key_begins_after_a_whole_level() -> None:
     """A shared tensor of `l.ab` is none of `l.a`, whose name its key begins with."""
     own, others = (
         StoredTensor(f"l.{name}.lora_A", "F32", (2, 6), Path("a"), 0, 48) for name in ("a", "ab")

@@ -13,7 +13,7 @@ from tests.kit.tensors import rand
 
 
 @pytest.mark.parametrize("alphas", [("alpha", "lora_alpha"), ("alpha", "lora_alpha", "lora.alpha")], ids="+".join)
-def test_a_remark_names_every_module_once(alphas: tuple[str, ...], tmp_path: Path) -> None:
+def test_remark_names_every_module_once(alphas: tuple[str, ...], tmp_path: Path) -> None:
     """However many tensors of a module it is about."""
     tensors = {"m.lora_up.weight": rand(8, 2), "m.lora_down.weight": rand(2, 8)}
     tensors |= {f"m.{name}": torch.tensor(2.0) for name in alphas}
@@ -24,7 +24,7 @@ def test_a_remark_names_every_module_once(alphas: tuple[str, ...], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("stored", "said"), [(2.0, True), (8.0, False)])
-def test_a_configuration_overrules_a_stored_alpha_and_the_plan_says_so(
+def test_configuration_overrules_a_stored_alpha_and_the_plan_says_so(
     *,
     stored: float,
     said: bool,
@@ -47,7 +47,7 @@ def test_a_configuration_overrules_a_stored_alpha_and_the_plan_says_so(
 
 
 @pytest.mark.parametrize("alpha", [torch.tensor(float("nan")), torch.ones(1).bool(), torch.ones(2)])
-def test_an_alpha_that_is_no_number_is_refused(alpha: torch.Tensor, tmp_path: Path) -> None:
+def test_alpha_that_is_no_number_is_refused(alpha: torch.Tensor, tmp_path: Path) -> None:
     tensors = {"m.lora_up.weight": rand(8, 2), "m.lora_down.weight": rand(2, 8), "m.alpha": alpha}
     paths = save({"m.weight": rand(8, 8)}, tmp_path / "b.safetensors"), save(tensors, tmp_path / "a.safetensors")
     with pytest.raises(lora_merge.MergeError, match=r"alpha is|bool numbers") as e:

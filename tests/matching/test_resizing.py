@@ -28,7 +28,7 @@ def flux() -> Tensors:
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_a_flux_control_lora_widens_img_in(tmp_path: Path, strength: float) -> None:
+def test_flux_control_lora_widens_img_in(tmp_path: Path, strength: float) -> None:
     base, lora = save(flux(), tmp_path / "b.safetensors"), save(flux_control(12), tmp_path / "a.safetensors")
     lora_merge.merge(base, [(lora, strength)], tmp_path / "o.safetensors")
     got, w, a = load(tmp_path / "o.safetensors"), flux(), flux_control(12)
@@ -59,7 +59,7 @@ def test_reshape_weight_pads_before_anything_is_added(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "o.safetensors")["m.a.weight"], merged.bfloat16())
 
 
-def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
+def test_layers_that_shrink_or_only_look_wider_are_refused() -> None:
     base = {"m.a.weight": rand(6, 4)}
     lora = {
         "m.a.lora_up.weight": rand(5, 2),
@@ -88,7 +88,7 @@ NO_SIZES = {
 
 
 @pytest.mark.parametrize("kind", NO_SIZES)
-def test_a_reshape_weight_that_is_no_list_of_sizes_is_refused(
+def test_reshape_weight_that_is_no_list_of_sizes_is_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a state dict and as a file, with one error each and nothing written."""
@@ -111,7 +111,7 @@ def test_two_adapters_that_disagree_about_the_size_are_refused() -> None:
         lora_merge.merge_state_dict(flux(), [flux_control(12), plain])
 
 
-def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: Path) -> None:
+def test_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: Path) -> None:
     weight, up, down, magnitude = rand(6, 4), rand(8, 2), rand(2, 5), rand(8, 1, seed=4).abs() + 1
     lora = {"m.a.lora_up.weight": up, "m.a.lora_down.weight": down, "m.a.dora_scale": magnitude}
     lora["m.a.reshape_weight"] = torch.tensor([8, 5])
@@ -128,7 +128,7 @@ def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path
 @pytest.mark.parametrize("largest", [1, 12, 40])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_larger_weight_is_cut_into_blocks_as_all_others_are(
+def test_larger_weight_is_cut_into_blocks_as_all_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int, dtype: torch.dtype, *, dora: bool
 ) -> None:
     """A convolution with more outputs, more channels and a wider kernel; blocks end inside and behind what is stored."""
@@ -153,7 +153,7 @@ def test_a_larger_weight_is_cut_into_blocks_as_all_others_are(
     [([("a.weight", 0, 8)], "a.bias"), ([("a.weight", 0, 4)], ""), ([("a.weight", 4, 8)], ""),
      ([("a.weight", 0, 8), ("b.weight", 0, 8)], ""), ([("table", 0, 8)], ""), ([("table", 0, 4)], "")],
 )  # fmt: skip
-def test_only_a_layer_that_is_one_whole_tensor_gets_a_new_bias(pieces: list[tuple[str, int, int]], bias: str) -> None:
+def test_new_bias_is_for_a_layer_that_is_one_whole_tensor(pieces: list[tuple[str, int, int]], bias: str) -> None:
     """A part of a fused weight, or several weights, have no bias of their own, and a bare parameter is no layer."""
     base = index({name: (8, 6) for name in ("a.weight", "b.weight", "table")}).tensors
     rows = tuple(RowSlice(key, start, stop, 6) for key, start, stop in pieces)
@@ -172,7 +172,7 @@ def test_only_a_layer_that_is_one_whole_tensor_gets_a_new_bias(pieces: list[tupl
         ({"m.weight": (4, 4), "m.bias": (4,), "norm.weight": (4,)}, []),
     ],
 )
-def test_a_vector_has_another_size_only_with_the_weight_beside_it(
+def test_vector_has_another_size_only_with_the_weight_beside_it(
     values: dict[str, tuple[int, ...]], unfit: list[str]
 ) -> None:
     base = index({"m.weight": (4, 4), "m.bias": (4,), "norm.weight": (4,)}).tensors

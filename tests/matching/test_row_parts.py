@@ -70,7 +70,7 @@ def stored(name: str, tensors: Tensors) -> torch.Tensor:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "chosen"), SUBSETS, ids=str)
-def test_a_part_lands_in_its_rows_whatever_others_are_there(name: str, chosen: tuple[int, ...]) -> None:
+def test_part_lands_in_its_rows_whatever_others_are_there(name: str, chosen: tuple[int, ...]) -> None:
     base, module, split = KNOWN[name]
     adapter = parts(module, {k: split[k] for k in chosen})
     expected = stored(name, base).double()
@@ -102,7 +102,7 @@ def test_a_part_lands_in_its_rows_whatever_others_are_there(name: str, chosen: t
         (OTHER, "model.blocks.0.attn.to_kqv_mlp", {0: H, 1: H, 2: H, 3: 8, 4: 0}),
     ],
 )
-def test_what_does_not_fill_its_place_is_refused(tensors: Tensors, module: str, heights: dict[int, int]) -> None:
+def test_parts_that_do_not_fill_their_place_are_refused(tensors: Tensors, module: str, heights: dict[int, int]) -> None:
     with pytest.raises(lora_merge.MergeError) as caught:
         lora_merge.merge_state_dict(tensors, parts(module, heights))
     assert caught.value.exit_code == 4
@@ -169,7 +169,7 @@ def cases(draw: st.DrawFn) -> tuple[Fused, int, tuple[int, ...], str, dict[str, 
 @pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(cases(), st.data())
-def test_the_split_is_told_by_the_configuration_or_the_neighbours_and_never_guessed(
+def test_split_is_told_by_the_configuration_or_the_neighbours_and_never_guessed(
     case: tuple[Fused, int, tuple[int, ...], str, dict[str, object], dict[str, tuple[int, ...]]], data: st.DataObject
 ) -> None:
     weight, width, split, prefix, config, beside = case
@@ -209,7 +209,7 @@ def test_the_split_is_told_by_the_configuration_or_the_neighbours_and_never_gues
     torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_model_that_only_its_configuration_names_is_split_by_that(tmp_path: Path) -> None:
+def test_model_that_only_its_configuration_names_is_split_by_that(tmp_path: Path) -> None:
     """Without its embeddings the table of Phi-3 does not know it; config.json does, and is named as the reason."""
     key = "model.layers.0.self_attn.qkv_proj"
     base = {k: t for k, t in PHI3.items() if "embed_tokens" not in k and "o_proj" not in k}

@@ -52,7 +52,7 @@ def file_of(name: str) -> tuple[Tensors, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MADE)
-def test_what_was_trained_is_merged(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_trained_networks_are_merged(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, changes = file_of(name)
     tensors = {k: t.to(dtype) for k, t in tensors.items()}
     got, notes = merged(MADE[name][0], tensors, TOLD, tmp_path)
@@ -64,7 +64,7 @@ def test_what_was_trained_is_merged(name: str, dtype: torch.dtype, tmp_path: Pat
     assert all(torch.equal(in_memory[key], got[key]) for key in changes)
 
 
-def test_the_base_may_have_the_layers_apart(tmp_path: Path) -> None:
+def test_base_may_have_the_layers_apart(tmp_path: Path) -> None:
     tensors, change = saved_as_one(QKV, (H, H, H))
     got, _ = merged(FLUX_DIFFUSERS, tensors, TOLD, tmp_path)
     for k, n in enumerate("qkv"):
@@ -82,7 +82,7 @@ def test_the_base_may_have_the_layers_apart(tmp_path: Path) -> None:
         ({}, True, ""),
     ],
 )
-def test_without_both_signs_it_is_the_lora_that_it_is_stored_as(
+def test_lora_without_both_signs_is_what_it_is_stored_as(
     *, metadata: dict[str, str], spoilt: bool, said: str, tmp_path: Path
 ) -> None:
     tensors, change = saved_as_one(QKV, (H, H, H))

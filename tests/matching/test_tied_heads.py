@@ -69,7 +69,7 @@ def test_every_value_of_a_head_lands_in_the_parameter_of_its_name(
 @pytest.mark.parametrize("one", [False, True], ids=["apart", "as one"])
 @pytest.mark.parametrize("parameter", ["bias", "scale", "other"])
 @pytest.mark.parametrize("shape", [(V,), (V, H)], ids=str)
-def test_a_value_of_no_parameter_of_the_head_lands_nowhere(
+def test_value_of_no_parameter_of_the_head_lands_nowhere(
     shape: tuple[int, ...],
     parameter: str,
     one: bool,  # noqa: FBT001

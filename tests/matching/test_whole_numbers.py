@@ -43,7 +43,7 @@ def test_factors_of_whole_numbers_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_of_every_formula_and_for_every_tensor(name: str) -> None:
+def test_whole_numbers_are_refused_for_every_tensor_of_every_formula(name: str) -> None:
     lora_merge.merge_state_dict(BASE, ADAPTERS[name])
     for key in ADAPTERS[name]:
         if key.endswith(".alpha"):
@@ -54,7 +54,7 @@ def test_of_every_formula_and_for_every_tensor(name: str) -> None:
         assert (caught.value.exit_code, key in str(caught.value)) == (3, True)
 
 
-def test_an_alpha_may_be_one() -> None:
+def test_alpha_may_be_one() -> None:
     whole = lora_merge.merge_state_dict(BASE, lora(torch.float32) | {"m.alpha": torch.tensor(2)})
     broken = lora_merge.merge_state_dict(BASE, lora(torch.float32) | {"m.alpha": torch.tensor(2.0)})
     assert torch.equal(whole["m.weight"], broken["m.weight"])
@@ -66,7 +66,7 @@ KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, to
 @pytest.mark.few(12)
 @pytest.mark.parametrize("old", KINDS)
 @pytest.mark.parametrize("new", KINDS)
-def test_a_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dtype, new: torch.dtype) -> None:
+def test_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dtype, new: torch.dtype) -> None:
     """Floating point numbers are cast to the base's; whole ones stay as they are, or are refused."""
     base = save({"m.weight": rand(4, 4), "m.counter": torch.ones(4, 4).to(old)}, tmp_path / "b.safetensors")
     value = {f"m.{slot}.weight": torch.ones(shape) for slot, shape in {"lora_up": (4, 2), "lora_down": (2, 4)}.items()}
@@ -84,7 +84,7 @@ def test_a_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize("key", ["bn.num_batches_tracked", "te.position_ids"])
-def test_a_difference_of_zero_to_a_buffer_is_skipped_and_named(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_difference_of_zero_to_a_buffer_is_skipped_and_named(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
     zero = {f"{key}.diff": torch.zeros(BASE[key].shape, dtype=dtype)}
     base = save(BASE, tmp_path / "b.safetensors")
     adapter = save(lora(torch.float32) | zero, tmp_path / "a.safetensors")

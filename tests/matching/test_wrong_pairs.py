@@ -52,7 +52,7 @@ PAIRS = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("made_for", "given", "theirs", "ours"), PAIRS)
-def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs: str, ours: str) -> None:
+def test_sides_of_a_wrong_pair_are_named(tmp_path: Path, made_for: str, given: str, theirs: str, ours: str) -> None:
     base = hollow(shapes(given), tmp_path / "base.safetensors")
     lora = adapter(made_for, "lora_unet_", tmp_path / "lora.safetensors", attention)
     with pytest.raises(FitError) as e:
@@ -66,7 +66,7 @@ def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("given", ["native/flux-dev", "native/qwen-image", "native/wan-t2v-14B"])
 @pytest.mark.parametrize("made_for", ["diffusers/sd15", "diffusers/sdxl"])
-def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Path, made_for: str, given: str) -> None:
+def test_model_mismatch_is_named_before_encoders_that_the_base_lacks(tmp_path: Path, made_for: str, given: str) -> None:
     """Names of the UNet fit no better than those of its text encoders."""
     base = hollow(shapes(given), tmp_path / "base.safetensors")
     tensors = {}
@@ -84,7 +84,7 @@ def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Pa
     assert e.value.fix.startswith("use the base")
 
 
-def test_a_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> None:
+def test_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> None:
     """The sizes of a toy model's weights name no model."""
     small = {key: tuple(min(n, 12) for n in shape) for key, shape in shapes("single-file/sd1").items()}
     tensors: dict[str, tuple[int, ...]] = {}
@@ -95,7 +95,7 @@ def test_a_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> N
         lora_merge.plan(hollow(small, tmp_path / "base.safetensors"), hollow(tensors, tmp_path / "lora.safetensors"))
 
 
-def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path) -> None:
+def test_doubtful_pair_can_be_merged_on_request(tmp_path: Path) -> None:
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
     lora = adapter("native/wan-t2v-14B", "lora_unet_", tmp_path / "lora.safetensors", attention)
@@ -105,7 +105,7 @@ def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("channels", "groups"), [(2, 4), (1, 8)])
 @pytest.mark.parametrize("up", [(8, 4, 1, 1), (8, 1, 1, 1)], ids=["kohya", "PEFT"])
-def test_a_branch_beside_a_grouped_convolution_has_no_place_in_its_weight(
+def test_branch_beside_a_grouped_convolution_has_no_place_in_its_weight(
     tmp_path: Path, channels: int, groups: int, up: tuple[int, ...]
 ) -> None:
     """PEFT refuses to merge it too: "Merging is not supported for _ConvNd layers with groups > 1"."""
@@ -118,7 +118,7 @@ def test_a_branch_beside_a_grouped_convolution_has_no_place_in_its_weight(
 
 
 @pytest.mark.parametrize("down", [(4, 5, 3, 3), (4, 8, 1, 1), (4, 8, 3, 5)])
-def test_other_misfits_have_nothing_to_do_with_groups(tmp_path: Path, down: tuple[int, ...]) -> None:
+def test_misfits_within_a_model_have_nothing_to_do_with_groups(tmp_path: Path, down: tuple[int, ...]) -> None:
     base = hollow({"conv.weight": (8, 2, 3, 3)}, tmp_path / "base.safetensors")
     tensors = {"conv.lora_down.weight": down, "conv.lora_up.weight": (8, 4, 1, 1)}
     with pytest.raises(FitError) as e:
@@ -127,7 +127,7 @@ def test_other_misfits_have_nothing_to_do_with_groups(tmp_path: Path, down: tupl
 
 
 @pytest.mark.parametrize("alpha", ["inf", "-inf", "nan"])
-def test_an_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, alpha: str) -> None:
+def test_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, alpha: str) -> None:
     base = hollow({"layer.weight": (8, 8)}, tmp_path / "base.safetensors")
     tensors = {"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}
     lora = save(tensors | {"layer.alpha": torch.tensor(float(alpha))}, tmp_path / "lora.safetensors")
@@ -137,7 +137,7 @@ def test_an_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("alpha", [1e-152, -1e-46, 5e-324, 1e39, -1.7e308])
-def test_an_alpha_beyond_fp32_is_the_fault_of_the_adapter_in_every_command(tmp_path: Path, alpha: float) -> None:
+def test_alpha_beyond_fp32_is_the_fault_of_the_adapter_in_every_command(tmp_path: Path, alpha: float) -> None:
     base = save({"layer.weight": rand(8, 8)}, tmp_path / "base.safetensors")
     tensors = {"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}
     lora = save(tensors | {"layer.alpha": torch.tensor(alpha, dtype=torch.float64)}, tmp_path / "lora.safetensors")
@@ -170,7 +170,7 @@ def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
     assert e.value.where == f"{base}: layer.weight is int8"
 
 
-def test_a_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> None:
+def test_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> None:
     """As where a text-to-video adapter meets an image-to-video model: all layers fit but the first."""
     base = {f"{n}.weight": rand(8, 4, seed=i) for i, n in enumerate(("patch_embedding", "blocks.0.q", "blocks.0.k"))}
     lora = {f"{n}.lora_B.weight": rand(8, 2) for n in ("patch_embedding", "blocks.0.q", "blocks.0.k")}
@@ -231,7 +231,7 @@ def test_embeddings_without_rows_are_a_base_like_any_other(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("more", [(), ("lora_A.weight", "lora_B.weight")])
-def test_a_single_number_has_no_bias(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_single_number_has_no_bias(tmp_path: Path, more: tuple[str, ...]) -> None:
     """A change of a bias beside a weight without axes is refused as every other that does not fit."""
     base = save({"a.weight": torch.tensor(1.0)}, tmp_path / "base.safetensors")
     adapter = save({f"a.{n}": torch.ones(4, 4) for n in (*more, "diff_b")}, tmp_path / "lora.safetensors")

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_spectrum_is_that_of_the_change_and_its_length_is_the_rank(folder: Path) -> None:
+def test_spectrum_is_that_of_the_change_and_its_length_is_the_rank(folder: Path) -> None:
     a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
     weight = load(folder / "base.safetensors")[BASE]
     for changes, rank in ((a, 4), (b, 3), (0.5 * a - b, 7), (2 * a, 4), (a - a, 0)):
@@ -48,7 +48,7 @@ def test_strengths_and_sums_obey_the_laws_of_numbers(folder: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["keep", "diffusers"])
-def test_a_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Path, to: str) -> None:
+def test_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Path, to: str) -> None:
     a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
     report = (0.5 * a + b).save(tmp_path / "c.safetensors", format=to, base=folder / "base.safetensors")
     assert {layer["rank"] for layer in report.layers.values()} == {7}
@@ -65,7 +65,7 @@ def test_a_saved_sum_changes_the_base_as_its_terms_do(folder: Path, tmp_path: Pa
     assert lora_merge.load_adapter(tmp_path / "one.safetensors").rank(NAME) == 2
 
 
-def test_what_is_no_strength_or_no_module_is_refused(folder: Path) -> None:
+def test_values_that_are_no_strength_or_module_are_refused(folder: Path) -> None:
     a = lora_merge.load_adapter(folder / "a.safetensors")
     with pytest.raises(UsageError, match="no module"):
         a.rank("nose")
@@ -77,7 +77,7 @@ def test_what_is_no_strength_or_no_module_is_refused(folder: Path) -> None:
         a * "2"  # type: ignore[operator]
 
 
-def test_a_sum_is_merged_and_combined_as_its_terms_are(folder: Path, tmp_path: Path) -> None:
+def test_sum_is_merged_and_combined_as_its_terms_are(folder: Path, tmp_path: Path) -> None:
     """By every function that takes adapters: on files, on tensors, alone, in a list, and at a further strength."""
     a, b = (lora_merge.load_adapter(folder / f"{n}.safetensors") for n in "ab")
     base, pairs = folder / "base.safetensors", [(folder / "a.safetensors", 0.25), (folder / "b.safetensors", -0.5)]
@@ -95,7 +95,7 @@ def test_a_sum_is_merged_and_combined_as_its_terms_are(folder: Path, tmp_path: P
         a / 0
 
 
-def test_the_rank_of_a_module_is_that_of_its_weight_beside_a_bias(tmp_path: Path) -> None:
+def test_rank_of_a_module_is_that_of_its_weight_beside_a_bias(tmp_path: Path) -> None:
     base = save({"a.bias": torch.zeros(6), "a.weight": torch.randn(6, 8)}, tmp_path / "base.safetensors")
     one = {"a.lora_up.weight": torch.randn(6, 3), "a.lora_down.weight": torch.randn(3, 8), "a.diff_b": torch.ones(6)}
     a = lora_merge.load_adapter(save(one, tmp_path / "a.safetensors"))

@@ -59,9 +59,7 @@ def same(model: nn.Module, before: Tensors) -> bool:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("method", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
-    keep: Any, method: Any, tmp_path: Path
-) -> None:
+def test_live_model_computes_what_its_adapter_computes_and_is_restored(keep: Any, method: Any, tmp_path: Path) -> None:
     model = llama()
     want = tuned(model, tmp_path, **method)(IDS).logits
     before, pointers = state(model), {n: p.data_ptr() for n, p in model.named_parameters()}
@@ -77,7 +75,7 @@ def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SD", "SDXL"])
-def test_a_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path: Path) -> None:
+def test_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path: Path) -> None:
     make, parts = PIPELINES[name]
     _, lora = saved(make, parts, tmp_path, "")
     torch.manual_seed(0)
@@ -91,7 +89,7 @@ def test_a_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path:
     assert all(same(getattr(pipe, part), before[part]) for part in parts)
 
 
-def test_a_model_in_peft_layers_is_merged_below_them(tmp_path: Path) -> None:
+def test_model_in_peft_layers_is_merged_below_them(tmp_path: Path) -> None:
     model = llama()
     want = tuned(model, tmp_path)(IDS).logits
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()  # changes nothing
@@ -138,7 +136,7 @@ def test_formulas_read_the_original_numbers_of_weights_that_are_changed_already(
         assert same(model, before)
 
 
-def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_merge.memory.merging.WINDOW_BYTES", 1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
     before = state(model)
@@ -166,7 +164,7 @@ def test_changes_that_need_another_model_are_refused(tmp_path: Path) -> None:
     assert same(model, before)
 
 
-def test_what_is_no_plain_tensor_is_refused() -> None:
+def test_tensors_that_are_not_plain_are_refused() -> None:
     class Codes(nn.Parameter):
         quant_state = None
 
@@ -185,7 +183,7 @@ def test_what_is_no_plain_tensor_is_refused() -> None:
         lora_merge.merge_into(nn.Linear(4, 4), adapter, keep="disk")  # type: ignore[arg-type]
 
 
-def test_nothing_is_warned_of(tmp_path: Path) -> None:
+def test_warnings_are_absent(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         model = llama()
         tuned(model, tmp_path)
@@ -203,7 +201,7 @@ def stack() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-def test_a_merge_is_undone_only_when_later_ones_are(keep: Any) -> None:
+def test_merge_is_undone_only_when_later_ones_are(keep: Any) -> None:
     """Its original numbers are older than the later one's: written now, those would come back afterwards."""
     model = stack()
     before = state(model)
@@ -226,7 +224,7 @@ def test_a_merge_is_undone_only_when_later_ones_are(keep: Any) -> None:
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("undoing", [False, True])
-def test_an_interruption_at_any_write_loses_nothing(
+def test_interruption_at_any_write_loses_nothing(
     keep: Any, *, after: bool, undoing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, write, calls = stack(), merge_into._write, []
@@ -270,7 +268,7 @@ def test_undo_knows_what_became_of_the_tensors(keep: Any) -> None:
     assert same(wrapped[0], before)
 
 
-def test_a_difference_from_numbers_that_are_no_more_restores_nothing() -> None:
+def test_difference_from_numbers_that_are_no_more_restores_nothing() -> None:
     model = stack()
     before = state(model)
     merged = lora_merge.merge_into(model, pairs(0), keep="compressed")
@@ -281,7 +279,7 @@ def test_a_difference_from_numbers_that_are_no_more_restores_nothing() -> None:
     assert same(model[0], {k: before[f"0.{k}"] for k in ("weight", "bias")})
 
 
-def test_one_thread_changes_a_model_at_a_time() -> None:
+def test_threads_change_a_model_one_at_a_time() -> None:
     model, other, seen = stack(), stack(), []
     before = state(model)
 
@@ -305,7 +303,7 @@ def test_rows_that_share_their_memory_are_refused() -> None:
         lora_merge.merge_into(model, pairs(0, layers=1))
 
 
-def test_the_first_error_of_a_device_is_told_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_of_a_device_is_told_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(["CUDA error: device-side assert triggered", *["CUDA error: unspecified launch failure"] * 9])
 
     def broken(*_: Any) -> None:
@@ -385,7 +383,7 @@ def test_weights_in_one_storage_without_a_common_byte_are_merged(kind: str) -> N
         assert same(model, want)
 
 
-def test_a_buffer_and_a_second_name_of_a_changed_weight_are_named() -> None:
+def test_buffer_and_a_second_name_of_a_changed_weight_are_named() -> None:
     model = stack()
     model.register_buffer("row", model[0].weight[1])
     model.add_module("again", model[0])
@@ -393,7 +391,7 @@ def test_a_buffer_and_a_second_name_of_a_changed_weight_are_named() -> None:
         lora_merge.merge_into(model, pairs(0)).undo()
 
 
-def test_a_number_that_shares_its_memory_within_a_weight_is_refused_before_and_after() -> None:
+def test_number_that_shares_its_memory_within_a_weight_is_refused_before_and_after() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False)).requires_grad_(requires_grad=False)
     model[0].weight.data = rand(7).as_strided((4, 4), (1, 1))
     with pytest.raises(InputError, match="share their memory"):
@@ -408,7 +406,7 @@ def test_a_number_that_shares_its_memory_within_a_weight_is_refused_before_and_a
     merged.undo()
 
 
-def test_an_adapter_in_the_memory_of_a_weight_that_it_changes_is_refused() -> None:
+def test_adapter_in_the_memory_of_a_weight_that_it_changes_is_refused() -> None:
     """Windows that are written would change the factors of those that follow."""
     model = stack()
     before = state(model)
@@ -436,7 +434,7 @@ def test_merges_into_two_models_on_one_memory_are_undone_in_reverse_order(keep: 
     assert same(first, before)
 
 
-def test_the_later_merge_is_the_one_that_was_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_merge_is_the_one_that_was_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that which was called later: the first call may have matched for longer."""
     model, match = stack(), merge_into.prepare
     before, inner = state(model), []
@@ -485,7 +483,7 @@ def test_merges_of_threads_on_one_memory_are_whole_or_refused() -> None:
     assert all(same(m, b) for m, b in zip(models, before, strict=True))
 
 
-def test_an_undo_in_two_threads_restores_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_in_two_threads_restores_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, write, seen = stack(), merge_into._write, []
     before = state(model)
     merged = lora_merge.merge_into(model, pairs(0))
@@ -503,7 +501,7 @@ def test_an_undo_in_two_threads_restores_once(monkeypatch: pytest.MonkeyPatch) -
     merged.undo()
 
 
-def test_a_live_model_has_the_configuration_of_its_folder(tmp_path: Path) -> None:
+def test_live_model_has_the_configuration_of_its_folder(tmp_path: Path) -> None:
     """Of transformers and diffusers, of a table, and of a module without one; of each part of a pipeline."""
     model = llama(tie_word_embeddings=True)
     config = live_model(model, {}, lambda _: rand(1)).config
@@ -532,7 +530,7 @@ def test_a_live_model_has_the_configuration_of_its_folder(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_configuration_decides_what_a_change_of_the_embeddings_is(*, tied: bool, tmp_path: Path) -> None:
+def test_configuration_decides_what_a_change_of_the_embeddings_is(*, tied: bool, tmp_path: Path) -> None:
     """A model that ties its head has one weight for both ends: a change of the embeddings names the head."""
     model = llama(tie_word_embeddings=tied)
     name = "model.embed_tokens"
@@ -551,7 +549,7 @@ def test_the_configuration_decides_what_a_change_of_the_embeddings_is(*, tied: b
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("end", ["model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"])
-def test_a_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str, *, shared: bool) -> None:
+def test_state_dict_warns_once_of_ends_that_were_tied_and_now_differ(end: str, *, shared: bool) -> None:
     """They are tied if their values are equal, in one memory or in two."""
     tensors = llama(tie_word_embeddings=True).state_dict()
     if not shared:

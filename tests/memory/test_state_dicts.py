@@ -27,7 +27,7 @@ from tests.kit.quantised import NAMES, adapter, base, same
     "name", ["bitsandbytes nf4 doubled", "bitsandbytes int8", "ComfyUI nvfp4", "ComfyUI mxfp8", "ComfyUI fp8 rows"]
 )
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
-def test_a_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_path: Path) -> None:
+def test_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     file = source / "model.safetensors" if source.is_dir() else source
     lora = save(adapter(), tmp_path / "lora.safetensors")
@@ -38,7 +38,7 @@ def test_a_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "keep"}, {"dtype": "bf16"}])
-def test_a_layer_without_a_bias_gets_one(options: dict[str, Any]) -> None:
+def test_layer_without_a_bias_gets_one(options: dict[str, Any]) -> None:
     value = torch.randn(6)
     made = lora_merge.merge_state_dict({"a.weight": torch.randn(6, 4)}, {"a.diff_b": value}, **options)
     dtype = torch.bfloat16 if "dtype" in options else torch.float32
@@ -46,7 +46,7 @@ def test_a_layer_without_a_bias_gets_one(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI int8", "ComfyUI nvfp4"])
-def test_a_new_bias_beside_codes_is_plain_numbers(name: str, tmp_path: Path) -> None:
+def test_new_bias_beside_codes_is_plain_numbers(name: str, tmp_path: Path) -> None:
     """Codes have a scale that the bias would not have; as whole numbers it could not be stored at all."""
     source, tensors = base(FORMS[name], tmp_path / "base")
     value = torch.randn(160)
@@ -92,7 +92,7 @@ def test_tensors_that_only_look_like_one_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "keep"}, {"method": "compose"}], ids=str)
-def test_a_state_dict_gets_the_bias_that_its_layer_lacks(options: dict[str, Any], tmp_path: Path) -> None:
+def test_state_dict_gets_the_bias_that_its_layer_lacks(options: dict[str, Any], tmp_path: Path) -> None:
     weight, factors = torch.randn(6, 8), (torch.randn(2, 8), torch.randn(6, 2))
     lora = {"a.lora_A.weight": factors[0], "a.lora_B.weight": factors[1], "a.lora_B.bias": torch.arange(6.0)}
     lora_merge.merge(

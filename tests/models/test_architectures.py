@@ -66,7 +66,7 @@ ALIKE = {
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
+def test_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
     architecture = names(index(header(name))).parts[0].architecture
     assert architecture is not None and architecture.title == ALIKE[name]
 
@@ -79,7 +79,7 @@ WITHOUT = ("diffusers/flux-dev", "native/flux-dev", "native/sdxl", "native/wan-t
 @pytest.mark.parametrize("name", [
     n if n in WITHOUT else pytest.param(n, marks=pytest.mark.slow) for n in ALL if not n.startswith("single-file/")
 ])  # fmt: skip
-def test_a_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name: str) -> None:
+def test_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name: str) -> None:
     """But where the tensor is the only difference to another architecture: SD 2 without one is SD 1."""
     shapes = header(name)
     part = names(index(shapes)).parts[0]
@@ -98,7 +98,7 @@ def test_a_model_without_one_sign_tensor_is_its_own_architecture_or_unknown(name
     ("diffusers/flux-dev", "x_embedder.weight"), ("native/flux-dev", "single_blocks.0.linear1.weight"),
     ("diffusers/qwen-image", "txt_norm.weight"),
 ])  # fmt: skip
-def test_a_model_without_one_sign_tensor_is_recognised_by_its_names(name: str, sign: str) -> None:
+def test_model_without_one_sign_tensor_is_recognised_by_its_names(name: str, sign: str) -> None:
     """Without two, or with names of its own, it is not."""
     shapes = header(name)
     known = names(index(shapes)).parts[0]
@@ -449,7 +449,7 @@ def test_rows_that_make_no_sense_are_refused(name: str, canonical: str, why: str
         list(parse(name, canonical, {"i": 2} if "/" in name else {}))
 
 
-def test_the_longest_and_the_most_literal_row_wins() -> None:
+def test_longest_and_the_most_literal_row_wins() -> None:
     rows = [
         *parse("a.{i}", "x.{i}", {}),
         *parse("a.{i}.q", "x.{i}.to_q", {}),
@@ -506,7 +506,7 @@ def test_shipped_files_are_sound(file: str) -> None:
         ("title: A\n? [&a [x, x], &b [*a, *a], &c [*b, *b], *c]\n: 1\n", 2, "a name"),
     ],
 )  # fmt: skip
-def test_a_bad_map_is_refused_with_its_line(
+def test_bad_map_is_refused_with_its_line(
     text: str, line: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_merge.models.architectures.MOST_ROWS", 500)  # so many are made before it is refused
@@ -517,12 +517,12 @@ def test_a_bad_map_is_refused_with_its_line(
     assert f"map.yaml, line {line}:" in error.value.where
 
 
-def test_a_missing_map_is_refused(tmp_path: Path) -> None:
+def test_missing_map_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not found"):
         load(tmp_path / "nowhere.yaml")
 
 
-def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -> None:
+def test_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / "deep.yaml").write_text("[" * 300_000)
     with pytest.raises(InputError, match="absurd"):
         load(tmp_path / "deep.yaml")
@@ -531,7 +531,7 @@ def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_names_of_every_architecture_are_those_of_its_headers() -> None:
+def test_names_of_every_architecture_are_those_of_its_headers() -> None:
     """Otherwise: python -m tests.models.module_forms."""
     from tests.models.module_forms import FILE, made
 

@@ -34,7 +34,7 @@ PRESETS17 = {
 
 @pytest.mark.parametrize("count", LISTS)
 @pytest.mark.parametrize("layout", ["native", "diffusers"])
-def test_the_numbers_of_a_list_are_those_of_webuis_blocks(layout: str, count: int) -> None:
+def test_numbers_of_a_list_are_those_of_webuis_blocks(layout: str, count: int) -> None:
     """Blocks that a short list does not name get 0, as webui's own conversion to 26 numbers has it."""
     model, names = LISTS[count]
     found = blocks_of(f"{layout}/{model}")
@@ -44,7 +44,7 @@ def test_the_numbers_of_a_list_are_those_of_webuis_blocks(layout: str, count: in
 
 
 @pytest.mark.parametrize("preset", PRESETS17)
-def test_a_preset_is_webuis_list_of_17_where_that_names_a_block(preset: str) -> None:
+def test_preset_is_webuis_list_of_17_where_that_names_a_block(preset: str) -> None:
     found = blocks_of("native/sd15")
     by_name, by_list = found.weights(preset, "lbw"), found.weights(PRESETS17[preset], "lbw")
     assert all(by_name[block] == by_list[block] for block in LISTS[17][1])

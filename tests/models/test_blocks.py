@@ -34,7 +34,7 @@ def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("pair", TWO_LAYOUTS)
-def test_a_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffusers(pair: str) -> None:
+def test_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffusers(pair: str) -> None:
     ours, _, theirs = pair.partition(":")
     native, other = names_of(f"native/{ours}"), names_of(f"diffusers/{theirs or ours}")
     here, there = blocks(native), blocks(other)
@@ -96,7 +96,7 @@ def test_names_of_blocks(text: str, wanted: set[str]) -> None:
     assert blocks_of("native/sdxl").chosen(text) == wanted
 
 
-def test_a_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
+def test_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
     found = blocks_of("native/sd15")
     full = found.weights(",".join(str(n) for n in range(26)), "x")
     assert full == dict(zip(found.order, range(26), strict=True))
@@ -106,14 +106,14 @@ def test_a_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
 
 
 @pytest.mark.parametrize("text", ["1,0", ",".join("1" * 61), "1,x", "", "GRAD", "1" * 5000, "ALL1.2.3", "ALL."])
-def test_a_list_that_does_not_fit_is_refused_with_the_order_that_would(text: str) -> None:
+def test_list_that_does_not_fit_is_refused_with_the_order_that_would(text: str) -> None:
     with pytest.raises(UsageError) as e:
         blocks_of("native/sdxl").weights(text, "--strength-for lbw")
     assert "IN04" in e.value.fix or "INALL" in e.value.fix
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999", "1_0"])
-def test_a_number_of_a_list_is_one_that_a_strength_may_be(number: str) -> None:
+def test_number_of_a_list_is_one_that_a_strength_may_be(number: str) -> None:
     for text in (",".join([number] * 26), ",".join(["1"] * 25 + [number])):
         with pytest.raises(UsageError):
             blocks_of("native/sd15").weights(text, "--strength-for lbw")
@@ -137,7 +137,7 @@ def test_presets_by_block_are_refused_where_there_are_no_such_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", ["diffusers/flux-dev", "native/flux-dev", "diffusers/hunyuan-video", "diffusers/sd15"])
-def test_the_order_of_blocks_does_not_depend_on_the_order_of_the_file(name: str) -> None:
+def test_order_of_blocks_does_not_depend_on_the_order_of_the_file(name: str) -> None:
     shapes = {key: shape for key, shape in sorted(shapes_of(name).items())}
     turned = dict(reversed(shapes.items()))
     forwards, backwards = (blocks(Names(components(s, {}, (), None), s)) for s in (shapes, turned))
@@ -146,7 +146,7 @@ def test_the_order_of_blocks_does_not_depend_on_the_order_of_the_file(name: str)
 
 
 @pytest.mark.slow
-def test_a_base_that_was_saved_wrapped_has_the_blocks_of_the_base_itself() -> None:
+def test_base_that_was_saved_wrapped_has_the_blocks_of_the_base_itself() -> None:
     shapes = shapes_of("native/sd15")
     stored = {key: f"_orig_mod.{key}" for key in shapes}
     wrapped = blocks(Names(components(shapes, {}, (), None), shapes, stored))
@@ -159,7 +159,7 @@ def test_weights_that_are_no_finite_numbers_are_refused(value: str) -> None:
         blocks_of("native/sd15").weights(value, "--strength-for lbw")
 
 
-def test_a_base_without_networks_has_no_blocks() -> None:
+def test_base_without_networks_has_no_blocks() -> None:
     assert blocks(Names([], {})).of("model_ema.decay") == ""
 
 
@@ -197,7 +197,7 @@ def test_every_curve_has_a_number_between_0_and_1_for_every_block() -> None:
         assert all(0 <= w <= 1 for w in weights.values()) and any(weights.values())
 
 
-def test_a_preset_for_flux_is_for_flux() -> None:
+def test_preset_for_flux_is_for_flux() -> None:
     assert [*blocks_of("native/flux-dev").weights("FLUXALL", "x").values()] == [1.0] * 61
     with pytest.raises(UsageError, match="Flux"):
         blocks_of("native/sd15").weights("FLUXALL", "x")

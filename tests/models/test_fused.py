@@ -21,7 +21,7 @@ def told(name: str, beside: dict[str, tuple[int, ...]], config: dict[str, Any], 
 
 
 @pytest.mark.parametrize("behind", OUTPUTS)
-def test_the_layer_behind_has_a_column_for_each_row_of_q(behind: str) -> None:
+def test_layer_behind_has_a_column_for_each_row_of_q(behind: str) -> None:
     assert told(NAME, {f"{behind}.weight": (H, Q)}, {}) == {behind: (Q, KV, KV)}
     assert not told(NAME, {f"{behind}.bias": (H,)}, {})
 
@@ -45,7 +45,7 @@ def test_the_layer_behind_has_a_column_for_each_row_of_q(behind: str) -> None:
         ({}, ()),
     ],
 )
-def test_the_configuration_counts_heads(config: dict[str, Any], split: tuple[int, ...]) -> None:
+def test_configuration_counts_heads(config: dict[str, Any], split: tuple[int, ...]) -> None:
     assert agreed(told(NAME, {}, config)) == split
 
 
@@ -72,7 +72,9 @@ def test_parts_of_a_configuration_that_differ_both_count() -> None:
     ],
     ids=str,
 )
-def test_what_lies_beside_tells_or_does_not(beside: dict[str, tuple[int, ...]], split: tuple[int, ...]) -> None:
+def test_neighbours_decide_the_split_or_leave_it_open(
+    beside: dict[str, tuple[int, ...]], split: tuple[int, ...]
+) -> None:
     assert agreed(told(NAME, beside, {})) == split
 
 

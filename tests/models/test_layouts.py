@@ -140,7 +140,7 @@ def assert_square(base: Tensors, convert: Callable[[Tensors], Tensors], dialects
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(len(CONVERTERS)), ids=[c[1].split("/")[1] for c in CONVERTERS])
-def test_merging_and_converting_change_places(number: int) -> None:
+def test_merge_and_conversion_commute(number: int) -> None:
     native, other, converter, arguments = CONVERTERS[number]
     shapes = header(native) if native else native_of(header(other))
     if converter == "sana_transformer_to_diffusers":  # it insists on these two, which have no counterpart
@@ -152,7 +152,7 @@ def test_merging_and_converting_change_places(number: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(len(RECORDED)), ids=RECORDED)
-def test_so_they_do_with_the_conversion_scripts(number: int) -> None:
+def test_layouts_agree_with_the_conversion_scripts(number: int) -> None:
     native, there = recorded(RECORDED[number])
 
     def convert(weights: Tensors) -> Tensors:

@@ -380,7 +380,7 @@ def test_swapped_halves() -> None:
         ),
     ],
 )
-def test_particular_names(name: str, module: str, parameter: str, key: str) -> None:
+def test_names_of_particular_layers(name: str, module: str, parameter: str, key: str) -> None:
     view = base(name).find(module, parameter)
     assert view is not None
     assert [p.key for p in view.row_slices] == [key]
@@ -547,7 +547,7 @@ def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:
     )
 
 
-def test_a_stored_value_of_a_conv1d_is_taken_as_it_is() -> None:
+def test_stored_value_of_a_conv1d_is_taken_as_it_is() -> None:
     gpt2, clip = base("transformers/gpt2"), base("native/openclip-bigg-text")
     key = "transformer.h.0.attn.c_proj.weight"
     view = gpt2.find(f"base_model.model.{key.removesuffix('.weight')}")
@@ -578,7 +578,7 @@ def test_unknown_model_with_any_prefix() -> None:
     ("native/flux-dev", "diffusers/flux-dev"), ("diffusers/sdxl", "native/sdxl"), ("native/wan-t2v-1.3B", "diffusers/wan-t2v-1.3B"),
     ("transformers/qwen3-0.6b", "transformers/qwen3-0.6b"),
 ])  # fmt: skip
-def test_a_base_saved_while_it_was_wrapped_is_the_same_base(wrapper: str, name: str, theirs: str) -> None:
+def test_base_saved_while_it_was_wrapped_is_the_same_base(wrapper: str, name: str, theirs: str) -> None:
     plain, found = base(name), names(index({wrapper + k: shape for k, shape in header(name).items()}))
     assert found.architecture == plain.architecture != "unknown"
     for number, key in enumerate(list(header(theirs))[::7]):
@@ -589,7 +589,7 @@ def test_a_base_saved_while_it_was_wrapped_is_the_same_base(wrapper: str, name: 
         assert (view and [(p.key, p.start, p.stop) for p in view.row_slices]) == wanted, key
 
 
-def test_a_name_that_fits_two_places_is_refused() -> None:
+def test_name_that_fits_two_places_is_refused() -> None:
     found = names(index({"a.b_c.weight": (2, 2), "a_b.c.weight": (2, 2)}))
     assert found.find("a.b_c") == whole("a.b_c.weight", (2, 2))
     with pytest.raises(AmbiguousName, match="two places"):
@@ -655,7 +655,7 @@ def test_comfyuis_names_of_sdxls_encoders_on_its_single_file(layers: str, width:
     assert (view.row_slices[0].key, view.row_slices[0].transposed) == (f"{second}text_projection", True)
 
 
-def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
+def test_flux_encoder_without_a_number_is_clip() -> None:
     """As diffusers' converter has it; the other one is no CLIP, so that nothing else can be meant."""
     parts = {"text_encoder": header("transformers/clip-l"), "text_encoder_2": header("transformers/t5xxl-encoder")}
     found = names(pipeline(transformer=header("diffusers/flux-dev"), **parts))
@@ -665,7 +665,7 @@ def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
     assert found.component(view.row_slices[0].key) == "te1"
 
 
-def test_a_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
+def test_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
     parts = {"unet": "diffusers/sdxl", "text_encoder": "transformers/clip-l", "vae": "diffusers/vae-sd",
              "text_encoder_2": "transformers/clip-bigg", "image_encoder": "transformers/clip-vision-l"}  # fmt: skip
     found = names(pipeline(**{part: header(name) for part, name in parts.items()}))
@@ -691,7 +691,7 @@ def narrow_clip(width: int = 32) -> dict[str, Shape]:
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd21"])
-def test_the_only_text_encoder_may_be_called_the_first(name: str) -> None:
+def test_single_text_encoder_may_be_called_the_first(name: str) -> None:
     found = names(pipeline(unet=header(f"diffusers/{name}"), text_encoder=narrow_clip()))
     for prefix in ("lora_te_", "lora_te1_", "lora_te1_text_model_", "text_encoder."):
         assert found.find(called(prefix, "encoder.layers.0.self_attn.q_proj")) is not None, prefix
@@ -699,7 +699,7 @@ def test_the_only_text_encoder_may_be_called_the_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma2-2b", "llama-3.2-1b", "t5xxl-encoder"])
-def test_a_text_encoder_by_itself_answers_to_whatever_a_pipeline_calls_it(name: str) -> None:
+def test_text_encoder_by_itself_answers_to_whatever_a_pipeline_calls_it(name: str) -> None:
     found, modules = base(f"transformers/{name}"), [*adapter(f"transformers/{name}", "", "attn.q_proj")]
     modules = modules or [*adapter(f"transformers/{name}", "", "SelfAttention.q")]
     assert len(modules) > 15
@@ -712,7 +712,7 @@ def test_a_text_encoder_by_itself_answers_to_whatever_a_pipeline_calls_it(name: 
 
 
 @pytest.mark.parametrize("prefix", ["text_encoders.qwen25_7b.transformer.", "text_encoder."])
-def test_a_text_encoder_within_answers_to_the_names_of_its_model(prefix: str) -> None:
+def test_text_encoder_within_answers_to_the_names_of_its_model(prefix: str) -> None:
     """Qwen2.5-VL as transformers 4 stored it, in a checkpoint of Qwen-Image; transformers 5 has other names in memory."""
     stored = {"model.embed_tokens.weight": (9, 8), "visual.patch_embed.proj.weight": (8, 3, 2, 4, 4)}
     stored |= {"model.layers.0.mlp.up_proj.weight": (6, 8), "visual.blocks.0.attn.qkv.weight": (24, 8)}
@@ -730,7 +730,7 @@ def test_a_text_encoder_within_answers_to_the_names_of_its_model(prefix: str) ->
             assert view.row_slices[0].key == f"{prefix}{key}.weight", module
 
 
-def test_neither_of_two_text_encoders_is_the_only_one() -> None:
+def test_text_encoders_of_two_are_not_the_only_one() -> None:
     both = {"text_encoder": narrow_clip(32), "text_encoder_2": narrow_clip(48)}
     found = names(pipeline(unet=header("diffusers/sdxl"), **both))
     for prefix, part in (("lora_te1_", "text_encoder"), ("lora_te2_", "text_encoder_2")):
@@ -811,7 +811,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
         ("transformers/llama-3.1-8b", "base_model.model.", "transformers language model"),
     ],
 )
-def test_what_an_adapter_was_made_for(name: str, prefix: str, title: str) -> None:
+def test_model_of_an_adapter_is_named(name: str, prefix: str, title: str) -> None:
     assert guess(adapter(name, prefix)) == title
     assert denoiser_of(adapter(name, prefix)) == base(name).parts[0].label  # one word, before a merge and after it
 
@@ -821,7 +821,7 @@ def test_what_an_adapter_was_made_for(name: str, prefix: str, title: str) -> Non
     ("diffusers/mini-max-h3", "", "MiniMax-H3"), ("native/flux2", "mlp", "unknown"), ("native/flux-dev", "mlp", "Chroma or Flux.1"),
     ("diffusers/ltxvideo", "attn", "LTX-Video"), ("diffusers/ltx2-video", "", "LTX-2"), ("diffusers/hunyuan-video", "attn", "HunyuanVideo"),
 ])  # fmt: skip
-def test_an_adapter_of_some_layers_is_not_taken_for_another_models(name: str, part: str, title: str) -> None:
+def test_adapter_of_some_layers_is_not_taken_for_another_models(name: str, part: str, title: str) -> None:
     assert guess(adapter(name, "diffusion_model.", part)) == title
 
 
@@ -841,7 +841,7 @@ def test_doubt_where_names_fit_all_the_same() -> None:
         assert not variant_doubt(base(f"native/{name}"), partial(adapter, f"diffusers/{name}", "lycoris_")), name
 
 
-def test_other_reasons() -> None:
+def test_reasons_of_a_mismatch() -> None:
     text = explain(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {})
     assert "first text encoder" in text
     assert "unet" in text
@@ -863,7 +863,7 @@ def test_weight_shape_from_the_factors() -> None:
     assert weight_shape({"w1": (2, 2)}) == ()
 
 
-def test_a_bias_beside_the_factors_hides_no_width() -> None:
+def test_bias_beside_the_factors_hides_no_width() -> None:
     """Each `lora_B.bias` is a module of its own, of the same name."""
     shapes = {"q.lora_A.weight": (4, 5120), "q.lora_B.weight": (5120, 4), "q.lora_B.bias": (5120,)}
     infos = {key: StoredTensor(key, "BF16", shape, Path("a.safetensors"), 0, 0) for key, shape in shapes.items()}
@@ -884,7 +884,7 @@ native:
 """
 
 
-def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
+def test_users_map_works_like_ours(tmp_path: Path) -> None:
     file = tmp_path / "map.yaml"
     file.write_text(MAP)
     shapes = {
@@ -944,7 +944,7 @@ def test_views_join_and_turn() -> None:
     assert transposed(transposed(whole("x", (5, 3)))) == whole("x", (5, 3))
 
 
-def test_a_model_of_one_network_is_not_called_one_of_several() -> None:
+def test_model_of_one_network_is_not_called_one_of_several() -> None:
     assert "single network" in missing_networks(["te"], ["model"])
     assert "holds only the unet" in missing_networks(["te"], ["unet"])
 
@@ -959,7 +959,7 @@ ALIKE = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("form", ALIKE.values(), ids=ALIKE)
-def test_one_more_name_costs_the_same_however_many_are_alike(form: str) -> None:
+def test_cost_of_a_name_does_not_grow_with_their_number(form: str) -> None:
     """The flat names of these differ in digits alone, which belong to the names of their levels."""
 
     def look_up(count: int) -> None:
@@ -975,7 +975,7 @@ def test_one_more_name_costs_the_same_however_many_are_alike(form: str) -> None:
     assert steps(lambda: look_up(400)) < 3 * steps(lambda: look_up(200))
 
 
-def test_a_flat_name_that_may_be_read_in_too_many_ways_fits_no_single_place() -> None:
+def test_flat_name_that_may_be_read_in_too_many_ways_fits_no_single_place() -> None:
     """Every underscore may have been a dot: 255 tensors that are one name in an adapter's spelling."""
     keys = ["".join(x) + "b.weight" for x in itertools.product(*(["a"], "._") * 8)][:-1]
     found = names(index(dict.fromkeys(keys, (2, 2))))
@@ -985,7 +985,7 @@ def test_a_flat_name_that_may_be_read_in_too_many_ways_fits_no_single_place() ->
 
 
 @pytest.mark.parametrize("kind", ["x" * 10**5, {"a.b": 1.5, **{f"layers.{i}": i for i in range(10**4)}}, ["a"] * 10**5])
-def test_what_stands_in_place_of_a_models_type_costs_no_name_more(tmp_path: Path, kind: object) -> None:
+def test_value_in_place_of_a_models_type_costs_no_name_more(tmp_path: Path, kind: object) -> None:
     """Names may lack a first level that is called as the type of the model."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     (tmp_path / "model.safetensors").write_bytes(

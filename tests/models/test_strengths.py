@@ -35,7 +35,7 @@ def networks(word: str, names: Names) -> list[str]:
     *(("sd1", word, [word]) for word in ("text_encoder_2", "clip_g", "foo", "prior", "IN04", "re:te", "mid_block")),
     ("flux1-dev-all-in-one", "T5", ["T5"]), ("flux1-dev-all-in-one", "CLIP", ["CLIP"]),  # blocks
 ])  # fmt: skip
-def test_a_network_has_the_names_that_people_have_for_it(base: str, word: str, found: list[str]) -> None:
+def test_network_has_the_names_that_people_have_for_it(base: str, word: str, found: list[str]) -> None:
     assert networks(word, BASES[base]) == found
 
 
@@ -52,7 +52,7 @@ def covered(names: Names, part: str) -> set[str]:
     ("mid_block", "M00"), ("middle_block", "M00"), ("down_blocks.1", "IN04-IN06"), ("down_blocks_1", "IN04-IN06"),
     ("input_blocks.4-5", "IN04-IN05"), ("input_blocks_4", "IN04"), ("up_blocks.0", "OUT00-OUT02"),
 ])  # fmt: skip
-def test_a_stack_has_its_name_in_either_layout(word: str, blocks: str) -> None:
+def test_stack_has_its_name_in_either_layout(word: str, blocks: str) -> None:
     """Also that of diffusers, in which `inspect` and adapters name the blocks."""
     assert covered(BASES["sd1"], word) == covered(BASES["sd1"], blocks) != set()
 
@@ -61,7 +61,7 @@ def test_a_stack_has_its_name_in_either_layout(word: str, blocks: str) -> None:
     ("IN44", "did you mean IN04"), ("unte", "did you mean unet"), ("down_blocks.9", "this base has te, unet, vae, and the blocks BASE, IN00"),
     ("te2", "this base has te"), ("re:double_blocks", "the blocks BASE, IN00"),
 ])  # fmt: skip
-def test_a_part_that_the_base_lacks_is_refused_with_those_that_it_has(word: str, near: str) -> None:
+def test_part_that_the_base_lacks_is_refused_with_those_that_it_has(word: str, near: str) -> None:
     with pytest.raises(UsageError) as e:
         covered(BASES["sd1"], word)
     assert near in e.value.fix and "lora-merge parts BASE" in e.value.fix
@@ -70,7 +70,7 @@ def test_a_part_that_the_base_lacks_is_refused_with_those_that_it_has(word: str,
 @pytest.mark.parametrize(
     ("base", "word"), [("sd1", "transformer"), ("sdxl", "transformer"), ("sd3", "transformer"), ("sd1", "unet")]
 )
-def test_the_name_of_a_network_covers_no_other_network(base: str, word: str) -> None:
+def test_name_of_a_network_covers_no_other_network(base: str, word: str) -> None:
     """Text encoders have keys such as cond_stage_model.transformer.text_model: the word is no path there."""
     names = BASES[base]
     assert {names.component(key) for key in covered(names, word)} == {*networks(word, names)}

@@ -185,7 +185,7 @@ def test_tokens_that_peft_saves_under_all_names_of_one_table(tmp_path: Path, cha
 
 
 @pytest.mark.parametrize("name", ["bert", "esm"])
-def test_a_bias_that_peft_leaves_out_in_its_forward_pass_is_named(tmp_path: Path, name: str) -> None:
+def test_bias_that_peft_leaves_out_in_its_forward_pass_is_named(tmp_path: Path, name: str) -> None:
     """PEFT 0.21.2 computes a head of trained tokens without the bias of its layer. ESM adds its bias outside."""
     kind, config, sizes, layers = OTHERS[name]
     torch.manual_seed(0)
@@ -250,7 +250,7 @@ def _made(given: Any) -> Any:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head", "whole head"])
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SIGHTED])
-def test_a_vision_language_model_is_parted_where_its_class_loads_that(tmp_path: Path, name: str, end: str) -> None:
+def test_vision_language_model_is_parted_where_its_class_loads_that(tmp_path: Path, name: str, end: str) -> None:
     """Old layouts call the head `language_model.lm_head`; some classes ask `text_config` whether to tie."""
     kind, language, sizes, vision = SIGHTED[name]
     text = _made((language, sizes)) if language else sizes
@@ -282,7 +282,7 @@ def test_whisper_is_parted_too(tmp_path: Path, ends: list[str]) -> None:
 
 
 @pytest.mark.parametrize("end", ["shared", "lm_head"])
-def test_one_end_of_a_model_that_cannot_be_parted_is_refused(tmp_path: Path, end: str) -> None:
+def test_change_of_one_end_is_refused_where_a_model_cannot_be_untied(tmp_path: Path, end: str) -> None:
     """T5 scales what its head sees if this is tied."""
     sizes: dict[str, Any] = dict(vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     torch.manual_seed(0)
@@ -324,7 +324,7 @@ UNNAMED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNNAMED)
-def test_one_end_of_a_model_with_names_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
+def test_change_of_one_end_is_refused_where_a_model_has_other_names(tmp_path: Path, name: str) -> None:
     kind, config, sizes, layer, end = UNNAMED[name]
     made = getattr(transformers, config)(vocab_size=50, tie_word_embeddings=True, **sizes)
     model = getattr(transformers, kind)(made)
@@ -342,7 +342,7 @@ EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "case"), EACH)
-def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, name: str, case: str) -> None:
+def test_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, name: str, case: str) -> None:
     """merge_and_unload does not, where it adds to the shared tensor what belongs to one end, or the same twice."""
     layers = ("c_attn", "wte") if name == "gpt2" else ("q_proj", "embed_tokens")
     model = _model(name)
@@ -367,7 +367,7 @@ STORED = ("lora and tokens", "lora and tokens of both", "tokens", "other tokens"
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", STORED)
 @pytest.mark.parametrize("away", [0.0, 0.1], ids=["copy", "other"])
-def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, case: str, away: float) -> None:
+def test_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, case: str, away: float) -> None:
     """Some files hold the head beside the embeddings; PEFT goes by the configuration, transformers by the values."""
     base = tmp_path / "base"
     _model("qwen2").save_pretrained(base)
@@ -427,9 +427,7 @@ TOLD = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "case", "tie"), [(w, *one) for w, cases in TOLD.items() for one in cases])
-def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
-    tmp_path: Path, what: str, case: str, *, tie: bool
-) -> None:
+def test_tensor_that_peft_stores_of_its_base_is_what_counts(tmp_path: Path, what: str, case: str, *, tie: bool) -> None:
     """Rows got other values before training, or there are more of them: PEFT loads its own over the base's."""
     _model("qwen2", tie_word_embeddings=tie).save_pretrained(tmp_path / "base", max_shard_size="20KB")
     model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
@@ -483,7 +481,7 @@ ON_HEAD: dict[str, dict[str, Any]] = {
         ("kasa", "head", "stored"),
     ],
 )
-def test_a_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
+def test_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
     tmp_path: Path, method: str, case: str, tie: str
 ) -> None:
     """PEFT takes it out of the shared tensor in place, and stores what is left if embeddings are saved."""
@@ -507,7 +505,7 @@ def test_a_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", START)
-def test_a_start_is_taken_out_by_the_strength(tmp_path: Path, method: str) -> None:
+def test_start_is_taken_out_by_the_strength(tmp_path: Path, method: str) -> None:
     """W + s (F(W) − W), whether the file holds what is left of W or not."""
     _model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
     model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
@@ -535,7 +533,7 @@ def test_more_rows_of_one_end_alone_are_refused(tmp_path: Path) -> None:
     assert "does not hold the new rows of lm_head.weight" in e.value.where
 
 
-def test_a_copy_is_one_in_every_dtype_and_at_no_strength(tmp_path: Path) -> None:
+def test_copy_is_one_in_every_dtype_and_at_no_strength(tmp_path: Path) -> None:
     model = _model("qwen2").bfloat16()
     model.save_pretrained(tmp_path / "base")
     before = load(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
@@ -610,7 +608,7 @@ def test_factors_that_differ_are_of_one_end_each_whatever_the_configuration_says
 
 
 @pytest.mark.parametrize("config", ["adapter", "base"])
-def test_what_cannot_be_parted_changes_both_ends_and_says_so(tmp_path: Path, config: str) -> None:
+def test_model_that_cannot_be_untied_changes_both_ends_and_says_so(tmp_path: Path, config: str) -> None:
     """Without the configuration of the base there is nowhere to say it, without the adapter's nobody to ask."""
     _train(tmp_path, "qwen2", target_modules=["lm_head"])
     adapter = tmp_path / "adapter"
@@ -627,7 +625,7 @@ def test_what_cannot_be_parted_changes_both_ends_and_says_so(tmp_path: Path, con
 @pytest.mark.few(2)
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
 @pytest.mark.parametrize("name", MODELS)
-def test_an_end_that_was_trained_alone_unties_the_model(tmp_path: Path, name: str, saved: list[str]) -> None:
+def test_end_that_was_trained_alone_unties_the_model(tmp_path: Path, name: str, saved: list[str]) -> None:
     """The loaded output computes what PEFT's merged model does, with the config that says so."""
     saved = ["wte" if name == "gpt2" and s == "embed_tokens" else s for s in saved]
     layers = ["c_attn"] if name == "gpt2" else ["q_proj"]
@@ -668,7 +666,7 @@ def test_ends_that_were_trained_as_one_stay_tied(tmp_path: Path, saved: list[str
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_a_table_that_peft_saves_under_all_names_of_encoder_and_decoder(
+def test_table_that_peft_saves_under_all_names_of_encoder_and_decoder(
     tmp_path: Path, kind: str, strength: float
 ) -> None:
     """`shared`, `encoder.embed_tokens`, `decoder.embed_tokens` and `lm_head` are one parameter."""
@@ -699,7 +697,7 @@ def test_a_table_that_peft_saves_under_all_names_of_encoder_and_decoder(
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_what_cannot_be_untied_or_combined_is_refused(tmp_path: Path) -> None:
+def test_heads_that_cannot_be_untied_or_combined_are_refused(tmp_path: Path) -> None:
     _train(tmp_path, "qwen2", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
     adapter, as_one = tmp_path / "adapter", tmp_path / "one"
     _tune(_model("qwen2"), AS_ONE["ensured, head"]("q_proj", "embed_tokens")).save_pretrained(as_one)
@@ -723,7 +721,7 @@ RESIZED: dict[str, dict[str, Any]] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("tie", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("case", RESIZED)
-def test_a_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bool) -> None:  # noqa: FBT001
+def test_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bool) -> None:  # noqa: FBT001
     """PEFT stores the tables that it was trained upon; what it changes of them is added to these."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1)

@@ -20,7 +20,7 @@ def stored(shape: tuple[int, ...]) -> StoredTensor:
 
 
 @given(sizes=SIZES, more=st.lists(st.integers(0, 3), min_size=4, max_size=4), data=st.data())
-def test_the_stored_elements_of_some_rows_are_those_in_the_low_corner(
+def test_stored_elements_of_some_rows_are_those_in_the_low_corner(
     sizes: list[int], more: list[int], data: st.DataObject
 ) -> None:
     """All rows of the first axis, padded in any axes or in none."""
@@ -40,7 +40,7 @@ def test_the_stored_elements_of_some_rows_are_those_in_the_low_corner(
 
 
 @given(sizes=SIZES)
-def test_of_a_weight_that_is_not_there_nothing_is_stored(sizes: list[int]) -> None:
+def test_absent_weight_has_no_stored_elements(sizes: list[int]) -> None:
     weight = unstored("b", tuple(sizes), stored((2,)))
     assert (weight.shape, weight.padded, weight.stored.nbytes) == (tuple(sizes), True, 0)
     assert weight.span(0, prod(sizes)) == (0, 0)

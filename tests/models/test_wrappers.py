@@ -89,7 +89,7 @@ def wrapped(key: str, levels: list[tuple[int, str]], *, layers: bool) -> str:
     levels=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(TRAINED)), max_size=3),
     layers=st.booleans(),
 )
-def test_a_base_with_such_levels_is_the_same_base(
+def test_base_with_such_levels_is_the_same_base(
     case: str,
     levels: list[tuple[int, str]],
     layers: bool,  # noqa: FBT001
@@ -108,7 +108,7 @@ def test_a_base_with_such_levels_is_the_same_base(
     "lora_unet_model_layers_0_mlp_up_proj_base_layer", "lycoris__orig_mod_model_layers_0__orig_mod_mlp_up_proj",
     "lora_unet_model_layers_0_module_mlp_up_proj",
 ])  # fmt: skip
-def test_an_adapter_may_have_such_levels_too(name: str) -> None:
+def test_adapter_may_have_such_levels_too(name: str) -> None:
     """On a plain base, and on one that has them itself: then its own name is one of those."""
     plain = {key.replace(name, "model.layers.0.mlp.up_proj"): value for key, value in factors(name).items()}
     want = lora_merge.merge_state_dict(llama(), plain)
@@ -149,7 +149,7 @@ class Net(nn.Module):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "oft"])
-def test_a_model_saved_with_an_adapter_attached(kind: str, deleted: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_model_saved_with_an_adapter_attached(kind: str, deleted: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """PEFT's own names, and those that stay when the adapter was deleted: what is merged goes into the layers."""
     from peft import IA3Config, LoraConfig, OFTConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -182,7 +182,7 @@ def test_a_model_saved_with_an_adapter_attached(kind: str, deleted: bool, tmp_pa
     assert (f"{len(left)} tensors" in told[0] and left[0] in told[0]) if left else not told
 
 
-def test_it_is_a_base_also_where_most_of_its_tensors_are_the_adapters(tmp_path: Path) -> None:
+def test_wrapped_model_is_a_base_though_most_tensors_are_the_adapters(tmp_path: Path) -> None:
     base = {key.replace("_proj.weight", "_proj.base_layer.weight"): value for key, value in llama().items()}
     left = {key.replace(".weight", ".default.weight"): value for key, value in peft(llama(), "").items()}
     assert len(left) > len(base)
@@ -199,7 +199,7 @@ def test_it_is_a_base_also_where_most_of_its_tensors_are_the_adapters(tmp_path: 
     assert looks_like_adapter(open_checkpoint(save(table, tmp_path / "table.safetensors")))
 
 
-def test_the_notes_are_told_by_every_way_to_ask(tmp_path: Path) -> None:
+def test_notes_are_told_by_every_way_to_ask(tmp_path: Path) -> None:
     """In text, JSON and quietly: what stays, and what of the adapter has no place."""
     base = {f"_orig_mod.{key}": value for key, value in llama().items()}
     stray = {"elsewhere.lora_A.weight": rand(2, W), "elsewhere.lora_B.weight": rand(W, 2)}
@@ -215,6 +215,6 @@ def test_the_notes_are_told_by_every_way_to_ask(tmp_path: Path) -> None:
     assert (covered["matched"], list(covered["skipped"])) == (14, ["elsewhere"])
 
 
-def test_what_has_no_place_is_still_refused() -> None:
+def test_layers_without_a_place_are_still_refused() -> None:
     with pytest.raises(MergeError, match="no module of the adapter"):
         lora_merge.merge_state_dict({f"module.{k}": v for k, v in llama().items()}, factors("base_layer.other"))

@@ -54,7 +54,7 @@ def front(text: str) -> dict[str, Any]:
     return found
 
 
-def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = inputs
     (base / "README.md").write_text(BASE_CARD)
     (adapter / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
@@ -77,7 +77,7 @@ def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[
     assert "strength 0.5" not in more
 
 
-def test_a_card_that_a_person_edited_survives_another_merge_into_its_folder(
+def test_card_that_a_person_edited_survives_another_merge_into_its_folder(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     base, adapter = inputs
@@ -111,7 +111,7 @@ def test_a_card_that_a_person_edited_survives_another_merge_into_its_folder(
         ("license: other\nlicense_name: flux\nlicense_link: LICENSE", "license: mit", {"license": "other"}),
     ],
 )  # fmt: skip
-def test_a_licence_is_stated_where_all_inputs_agree_in_words_that_hubs_take(
+def test_licence_is_stated_where_all_inputs_agree_in_words_that_hubs_take(
     of_base: str, of_adapter: str, wanted: dict[str, str], inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for folder, entries in zip(inputs, (of_base, of_adapter), strict=True):
@@ -122,7 +122,7 @@ def test_a_licence_is_stated_where_all_inputs_agree_in_words_that_hubs_take(
     assert ("Licences: " in text) == (of_base != of_adapter and wanted == {"license": "other"})
 
 
-def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     """A base that does not tell its own name on a hub has the one that its adapter was trained with."""
     config = json.loads((inputs[0] / "config.json").read_text())
     (inputs[0] / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "_name_or_path"}))
@@ -185,13 +185,13 @@ def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], t
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["---\n[1, 2]\n---\nx", "---\na: [\n---\nx", "---\n" + "[" * 3000 + "\n---\n"])
-def test_a_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     (inputs[0] / "README.md").write_text(text)
     lora_merge.merge(*inputs, tmp_path / "out")
     assert (tmp_path / "out" / "README.md").read_text() == text
 
 
-def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
+def test_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
     base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
     odd = save(kohya(sd1()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "MIT"})
     out, card = tmp_path / "o.safetensors", tmp_path / "o.md"
@@ -237,7 +237,7 @@ def test_words_of_strangers_are_text_in_a_card(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("words", "cards"), [((), [True, False, False]), (("--card",), [True, False, True]),
                                               (("--no-card",), [True, False, False])])  # fmt: skip
-def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(
+def test_batch_gives_cards_to_the_merges_that_ask_for_them(
     words: tuple[str, ...], cards: list[bool], tmp_path: Path
 ) -> None:
     """In the jobs file, and on the command line where the jobs file says nothing."""
@@ -253,7 +253,7 @@ def test_a_batch_gives_cards_to_the_merges_that_ask_for_them(
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_the_entries_of_a_card_stay_as_they_are_written(mark: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_entries_of_a_card_stay_as_they_are_written(mark: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     """`no` is Norwegian to a hub and a truth value to others; comments are words too; a tag alone is a tag."""
     base, adapter = inputs
     theirs = "# ours\nlanguage: no  # norsk\nversion: 1.10\n"

@@ -53,7 +53,7 @@ def calls(folder: Path, files: Files) -> int:
 
 
 @pytest.mark.slow
-def test_a_module_costs_as_much_whatever_it_is_called(tmp_path: Path) -> None:
+def test_module_costs_as_much_whatever_it_is_called(tmp_path: Path) -> None:
     for kind in ("layers", "biases"):  # what is worked out once a process: patterns of other files' names are compiled
         planned(tmp_path / f"first {kind}", kind)
     least = planned(tmp_path / "least", "layers", 400)
@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[[int], Files]] = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path, way: str) -> None:
+def test_cost_of_a_module_does_not_grow_with_their_number(tmp_path: Path, way: str) -> None:
     _, one, two, four = (calls(tmp_path / str(n), WAYS[way](n)) for n in (5, 40, 80, 160))
     assert four - two < 2.6 * (two - one)
 
@@ -136,7 +136,7 @@ PROVED: dict[str, Callable[[int], Files]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", PROVED)
-def test_one_more_module_costs_the_same_in_a_merge_and_its_proof(tmp_path: Path, way: str) -> None:
+def test_cost_of_a_module_in_a_merge_and_its_proof_does_not_grow(tmp_path: Path, way: str) -> None:
     out = tmp_path / "out.safetensors"
 
     def merged(n: int) -> int:
@@ -147,7 +147,7 @@ def test_one_more_module_costs_the_same_in_a_merge_and_its_proof(tmp_path: Path,
     assert four - two < 2.6 * (two - one)
 
 
-def test_a_basis_of_more_layers_than_any_model_has_is_refused(tmp_path: Path) -> None:
+def test_basis_of_more_layers_than_any_model_has_is_refused(tmp_path: Path) -> None:
     """Each of them would be computed from all."""
     config, endings = {"peft_type": "FROD", "save_projection": False}, (".frod_lambda_l", ".frod_lambda_s_values")
     for name, content in peft(257, "layers.#.q", config, endings).items():
@@ -170,7 +170,7 @@ def tokens(rows: Sequence[int], modules: int = 1, height: int | None = None) -> 
     return {"base": tensors(base, "BF16", fill=b"\x80?"), **configured(config, tensors(stored, "BF16", fill=b"\x00@"))}
 
 
-def test_one_more_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+def test_cost_of_a_row_does_not_grow_with_their_number(tmp_path: Path) -> None:
     """Rows that do not follow each other, in the whole merge with its proof; and each of them is replaced."""
     out = tmp_path / "out.safetensors"
 
@@ -190,7 +190,7 @@ def test_rows_that_follow_each_other_cost_as_much_as_one(tmp_path: Path) -> None
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("table", ["alpha_pattern", "rank_pattern"])
-def test_a_table_of_patterns_is_not_gone_through_for_every_module(tmp_path: Path, table: str) -> None:
+def test_table_of_patterns_is_not_gone_through_for_every_module(tmp_path: Path, table: str) -> None:
     """Neither by the plan nor by the second reading of the proof."""
 
     def merged(patterns: int) -> int:
@@ -203,7 +203,7 @@ def test_a_table_of_patterns_is_not_gone_through_for_every_module(tmp_path: Path
     assert many - few < 20 * 1800
 
 
-def test_a_list_of_rows_is_not_gone_through_for_every_module(tmp_path: Path) -> None:
+def test_list_of_rows_is_not_gone_through_for_every_module(tmp_path: Path) -> None:
     """Each of thousands of small tensors may mean as many rows as a list of the configuration has."""
     files = tokens(range(0, 20_002, 2), 3) | {"base": tokens([0], 3)["base"]}
     folder = written(tmp_path, files)

@@ -119,7 +119,7 @@ def write(path: Path, tensors: dict[str, Any]) -> None:
         torch.save(tensors, path)
 
 
-def test_a_part_by_its_own_names_goes_below_the_module_that_its_folder_names(model: Path) -> None:
+def test_part_by_its_own_names_goes_below_the_module_that_its_folder_names(model: Path) -> None:
     """Two connectors have the same names and shapes; the head of diffusion has its names alone, under another name."""
     write(model / "ad" / "semantic_connector" / "pytorch_model.bin", CONNECTOR)
     head = {"noisy.weight": rand(4, HIDDEN), "cond.weight": rand(HIDDEN, 4)}
@@ -152,7 +152,7 @@ def test_weights_without_one_place_are_refused_and_the_fix_works(model: Path, wh
 
 
 @pytest.mark.parametrize("name", ["value_head.safetensors", "ema.pt", "score/model.safetensors"])
-def test_other_weights_are_named(model: Path, name: str) -> None:
+def test_left_out_weights_are_named(model: Path, name: str) -> None:
     write(model / "ad" / name, {"v_head.summary.weight": torch.ones(1, HIDDEN)})
     report, _ = merged(model)
     assert any(Path(name).parts[0] in note for note in report.notes)
@@ -179,7 +179,7 @@ SECOND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_set_of_the_weights_stays_behind(model: Path, name: str) -> None:
+def test_second_set_of_the_weights_stays_behind(model: Path, name: str) -> None:
     write(model / "base" / name, SECOND[name](load_file(model / "base" / "model.safetensors")))
     report, _ = merged(model)
     assert not (model / "out" / name).exists()
@@ -191,7 +191,7 @@ def test_a_second_set_of_the_weights_stays_behind(model: Path, name: str) -> Non
     "flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model_quantized.onnx", "pytorch_model-00001-of-00002.bin",
     "openvino_model.bin", "weights.npz", "bert_model.ckpt.data-00000-of-00001", "decoder_model_merged.onnx",
 ])  # fmt: skip
-def test_a_second_set_in_a_format_without_headers_is_known_by_its_name(model: Path, name: str) -> None:
+def test_second_set_in_a_format_without_headers_is_known_by_its_name(model: Path, name: str) -> None:
     (model / "base" / name).write_bytes(b"\x08\x07" * 40)
     report, _ = merged(model)
     assert not (model / "out" / name).exists()
@@ -199,7 +199,7 @@ def test_a_second_set_in_a_format_without_headers_is_known_by_its_name(model: Pa
 
 
 @pytest.mark.parametrize("name", ["spk_dict.pt", "audiovae.pth", "campplus.onnx", "flow.bin", "voice/vae.safetensors"])
-def test_a_part_of_its_own_comes_along(model: Path, name: str) -> None:
+def test_part_of_its_own_comes_along(model: Path, name: str) -> None:
     path = model / "base" / name
     if path.suffix == ".onnx":
         path.write_bytes(b"\x08\x07" * 40)
@@ -250,7 +250,7 @@ def test_grown_embeddings_bring_their_tokenizer(grown: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("whose", ["adapter", "base", "other"])
-def test_the_user_decides_whose_tokenizer_it_is(grown: Path, whose: str) -> None:
+def test_user_decides_whose_tokenizer_it_is(grown: Path, whose: str) -> None:
     """A replay of the output has the same, from the folder of that name."""
     (grown / "other").mkdir()
     vocabulary(grown / "other", 13)
@@ -269,13 +269,13 @@ def test_the_user_decides_whose_tokenizer_it_is(grown: Path, whose: str) -> None
 
 
 @pytest.mark.parametrize("value", ["adapter", "ad", "nowhere"])
-def test_a_tokenizer_that_is_not_there_is_refused(model: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_that_is_not_there_is_refused(model: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model)
     with pytest.raises(UsageError, match=r"whole tokenizer|no such folder"):
         merged(model, tokenizer=value)
 
 
-def test_a_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
+def test_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
     shutil.copytree(grown / "ad", grown / "other")
     file = grown / "other" / "adapter_model.safetensors"
     save({name: value for name, value in load_file(file).items() if "lora_" in name}, file)
@@ -283,7 +283,7 @@ def test_a_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
         lora_merge.merge(grown / "base", [grown / "ad", grown / "other"], grown / "out", tokenizer="adapter")
 
 
-def test_the_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:
+def test_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:
     (grown / "other").mkdir()
     vocabulary(grown / "other", 13)
     done = run(grown / "base", grown / "ad", "-o", grown / "other", "--overwrite", "--tokenizer", grown / "other")
@@ -291,7 +291,7 @@ def test_the_folder_of_the_tokenizer_is_not_replaced(grown: Path) -> None:
     assert [path.name for path in sorted((grown / "other").iterdir())] == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_a_model_folder_that_holds_an_adapter_is_a_base_and_an_adapter(model: Path) -> None:
+def test_model_folder_that_holds_an_adapter_is_a_base_and_an_adapter(model: Path) -> None:
     base = model / "base"
     for path in (model / "ad").iterdir():
         (base / path.name).write_bytes(path.read_bytes())

@@ -40,7 +40,7 @@ def test_title_and_entries_are_in_the_header_and_come_back_by_replay(inputs: tup
     assert dict(again.job.metadata) == recipe["metadata"]
 
 
-def test_without_metadata_no_name_and_no_hash_is_written(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_no_metadata_writes_no_name_and_no_hash(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     """Also none of an earlier merge, whose output is the base here."""
     first, second = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     lora_merge.merge(*inputs, first)
@@ -64,12 +64,12 @@ def test_entries_that_only_a_merge_can_write_are_refused(key: str, inputs: tuple
 
 
 @pytest.mark.parametrize("options", [{"title": 3}, {"title": "\ud800"}, {"metadata": {"a": 1}}, {"metadata": "a=b"}])
-def test_what_no_header_can_hold_is_refused(options: dict[str, object]) -> None:
+def test_entries_that_no_header_can_hold_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         make_job("base", "adapter", "output", **options)
 
 
-def test_a_jobs_file_takes_them(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_jobs_file_takes_them(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     job = {"base": "b.safetensors", "adapters": ["a.safetensors:{s}"], "output": "{s}.safetensors",
            "matrix": {"s": [0.5]}, "title": "Ink {s}", "metadata": {"modelspec.author": "me"}}  # fmt: skip
     (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}))

@@ -55,11 +55,11 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     return account
 
 
-def test_all_of_a_plain_adapter_is_used(tmp_path: Path) -> None:
+def test_plain_adapter_is_used_whole(tmp_path: Path) -> None:
     assert merged(tmp_path, pair("m.a") | pair("m.b")) == {"tensors": 4, "used": 4, "unused": 0, "reasons": {}}
 
 
-def test_what_changes_nothing_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_tensors_that_change_nothing_are_named_with_their_reason(tmp_path: Path) -> None:
     """A module without a place, one whose strength is 0, a copy under another name, an embedding of a prompt."""
     adapter = pair("m.a") | pair("m.b") | pair("m.gone") | {"emb_params": rand(2, 2)}
     adapter |= {k.replace("m.a", "diffusion_model.m.a"): v.clone() for k, v in pair("m.a").items()}
@@ -78,7 +78,7 @@ READ = {"m.a", "lycoris_m_a"}
 @pytest.mark.parametrize(
     ("stems", "equal"), [*((pair, True) for pair in combinations(STEMS, 2)), (STEMS[:2], False), (STEMS[2:4], False)]
 )
-def test_one_module_under_two_names(tmp_path: Path, stems: tuple[str, str], *, equal: bool) -> None:
+def test_module_under_two_names(tmp_path: Path, stems: tuple[str, str], *, equal: bool) -> None:
     """Equal copies are applied once, and confirmed if the second reading knows a name; others are refused."""
     one, two = peft_pair(stems[0], 1), peft_pair(stems[1], 1 if equal else 2)
     if equal:
@@ -90,13 +90,13 @@ def test_one_module_under_two_names(tmp_path: Path, stems: tuple[str, str], *, e
     assert caught.value.exit_code == 3
 
 
-def test_an_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
+def test_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
     found = merged(tmp_path, pair("m.a"), 0.0)
     assert found == {"tensors": 2, "used": 0, "unused": 2, "reasons": dict.fromkeys(pair("m.a"), OFF)}
 
 
 @pytest.mark.parametrize("why", [OFF, ZEROS])
-def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     original = make_plan.match_adapter
 
     def match(*arguments: Any) -> Match:
@@ -110,14 +110,14 @@ def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytes
         merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
-def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a spelling of which the second reading knows nothing: the factors of the second module are its own."""
     monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: "m.b" in patch.module.name)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
         merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
-def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three weights below each other, one of which gets nothing."""
     original, lost = make_plan.match_adapter, "transformer_blocks.0.attn.to_k.weight"
 
@@ -135,9 +135,7 @@ def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypa
     assert not (tmp_path / "wrong.safetensors").exists()
 
 
-def test_a_tensor_that_the_reader_of_headers_overlooks_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_that_the_reader_of_headers_overlooks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library lists the file's tensors, not this project's own reader."""
     original = cache.group
 

@@ -52,7 +52,7 @@ def is_found(out: Path, *, each: int = 1) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
-def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
+def test_damage_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
     source, _ = base(FORMS[name], tmp_path / "base", NAMES[:1])
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     lora_merge.merge(source, save(adapter(NAMES[:1]), tmp_path / "lora.safetensors"), out)
@@ -61,7 +61,7 @@ def test_in_a_base_of_every_format(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
-def test_in_blocks_of_gguf(kind: str, tmp_path: Path) -> None:
+def test_damage_in_blocks_of_gguf(kind: str, tmp_path: Path) -> None:
     source = write(tmp_path / "base.gguf", "flux", flux(kind))
     lora_merge.merge(source, save(style(), tmp_path / "lora.safetensors"), tmp_path / "out.gguf")
     is_found(tmp_path / "out.gguf")
@@ -91,24 +91,24 @@ def quantised(tmp_path: Path, dtype: str, **options: str) -> Path:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(FILES))
-def test_in_a_weight_that_is_quantised_on_the_way_out(dtype: str, tmp_path: Path) -> None:
+def test_damage_in_a_weight_quantised_on_the_way_out(dtype: str, tmp_path: Path) -> None:
     is_found(quantised(tmp_path, dtype), each=2)
 
 
 @pytest.mark.slow
-def test_in_codes_that_stochastic_rounding_chose(tmp_path: Path) -> None:
+def test_damage_in_codes_of_stochastic_rounding(tmp_path: Path) -> None:
     """Either neighbour lies within one step; only the written one is right."""
     is_found(quantised(tmp_path, "fp8_scaled", rounding="stochastic"), each=8)
 
 
-def test_in_the_codes_of_a_weight_that_is_written_twice(tmp_path: Path) -> None:
+def test_damage_in_the_codes_of_a_weight_that_is_written_twice(tmp_path: Path) -> None:
     """The one scale of the weight does not cover what is added, which is known after its first codes are written."""
     big = save(plain(size=50.0)[1], tmp_path / "big.safetensors")
     lora_merge.merge(quantised(tmp_path, "fp8_scaled"), big, tmp_path / "out.safetensors")
     is_found(tmp_path / "out.safetensors", each=4)
 
 
-def test_in_scales_that_lie_in_another_file(tmp_path: Path) -> None:
+def test_damage_in_scales_of_another_file(tmp_path: Path) -> None:
     source, tensors = base(FORMS["block fp8"], tmp_path / "base", NAMES[:2])
     lora = save(adapter(NAMES[:2]), tmp_path / "lora.safetensors")
     (source / "model.safetensors").unlink()
@@ -147,7 +147,7 @@ def test_sums_are_those_of_the_tensors_however_they_were_written(tmp_path: Path,
     assert said == "".join(f"{crc32(data[t.offset : t.offset + t.nbytes]):08x}" for t in names)
 
 
-def test_an_output_without_codes_has_no_sums(tmp_path: Path, lora: Path) -> None:
+def test_output_without_codes_has_no_sums(tmp_path: Path, lora: Path) -> None:
     """Nor does it inherit those of its base."""
     source = quantised(tmp_path, "fp8_scaled")
     assert CHECKSUMS in metadata(source)
@@ -192,7 +192,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "option"), PLACES)
-def test_a_format_is_known_without_a_recipe(
+def test_format_is_known_without_a_recipe(
     name: str, option: str, sources: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     """For each value of --dtype the job of the output is the one that made it."""
@@ -204,7 +204,7 @@ def test_a_format_is_known_without_a_recipe(
 
 
 @pytest.mark.parametrize("name", ["ComfyUI fp8 rows", "ComfyUI int4 rotated", "mlx 4 bit", "ModelOpt nvfp4"])
-def test_a_format_that_no_option_writes_is_named(name: str, tmp_path: Path) -> None:
+def test_format_that_no_option_writes_is_named(name: str, tmp_path: Path) -> None:
     """Also where one writes a format of the same name with other scales."""
     made, _ = base(FORMS[name], tmp_path / "made", NAMES[:1])
     values = {key: rand(*info.shape) for key, info in open_checkpoint(made).tensors.items()}

@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_header_that_was_changed_after_the_merge_is_found(tmp_path: Path, change: str) -> None:
+def test_header_that_was_changed_after_the_merge_is_found(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
     assert prove(out)["warnings"] == []
     rewritten(out, CHANGES[change])
@@ -125,7 +125,7 @@ NAMED = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("change", NAMED)
-def test_what_was_changed_is_named_and_the_remedy_fits(tmp_path: Path, change: str) -> None:
+def test_header_change_is_named_and_the_remedy_fits(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
     more = {"the base's": edited("note", lambda text: text + "!"),
             "the base's, gone": lambda h: h["__metadata__"].pop("note")}  # fmt: skip
@@ -151,7 +151,7 @@ def moved(path: Path) -> None:
      lambda path: rewritten(path, reordered), moved],
     ids=["spaces", "lines", "entries in order", "tensors in another order", "data in another order"],
 )  # fmt: skip
-def test_the_same_entries_in_other_bytes_are_told_and_not_blamed(tmp_path: Path, how: Callable[[Path], None]) -> None:
+def test_same_entries_in_other_bytes_are_told_and_not_blamed(tmp_path: Path, how: Callable[[Path], None]) -> None:
     out = sealed(tmp_path)
     how(out)
     for full in (False, True):
@@ -160,7 +160,7 @@ def test_the_same_entries_in_other_bytes_are_told_and_not_blamed(tmp_path: Path,
     assert plan_again(out, tmp_path / "again.safetensors").base.notes == ()
 
 
-def test_a_recipe_that_was_edited_is_not_taken_for_wrong_weights(tmp_path: Path) -> None:
+def test_recipe_that_was_edited_is_not_taken_for_wrong_weights(tmp_path: Path) -> None:
     """It says another strength now, by which the weights are others."""
     out = sealed(tmp_path)
     rewritten(out, in_recipe(lambda r: r["adapters"][0].update(strength=0.5)))
@@ -175,7 +175,7 @@ def test_a_recipe_that_was_edited_is_not_taken_for_wrong_weights(tmp_path: Path)
     assert contradiction in note
 
 
-def test_a_base_entry_of_a_file_without_recipe_is_compared(tmp_path: Path) -> None:
+def test_base_entry_of_a_file_without_recipe_is_compared(tmp_path: Path) -> None:
     """Such a file may lack entries, but what it has must be the base's."""
     out = sealed(tmp_path)
     named = {"base": tmp_path / "b.safetensors", "adapters": [(tmp_path / f"a{n}.safetensors", 1.0) for n in range(2)]}
@@ -213,7 +213,7 @@ def test_every_byte_of_the_header_counts(tmp_path_factory: pytest.TempPathFactor
     assert failure.value.exit_code in (3, 6)
 
 
-def test_an_output_of_an_earlier_version_is_proven_without_its_seal(tmp_path: Path) -> None:
+def test_output_of_an_earlier_version_is_proven_without_its_seal(tmp_path: Path) -> None:
     out = sealed(tmp_path)
 
     def unsealed(header: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def test_every_shard_has_its_own_seal(tmp_path: Path) -> None:
     assert f"{names[1]}: 'modelspec.merged_from' edited" in failure.value.where
 
 
-def test_a_merge_into_a_merge_is_sealed_anew(tmp_path: Path) -> None:
+def test_merge_into_a_merge_is_sealed_anew(tmp_path: Path) -> None:
     first, second = sealed(tmp_path), tmp_path / "second.safetensors"
     lora_merge.merge(first, adapter(tmp_path / "a.safetensors", 5), second)
     assert prove(second)["warnings"] == []

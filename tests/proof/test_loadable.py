@@ -103,7 +103,7 @@ def test_side_files_that_do_not_fit_the_weights_are_found(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_so_are_they_beside_a_finished_output(model: Path, fault: str) -> None:
+def test_faults_beside_a_finished_output_are_found(model: Path, fault: str) -> None:
     change, message = FAULTS[fault]
     out = merge(model, dtype="bf16")
     assert prove(out, search=[model])["proven"]
@@ -117,7 +117,7 @@ def test_so_are_they_beside_a_finished_output(model: Path, fault: str) -> None:
         assert "lora-merge replay" in failed.value.fix
 
 
-def test_a_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "base"
     (base / "unet").mkdir(parents=True)
     (base / "scheduler").mkdir()
@@ -149,7 +149,7 @@ def test_a_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytes
     "tied",
     [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}],
 )
-def test_a_configuration_that_ties_what_was_parted_is_found(
+def test_configuration_that_ties_what_was_parted_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: dict[str, Any]
 ) -> None:
     base, name = tmp_path / "base", "model.embed_tokens"
@@ -174,7 +174,7 @@ def test_a_configuration_that_ties_what_was_parted_is_found(
         prove(out, search=[tmp_path])
 
 
-def test_the_library_sees_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_sees_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, out = model / "base" / "model-00001-of-00002.safetensors", model / "one.safetensors"
     job = {"base": base, "adapters": [(model / "lora.safetensors", 1.0)], "output": out}
     lora_merge.merge(base, model / "lora.safetensors", out)
@@ -196,7 +196,7 @@ def test_the_library_sees_what_was_planned(model: Path, monkeypatch: pytest.Monk
         check_opened(file, out)
 
 
-def test_a_library_that_does_not_know_a_dtype_is_told_not_blamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_does_not_know_a_dtype_is_told_not_blamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = model / "odd.safetensors"
     weight = rand(8, 8).numpy().tobytes()
     base.write_bytes(blob({f"{NAMES[0]}.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]},

@@ -37,7 +37,7 @@ def test_every_number_is_what_numpy_says(count: int, dtype: str, tmp_path: Path)
     assert_same(second, numbers_of(base, after, changes, keys[2:]))
 
 
-def test_a_sample_estimates_the_whole(tmp_path: Path) -> None:
+def test_sample_estimates_the_whole(tmp_path: Path) -> None:
     """The default proof looks at a few rows; norms are those of all rows, within the sample's error."""
     name = "model.layers.0.self_attn.q_proj"
     base = {f"{name}.weight": rand(512, 64, seed=3)}
@@ -53,7 +53,7 @@ def test_a_sample_estimates_the_whole(tmp_path: Path) -> None:
         assert few[entry] == pytest.approx(every[entry], rel=0.5)
 
 
-def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_number_are_counted_and_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_merge.measure.MOST_LISTED", 3)
     save(sd1(), tmp_path / "base.safetensors")
     lora(tmp_path / "lora.safetensors", NAMES, 0.1, 0)
@@ -63,7 +63,7 @@ def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: py
     assert (numbers["tensors"], numbers["unlisted"], len(numbers["blocks"])) == ({}, 4, 2)
 
 
-def test_a_change_below_the_digits_of_the_sum_asks_for_more_of_them(tmp_path: Path) -> None:
+def test_change_below_the_digits_of_the_sum_asks_for_more_of_them(tmp_path: Path) -> None:
     """A base in fp64 that is merged in fp32: the report's counts are those of fp32 and confirmed; the output's dtype is
     not to blame."""
     base = sd1()

@@ -19,7 +19,7 @@ def count() -> int:
     return max((one["num_threads"] for one in module._libraries().info() if one["user_api"] == "blas"), default=1)
 
 
-def test_the_number_of_threads_is_one_inside_and_as_before_after_the_last() -> None:
+def test_number_of_threads_is_one_inside_and_as_before_after_the_last() -> None:
     with threadpool_limits(limits=2, user_api="blas"):
         before = count()
         first, second = one_core(), one_core()
@@ -32,7 +32,7 @@ def test_the_number_of_threads_is_one_inside_and_as_before_after_the_last() -> N
         assert count() == before
 
 
-def test_the_setting_comes_back_after_an_error() -> None:
+def test_setting_comes_back_after_an_error() -> None:
     with threadpool_limits(limits=2, user_api="blas"):
         before = count()
         with pytest.raises(ZeroDivisionError), one_core():
@@ -40,7 +40,7 @@ def test_the_setting_comes_back_after_an_error() -> None:
         assert count() == before
 
 
-def test_a_user_that_was_left_open_may_end_while_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_that_was_left_open_may_end_while_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the garbage collector ends it, in the thread that holds the lock."""
     left, found = one_core(), module._libraries
     left.__enter__()

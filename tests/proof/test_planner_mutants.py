@@ -374,7 +374,7 @@ def _no_cached_rows() -> Iterator[None]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCENES)
-def test_a_sound_planner_passes_both_proofs(scenes: Callable[[str], Scene], name: str, tmp_path: Path) -> None:
+def test_sound_planner_passes_both_proofs(scenes: Callable[[str], Scene], name: str, tmp_path: Path) -> None:
     scene, out = scenes(name), tmp_path / "out.safetensors"
     report = lora_merge.merge(scene.base, scene.adapters, out, **scene.options)
     assert report.verified is not None
@@ -384,13 +384,13 @@ def test_a_sound_planner_passes_both_proofs(scenes: Callable[[str], Scene], name
         assert proof["matching"] == report.verified["matching"]
 
 
-def test_there_are_fifty_mutants_and_no_two_are_one() -> None:
+def test_mutants_are_fifty_and_no_two_are_one() -> None:
     assert len({(m.scene, m.does) for m in MUTANTS}) == len(MUTANTS) >= 50
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
-def test_a_wrong_planner_is_found(
+def test_wrong_planner_is_found(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, out = scenes(mutant.scene), tmp_path / "out.safetensors"
@@ -404,7 +404,7 @@ def test_a_wrong_planner_is_found(
 
 
 @pytest.mark.slow
-def test_without_the_second_reading_most_mutants_pass(
+def test_mutants_mostly_pass_without_the_second_reading(
     scenes: Callable[[str], Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is this that finds them, not the recomputation, which takes the plan's word."""

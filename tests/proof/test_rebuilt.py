@@ -68,7 +68,7 @@ def test_every_row_that_makes_slots_has_a_check() -> None:
      ("psoft", {"low_rank": True}), ("psoft", {"low_rank": True, "rounds": 0}), ("frod", {"dtype": "F32"}),
      *(("unilora", {"dtype": dtype}) for dtype in ("F32", "F64", "F16"))],
 )  # fmt: skip
-def test_what_is_right_passes(name: str, settings: dict[str, Any]) -> None:
+def test_rebuilt_values_that_are_right_pass(name: str, settings: dict[str, Any]) -> None:
     remade = made(name, **settings)
     assert CHECKS[name](remade)
 
@@ -81,7 +81,7 @@ def test_signs_are_free() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 7])
-def test_only_the_largest_triples_are_those_of_psoft(first: int) -> None:
+def test_psoft_has_the_largest_triples_alone(first: int) -> None:
     """Others of the same weight are orthonormal and mapped to each other, too."""
     u, s, v = np.linalg.svd(WEIGHT.astype(np.float64), full_matrices=False)
     part = slice(first, first + 3)
@@ -117,14 +117,14 @@ WRONG: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "slot", "change"), WRONG)
-def test_what_is_wrong_is_found(name: str, slot: str, change: Callable[[Array], Array]) -> None:
+def test_rebuilt_values_that_are_wrong_are_found(name: str, slot: str, change: Callable[[Array], Array]) -> None:
     remade = made(name)
     wrong = spoiled(remade, slot, change)
     assert not np.array_equal(wrong.found[slot], remade.found[slot])
     assert not CHECKS[name](wrong)
 
 
-def test_a_merge_that_makes_them_wrong_does_not_get_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_that_makes_them_wrong_does_not_get_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and the proof take the same ones: only the look at them can notice."""
     base = save({"a.weight": rand(OUT, IN)}, tmp_path / "base.safetensors")
     folder = tmp_path / "adapter"

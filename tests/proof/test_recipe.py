@@ -46,7 +46,7 @@ def merged(folder: Path, name: str = "out", **options: Any) -> Path:
     return out
 
 
-def test_an_output_says_how_it_was_made(files: Path) -> None:
+def test_output_says_how_it_was_made(files: Path) -> None:
     found = metadata(merged(files, dtype="bf16", strength_for=[("te", 0.5)]))
     recipe = json.loads(found[KEY])
     assert recipe["version"] == lora_merge.__version__
@@ -74,7 +74,7 @@ def test_web_uis_find_their_own_entries(files: Path) -> None:
     assert models[hashes["base.safetensors"]]["legacy_hash"] == hashlib.sha256(start).hexdigest()[:8]
 
 
-def test_a_merge_into_a_merge_remembers_the_first(files: Path) -> None:
+def test_merge_into_a_merge_remembers_the_first(files: Path) -> None:
     first = merged(files, "first")
     second = files / "second.safetensors"
     lora_merge.merge(first, files / "style.safetensors", second)
@@ -84,7 +84,7 @@ def test_a_merge_into_a_merge_remembers_the_first(files: Path) -> None:
     assert prove(second, full=True)["proven"]
 
 
-def test_the_same_merge_has_the_same_bytes_whatever_the_machine_gives_it(files: Path, nursery: Nursery) -> None:
+def test_same_merge_has_the_same_bytes_whatever_the_machine_gives_it(files: Path, nursery: Nursery) -> None:
     """Threads, memory bound (and so windows), other name of the output, another folder."""
     wanted, log = sha(merged(files, device="cpu")), files / "log"
     for n, (threads, memory) in enumerate(((1, "8MiB"), (2, "16MiB"), (3, "1GiB"))):
@@ -98,7 +98,7 @@ def test_the_same_merge_has_the_same_bytes_whatever_the_machine_gives_it(files: 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16", "strength_for": [("te", 0.5), ("re:attn1", 2.0)]}])
-def test_a_replay_gives_the_same_bytes(files: Path, options: dict[str, Any]) -> None:
+def test_replay_gives_the_same_bytes(files: Path, options: dict[str, Any]) -> None:
     out = merged(files, **options)
     (files / "deep").mkdir()
     (files / "style.safetensors").rename(files / "deep" / "style.safetensors")
@@ -106,7 +106,7 @@ def test_a_replay_gives_the_same_bytes(files: Path, options: dict[str, Any]) -> 
     assert sha(files / "again.safetensors") == sha(out)
 
 
-def test_a_replay_needs_its_inputs(files: Path) -> None:
+def test_replay_needs_its_inputs(files: Path) -> None:
     out = merged(files)
     tensors = load(files / "style.safetensors")
     (files / "style.safetensors").unlink()
@@ -145,7 +145,7 @@ def test_folders_and_name_tables_are_replayed(files: Path) -> None:
         prove(out)
 
 
-def test_the_configuration_of_the_base_is_one_of_its_files(files: Path) -> None:
+def test_configuration_of_the_base_is_one_of_its_files(files: Path) -> None:
     """It decides what is tied and by what names the model goes."""
     (files / "model").mkdir()
     (files / "base.safetensors").rename(files / "model" / "model.safetensors")
@@ -187,7 +187,7 @@ def test_named_inputs_that_are_missing_are_no_failed_proof(files: Path) -> None:
         prove(out, files / "none.safetensors", [(files / "style.safetensors", None)])
 
 
-def test_what_may_not_be_read_is_passed_over(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_may_not_be_read_are_passed_over(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read anything, so the system's refusals are played."""
     out = merged(files)
     (files / "a_link").symlink_to("private")
@@ -209,7 +209,7 @@ def test_what_may_not_be_read_is_passed_over(files: Path, monkeypatch: pytest.Mo
     assert prove(out)["proven"]
 
 
-def test_a_recipe_that_gives_another_model_is_not_replayed(files: Path) -> None:
+def test_recipe_that_gives_another_model_is_not_replayed(files: Path) -> None:
     """As it may be where an earlier version left something out of it."""
     out = merged(files)
     save({k: v for k, v in load(out).items() if "out.2" not in k}, out, metadata(out))
@@ -256,7 +256,7 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
      told(map={"name": "a", "text": "\ud800"}), told(base=of(name="\ud800")), told(setting={"x": 1}), told(dtype="int4"),
      told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["t e", 1]]}])],
 )  # fmt: skip
-def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
+def test_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
     path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
     with pytest.raises(InputError, match="the recipe is damaged"):
         read_recipe(open_checkpoint(path))
@@ -280,7 +280,7 @@ def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
             plan_again(out, files / "again.safetensors")
 
 
-def test_what_the_user_asks_for_is_no_damage_of_the_recipe(files: Path) -> None:
+def test_options_of_the_user_are_no_damage_of_the_recipe(files: Path) -> None:
     out = merged(files)
     with pytest.raises(UsageError, match="the output exists"):
         admit(plan_again(out, out))
@@ -288,7 +288,7 @@ def test_what_the_user_asks_for_is_no_damage_of_the_recipe(files: Path) -> None:
         plan_again(out, files / "again.safetensors", max_memory="much")
 
 
-def test_a_file_deeper_than_any_folder_is_not_found(files: Path) -> None:
+def test_file_deeper_than_any_folder_is_not_found(files: Path) -> None:
     out = merged(files)
     recipe = json.loads(parse_file(out).metadata[KEY])
     file = recipe["base"]["files"][0]
@@ -299,7 +299,7 @@ def test_a_file_deeper_than_any_folder_is_not_found(files: Path) -> None:
     assert caught.value.exit_code in (3, 6)
 
 
-def test_the_search_is_bounded_and_stays_below_its_folders(
+def test_search_is_bounded_and_stays_below_its_folders(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = merged(files)
@@ -325,7 +325,7 @@ def test_the_search_is_bounded_and_stays_below_its_folders(
         find(recipe, [tmp_path, deep])
 
 
-def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
+def test_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
     """Regression: 2 threads within a matrix product gave other bytes than 1 for six layers of a real model.
 
     Also in a program that has set a number of its own.
@@ -356,7 +356,7 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
         assert {*seen} == {1} and len(seen) in (2, 4)
 
 
-def test_a_file_that_states_the_scale_is_one_of_the_inputs(tmp_path: Path) -> None:
+def test_file_that_states_the_scale_is_one_of_the_inputs(tmp_path: Path) -> None:
     """Bytes depend on it: another alpha in it is another merge, for `verify` and for a batch that is run again."""
     folder = tmp_path / "style"
     folder.mkdir()

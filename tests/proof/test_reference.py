@@ -53,7 +53,7 @@ def test_rows_of_the_reference_are_the_rows_of_the_whole(name: str) -> None:
     st.integers(0, 8),
 )
 @settings(max_examples=examples(200))
-def test_the_parts_of_a_fused_weight_fill_it(split: str, count: int, rows: int, inputs: int) -> None:
+def test_parts_of_a_fused_weight_fill_it(split: str, count: int, rows: int, inputs: int) -> None:
     """Every part has at least one row, and all together have the weight's; else there is no split."""
     found = heights(split, count, (rows, inputs))
     squares = {EQUAL: 0, FIRST_SQUARE: 1, ALL_BUT_LAST_SQUARE: count - 1}[split]

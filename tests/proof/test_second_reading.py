@@ -131,7 +131,7 @@ PAIRS: tuple[Row, ...] = (
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: " ".join((row[0], row[3], row[1])))
-def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row: Row) -> None:
+def test_full_size_adapter_is_mostly_known_and_lies_where_the_plan_has_it(row: Row) -> None:
     stored, words, named, prefix, endings, share = row
     config = LLAMA if stored.startswith("transformers") else {}
     chosen = layers(words)
@@ -144,7 +144,7 @@ def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row
     assert len(found.alone) == found.modules - found.proven
 
 
-def test_both_encoders_of_sdxl_are_known_under_their_flat_names() -> None:
+def test_encoders_of_sdxl_are_known_under_their_flat_names() -> None:
     clip = "text_model.encoder.layers"
     parts = {f"{clip}.{n}.self_attn.{p}_proj": 0 for n in range(2) for p in ("q", "k", "v", "out")}
     tensors: dict[str, Shape] = {}
@@ -185,7 +185,7 @@ def test_split_names_are_known_on_a_fused_base() -> None:
     assert (found.proven, found.modules) == (5, 5)
 
 
-def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter() -> None:
+def test_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter() -> None:
     """`weight` beside what is only called like one, norms that store a scale, fused projections without modules."""
     shapes: dict[str, Shape] = {
         "a.weight": (8, 4), "a.bias": (8,), "a_weight": (4, 4), "a_bias": (4,), "a.scale": (4,),
@@ -382,7 +382,7 @@ def test_arguments_of_the_network_that_are_off_change_nothing(
     assert read(base, tensors, metadata={entry: json.dumps(arguments)}).proven == known
 
 
-def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
+def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
     base, out = sd1(), tmp_path / "out.safetensors"
     odd = unread("lora_unet_time_embed_0", 64, 16) | {"lora_unet_time_embed_0.alpha": torch.tensor(2.0)}
     save(base, tmp_path / "base.safetensors")
@@ -401,7 +401,7 @@ def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
+def test_known_modules_are_reported_on_demand(*, verbose: bool) -> None:
     said: list[str] = []
     share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
     every = {"ratio": 0.01, "changed": 0.5}
@@ -475,7 +475,7 @@ def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("extra", ["a.gate", "a.b.gate", "a.b.c.gate", "b.gate"])
-def test_a_module_with_a_tensor_of_unknown_meaning_is_not_claimed(extra: str) -> None:
+def test_module_with_a_tensor_of_unknown_meaning_is_not_claimed(extra: str) -> None:
     """It may change the meaning of the others. Endings have one to three parts."""
     tensors = {"a.lora_up.weight": (8, 2), "a.lora_down.weight": (2, 8), extra: (4,)}
     stems = [g.stem for g in groups(index(tensors).tensors.values()) if g.stem == "a"]
@@ -513,7 +513,7 @@ def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
     ]  # fmt: skip
 
 
-def test_it_shares_no_code_with_what_makes_the_plan() -> None:
+def test_second_reading_shares_no_code_with_the_planner() -> None:
     """Headers and its own files alone: no table, name or number of the planner."""
     own = {"reading", "blocks", "layouts", "places", "numbers", "claims", "kinds", "methods"}
     for name in own:
@@ -555,7 +555,7 @@ def test_factors_of_any_rank_are_known_with_a_configuration(rank: int) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "transformer."])
-def test_the_configuration_in_the_header_of_diffusers_is_known(part: str) -> None:
+def test_configuration_in_the_header_of_diffusers_is_known(part: str) -> None:
     told = {f"{part}{name}": value for name, value in {"r": 4, "lora_alpha": 2, "use_rslora": True}.items()}
     tensors = lora((64, 32), f"{part}blocks.0.attn.to_q", PEFT, alpha=False)
     found = read(index({"blocks.0.attn.to_q.weight": (64, 32)}), tensors,
@@ -685,7 +685,7 @@ def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
         assert found.proven >= 0.98 * found.modules > 0, (part, found)
 
 
-def test_a_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:
+def test_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:
     """A path of the other layout, and a list of a model whose blocks have no table."""
     base = index(header("native/sd15"))
     tensors = lora(

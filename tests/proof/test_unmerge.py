@@ -61,7 +61,7 @@ def test_every_number_is_within_a_rounding_step(files: Path, tmp_path: Path, *, 
     check(alone, load(files / "merged.safetensors"), load(tmp_path / "half.safetensors"))
 
 
-def test_it_has_the_manners_of_a_merge(files: Path, tmp_path: Path) -> None:
+def test_unmerge_has_the_manners_of_a_merge(files: Path, tmp_path: Path) -> None:
     """A plan from headers, and a report in a file: of what was done, or of why it was not."""
     out, told = tmp_path / "out.safetensors", tmp_path / "told.json"
     asked = ("unmerge", files / "merged.safetensors", "-o", out, "--report", told)
@@ -75,7 +75,7 @@ def test_it_has_the_manners_of_a_merge(files: Path, tmp_path: Path) -> None:
     assert load(files / "base.safetensors")
 
 
-def test_what_depends_on_the_base_is_refused_and_the_base_is_named(files: Path, tmp_path: Path) -> None:
+def test_changes_that_depend_on_the_base_are_refused_and_the_base_is_named(files: Path, tmp_path: Path) -> None:
     merged = tmp_path / "m.safetensors"
     lora_merge.merge(files / "base.safetensors", files / "dora.safetensors", merged)
     for adapters in ([files / "dora.safetensors"], []):
@@ -97,7 +97,7 @@ def test_what_depends_on_the_base_is_refused_and_the_base_is_named(files: Path, 
     (["a.safetensors:1,te=0"], "a.safetensors was merged as a.safetensors:1"),
     (["a.safetensors", "b.safetensors:0.7"], "at most one rounding step"),
 ])  # fmt: skip
-def test_other_strengths_than_those_of_the_merge_are_told(
+def test_strengths_other_than_those_of_the_merge_are_noted(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(files)
@@ -120,7 +120,7 @@ PROMISES = {"at most one": 1.0, "at most two": 2.0, "some": 8.0}
     ({"dtype": "bf16", "rounding": "stochastic"}, "at most two", "bf16"),
     ({"dtype": "bf16", "compute_dtype": "fp16"}, "some", "bf16"),
 ], ids=str)  # fmt: skip
-def test_the_note_is_true_of_every_number(
+def test_note_is_true_of_every_number(
     tmp_path: Path, stored: torch.dtype, options: Any, words: str | None, dtype: str | None
 ) -> None:
     """Of a change that is larger than the weights and of adapters that cancel too, whatever the recipe says."""
@@ -142,7 +142,7 @@ def test_the_note_is_true_of_every_number(
     assert bool(((after - before).abs() <= PROMISES[words] * 1.001 * steps).all()), note
 
 
-def test_a_merge_that_cut_numbers_or_was_no_sum_is_not_taken_back(tmp_path: Path) -> None:
+def test_merge_that_cut_numbers_or_was_no_sum_is_not_taken_back(tmp_path: Path) -> None:
     """Its adapters may be named: the recipe is read all the same."""
     base = save({"a.weight": torch.full((8, 8), 6e4).half()}, tmp_path / "base.safetensors")
     lora = save(

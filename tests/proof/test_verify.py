@@ -83,7 +83,7 @@ def replace_tensors(path: Path, new: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16", "fp8_e4m3fn", "fp8_e5m2"])
-def test_a_sound_file_passes(made: Path, dtype: str) -> None:
+def test_sound_file_passes(made: Path, dtype: str) -> None:
     out = merge(made, dtype, dtype=dtype)
     for full, named in product((False, True), ({}, inputs(made), inputs(made, (0.7, 0.3)))):
         proof = prove(out, full=full, **named)
@@ -110,7 +110,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     assert errors[0] == errors[1]
 
 
-def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path: Path) -> None:
+def test_error_of_sums_that_cancel_is_in_units_of_the_terms(tmp_path: Path) -> None:
     up, down = rand(64, 8, seed=1), rand(8, 64, seed=2)
     base = save({"a.weight": -(up.double() @ down.double()).float()}, tmp_path / "base.safetensors")
     lora = save({"a.lora_A.weight": down, "a.lora_B.weight": up}, tmp_path / "lora.safetensors")
@@ -134,7 +134,7 @@ def test_every_compute_dtype_passes_by_its_own_bound(made: Path, compute: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_base_that_holds_nan_is_told_and_counts_for_nothing(
+def test_base_that_holds_nan_is_told_and_counts_for_nothing(
     tmp_path: Path,
     dtype: torch.dtype,
     dora: bool,  # noqa: FBT001
@@ -153,7 +153,7 @@ def test_a_base_that_holds_nan_is_told_and_counts_for_nothing(
         assert [("NaN or infinite" in w, "smaller" in w) for w in proof["warnings"]] == [(True, False)]
 
 
-def test_a_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
+def test_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     flip(out, "first_stage_model.decoder.conv_out.weight", 17, 0)
     with pytest.raises(VerificationFailed, match=r"no adapter changes.*\n.*conv_out\.weight, byte 17"):
@@ -162,7 +162,7 @@ def test_a_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
+def test_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
     out = made / "out.safetensors"
     flip(out, QUERY, 2 * (3 * 16 + 5), bit)
     with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors(?s:.*)to_q\.weight, row 3, column 5"):
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
-def test_the_neighbour_on_the_other_side_of_the_exact_value_is_found(
+def test_neighbour_on_the_other_side_of_the_exact_value_is_found(
     dtype: torch.dtype, named: str, tmp_path: Path
 ) -> None:
     """It is less than one unit away, and no rounding gives it: the proof allows half a unit."""
@@ -195,27 +195,27 @@ def test_short_reads_go_on_where_they_ended(tmp_path: Path, monkeypatch: pytest.
         assert recompute.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
 
 
-def test_a_missing_module_is_found(made: Path) -> None:
+def test_missing_module_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     replace_tensors(out, {QUERY: load(made / "base.safetensors")[QUERY]})
     with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors"):
         prove(out)
 
 
-def test_a_missing_adapter_is_found_and_named(made: Path) -> None:
+def test_missing_adapter_is_found_and_named(made: Path) -> None:
     other = merge(made, "other", (0.7, 0.0))
     replace_tensors(made / "out.safetensors", load(other))
     with pytest.raises(VerificationFailed, match=r"the file holds -?0\.00 of detail\.safetensors"):
         prove(made / "out.safetensors")
 
 
-def test_a_wrong_strength_is_found_and_named(made: Path) -> None:
+def test_wrong_strength_is_found_and_named(made: Path) -> None:
     replace_tensors(made / "out.safetensors", load(merge(made, "other", (0.35, 0.3))))
     with pytest.raises(VerificationFailed, match=r"the file holds 0\.50 of style\.safetensors"):
         prove(made / "out.safetensors")
 
 
-def test_a_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) -> None:
+def test_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) -> None:
     out = made / "out.safetensors"
     with pytest.raises(VerificationFailed, match=r"made with strength 0\.7 of 'style\.safetensors', not 0\.5") as told:
         prove(out, **inputs(made, (0.5, 0.3)))
@@ -226,7 +226,7 @@ def test_a_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) 
     assert told.value.fix.startswith("if it was made at other strengths, give those; else merge again")
 
 
-def test_a_swapped_half_is_found(made: Path) -> None:
+def test_swapped_half_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     key = f"{UNET}input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight"
     upper, lower = load(out)[key].chunk(2)
@@ -235,7 +235,7 @@ def test_a_swapped_half_is_found(made: Path) -> None:
         prove(out)
 
 
-def test_an_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
+def test_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
     tensors = load(made / "style.safetensors")
     save(tensors | {UP: tensors[UP] * 1.5}, made / "style.safetensors")
     for named in ({}, inputs(made)):
@@ -243,7 +243,7 @@ def test_an_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
             prove(made / "out.safetensors", **named)
 
 
-def test_another_dtype_shape_or_tensor_is_found(made: Path) -> None:
+def test_wrong_dtype_shape_or_tensor_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     good, recipe = load(out), metadata(out)
     for change in (
@@ -296,7 +296,7 @@ def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path
     assert done.code == 0, done.err
 
 
-def test_a_file_that_was_put_into_a_folder_is_named_itself(made: Path) -> None:
+def test_file_that_was_put_into_a_folder_is_named_itself(made: Path) -> None:
     folder = made / "model"
     folder.mkdir()
     shutil.copy(made / "out.safetensors", folder / "model.safetensors")
@@ -312,7 +312,7 @@ def test_renamed_inputs_are_found_by_content(made: Path, tmp_path: Path) -> None
     assert prove(made / "out.safetensors")["proven"]  # the folder below the output's is searched, too
 
 
-def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that forgets the strength: the file does not get its name, the old one stays."""
     import lora_merge.engine.fold as kernels
 
@@ -333,7 +333,7 @@ def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("dtype", "scale", "wider"), [("bf16", 0.002, "fp32"), ("fp8_e4m3fn", 0.01, "bf16 or fp32")])
-def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
+def test_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
     base = {"block.weight": rand(64, 64, seed=1).to(torch.float8_e4m3fn).float()}
     up = {"block.lora_up.weight": rand(64, 4, seed=2) * scale, "block.lora_down.weight": rand(4, 64, seed=3) * 0.05}
     save(base, tmp_path / "b.safetensors")
@@ -361,7 +361,7 @@ def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, sc
     assert not report.verified["warnings"]
 
 
-def test_the_report_is_json(made: Path) -> None:
+def test_report_is_json(made: Path) -> None:
     report = lora_merge.merge(made / "base.safetensors", made / "style.safetensors", made / "json.safetensors")
     assert json.loads(report.to_json())["verified"]["tensors"] > 20
 
@@ -418,7 +418,7 @@ def test_fp64_is_rounded_once(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(into, special.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_many_equal_adapters_are_no_error(tmp_path: Path) -> None:
+def test_equal_adapters_in_number_are_no_error(tmp_path: Path) -> None:
     """Their sums on the way are larger than any of them, and rounded every time."""
     torch.manual_seed(0)
     base = save({"model.a.weight": torch.randn(64, 32)}, tmp_path / "b.safetensors")
@@ -440,7 +440,7 @@ def test_large_metadata_of_the_base_costs_little(tmp_path: Path) -> None:
     assert metadata(tmp_path / "o.safetensors")["note"] == text
 
 
-def test_a_lost_entry_of_the_metadata_is_found(made: Path) -> None:
+def test_lost_entry_of_the_metadata_is_found(made: Path) -> None:
     base = save(load(made / "base.safetensors"), made / "noted.safetensors", {"note": "kept"})
     out = made / "noted-out.safetensors"
     lora_merge.merge(base, made / "style.safetensors", out)
@@ -451,7 +451,7 @@ def test_a_lost_entry_of_the_metadata_is_found(made: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no hints to the disk here")
-def test_the_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[int, int]] = set()
     looked: set[tuple[int, int]] = set()
     hint, read = os.posix_fadvise, recompute.read_exactly
@@ -482,7 +482,7 @@ def test_two_changes_of_one_adapter_are_retained_together(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
+def test_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
     """Programs verify thousands of files in one process."""
     out = made / "out.safetensors"
     if damaged:
@@ -565,7 +565,7 @@ def of_recipe(path: Path, **changes: Any) -> dict[str, str]:
     ({"method": "ties", "density": 1.0, "more": (-1.0,)}, without, "not proven: the bound is above the change"),
 ], ids=["cancelling", "bf16", "bf16-stochastic", "stochastic", "seed", "ties"])  # fmt: skip
 @pytest.mark.parametrize("named", [False, True])
-def test_a_recipe_does_not_decide_how_strictly_it_is_judged(
+def test_recipe_does_not_decide_how_strictly_it_is_judged(
     tmp_path: Path, changes: dict[str, Any], forged: Any, refused: str, *, named: bool
 ) -> None:
     """The weights of a stranger's file are none that an adapter made; its recipe would have each pass."""

@@ -24,7 +24,7 @@ from tests.kit.tensors import rand
 from tests.viewing.conftest import TRAINED, Scene
 
 
-def test_the_metadata_of_a_trainer_is_read(scene: Scene) -> None:
+def test_metadata_of_a_trainer_is_read(scene: Scene) -> None:
     trained = inspect(scene.ink)["trained"]
     assert trained["tags"] == {"cat": 11, "ink": 7}
     assert trained["datasets"] == [{"name": "5_ink", "repeats": 5, "images": 40}]
@@ -72,7 +72,7 @@ def test_hashes_are_those_of_model_sites(scene: Scene, tmp_path: Path) -> None:
     assert other["auto_v2"] != found["auto_v2"]
 
 
-def test_the_oldest_hash_covers_64_kib_from_1_mib_on(tmp_path: Path) -> None:
+def test_oldest_hash_covers_64_kib_from_1_mib_on(tmp_path: Path) -> None:
     path = save({"a": rand(700, 700)}, tmp_path / "m.safetensors")
     want = hashlib.sha256(path.read_bytes()[0x100000:0x110000]).hexdigest()[:8]
     assert inspect(path, hashes=True)["hashes"]["auto_v1"] == want
@@ -110,7 +110,7 @@ def test_products_are_not_the_only_changes_that_have_numbers(tmp_path: Path) -> 
     assert found["modules"]["lora_unet_b"]["norm"] == pytest.approx(float(((a @ b) * (c @ d)).norm()), rel=1e-5)
 
 
-def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+def test_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     tensors = kohya(sd1())
     gone = next(key for key in tensors if key.endswith("lora_up.weight"))
     facts = inspect(save({k: v for k, v in tensors.items() if k != gone}, tmp_path / "a.safetensors"))
@@ -147,7 +147,7 @@ def test_blocks_are_named_as_the_adapter_spells_them() -> None:
     assert {name: block_name(name) for name in cases} == cases
 
 
-def test_the_most_frequent_tags_are_told_whole() -> None:
+def test_most_frequent_tags_are_told_whole() -> None:
     counts = {f"a tag of some length {n}": 40 - n for n in range(40)}
     (told,) = (line for line in lines({"kind": "adapter", "trained": {"tags": counts}}) if line.startswith("tags"))
     shown, more = re.fullmatch(r"tags +(.*) and ([0-9]+) more", told).groups()  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def test_alphas_of_a_peft_folder_are_told_by_module(tmp_path: Path) -> None:
     assert all(row["alphas"] == facts["alpha_range"] for row in facts["blocks"].values())
 
 
-def test_a_pattern_of_several_algorithms_names_all(tmp_path: Path) -> None:
+def test_pattern_of_several_algorithms_names_all(tmp_path: Path) -> None:
     file = save(
         {"l.0.q.lora_up.weight": rand(8, 2), "l.0.q.lora_down.weight": rand(2, 8), "l.1.q.lokr_w1": rand(2, 2), "l.1.q.lokr_w2": rand(4, 4)},
         tmp_path / "a.safetensors",
@@ -203,7 +203,7 @@ def test_modules_that_need_their_base_are_no_part_of_the_norm(tmp_path: Path) ->
     assert "in 1 module; 1 more needs its base" in told
 
 
-def test_an_algorithm_has_the_name_that_the_configuration_gives_it(tmp_path: Path) -> None:
+def test_algorithm_has_the_name_that_the_configuration_gives_it(tmp_path: Path) -> None:
     """Tensors of OFT have one name in PEFT and OneTrainer, whose formulas differ: a merge takes the same one."""
     key = "model.layers.0.self_attn.q_proj"
     folder = tmp_path / "oft"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tests.kit.tensors import rand
 from tests.viewing.conftest import Scene
 
 
-def test_a_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: Path) -> None:
+def test_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     report = lora_merge.merge(scene.base, scene.ink, out)
     found, before, after = compare(scene.base, out), load(scene.base), load(out)
@@ -43,7 +44,7 @@ def test_equal_models_are_equal_whatever_their_dtype(scene: Scene, tmp_path: Pat
     assert (found["different"], found["total"]["changed"]) == (0, 0)
 
 
-def test_other_dtypes_are_told(scene: Scene, tmp_path: Path) -> None:
+def test_dtypes_that_differ_are_reported(scene: Scene, tmp_path: Path) -> None:
     cast = {k: v.bfloat16() if "input_blocks" in k else v for k, v in sd1().items()}
     found = compare(scene.base, save(cast, tmp_path / "cast.safetensors"))
     assert found["dtypes"] == {"fp16 in A, bf16 in B": sum("input_blocks" in k for k in cast)}
@@ -59,13 +60,13 @@ def test_tensors_of_one_model_alone_and_of_other_shapes_are_named(tmp_path: Path
     assert found["other_shapes"] == {"y": "[3] and [4]"}
 
 
-def test_not_a_number_equals_itself(tmp_path: Path) -> None:
+def test_nan_equals_itself(tmp_path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), 1.0])
     files = [save({"x": x}, tmp_path / f"{n}.safetensors") for n, x in enumerate((odd, odd.double()))]
     assert compare(*files)["total"]["changed"] == 0
 
 
-def test_the_same_weights_under_other_prefixes_are_found(scene: Scene, tmp_path: Path) -> None:
+def test_same_weights_under_other_prefixes_are_found(scene: Scene, tmp_path: Path) -> None:
     """A U-Net alone, without the prefix that the whole checkpoint has."""
     start = "model.diffusion_model."
     unet = {k.removeprefix(start): v for k, v in sd1().items() if k.startswith(start)}
@@ -90,7 +91,7 @@ def test_two_adapters_are_as_alike_as_their_changes(scene: Scene) -> None:
     assert any("cosine" in line for line in map(str, compare_rows(found)))
 
 
-def test_an_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene, tmp_path: Path) -> None:
+def test_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene, tmp_path: Path) -> None:
     tensors = load(scene.ink)
     negative = {k: -v if "lora_up" in k else v for k, v in tensors.items()}
     for other, cosine in ((scene.ink, 1.0), (save(negative, tmp_path / "n.safetensors"), -1.0)):
@@ -115,17 +116,27 @@ def test_spaces_that_share_nothing_have_no_overlap(tmp_path: Path) -> None:
     assert total["cosine"] == pytest.approx(0)
 
 
-@pytest.mark.parametrize("way", ["_whole", "_factors"])
-def test_the_overlap_of_spaces_is_the_same_with_a_base_and_without(
-    way: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
+def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The mean squared cosine of the angles between the spaces of the columns of two matrices, by numpy in fp64."""
+    p, q = (np.linalg.svd(m.numpy())[0][:, : np.linalg.matrix_rank(m.numpy(), rtol=1e-4)] for m in (one, other))
+    return float(np.square(p.T @ q).sum() / min(p.shape[1], q.shape[1]))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_overlap_is_that_of_the_spaces_of_the_changes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, *, whole: bool
 ) -> None:
-    """From the changes themselves, or from factors alone: then no weight of the base is read. Two independent adapters
-    of rank 4 share a part of their spaces."""
-    monkeypatch.setattr(f"lora_merge.viewing.changes.{'_factors' if way == '_whole' else '_whole'}", lambda *_: None)
-    by_name, on_base = compare(scene.ink, scene.oil), compare(scene.ink, scene.oil, scene.base)
-    assert on_base["common"] == by_name["common"]
-    assert 0.05 < by_name["total"]["overlap"] < 0.6
-    assert on_base["total"]["overlap"] == pytest.approx(by_name["total"]["overlap"], abs=2e-3)
+    """`whole`: where a base has no factors of a change, it is computed block by block."""
+    if whole:
+        monkeypatch.setattr("lora_merge.viewing.changes.factored", lambda _: False)
+    ink, oil = load(scene.ink), load(scene.oil)
+    both = {key.partition(".")[0] for key in ink.keys() & oil.keys()}
+    deltas = [(lora_delta(ink, name), lora_delta(oil, name)) for name in both]
+    exact = np.mean([overlap(*pair) for a, b in deltas for pair in ((a, b), (a.T, b.T))])
+    for base in (None, scene.base):
+        found = compare(scene.ink, scene.oil, base)
+        assert found["common"] == len(both)
+        assert found["total"]["overlap"] == pytest.approx(exact, abs=2e-3)
 
 
 def test_directions_that_cancel_belong_to_no_space(tmp_path: Path) -> None:
@@ -137,14 +148,14 @@ def test_directions_that_cancel_belong_to_no_space(tmp_path: Path) -> None:
     assert compare(*files)["total"]["overlap"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_change_of_zeros_shares_no_space(scene: Scene, tmp_path: Path) -> None:
+def test_change_of_zeros_shares_no_space(scene: Scene, tmp_path: Path) -> None:
     tensors = load(scene.ink)
     none = save({k: 0 * v if "lora_up" in k else v for k, v in tensors.items()}, tmp_path / "n.safetensors")
     for base in (None, scene.base):
         assert compare(scene.ink, none, base)["total"]["overlap"] is None
 
 
-def test_one_dialect_is_compared_with_another(scene: Scene, tmp_path: Path) -> None:
+def test_dialects_are_compared_with_each_other(scene: Scene, tmp_path: Path) -> None:
     """The flat names of kohya, and dotted ones with PEFT's endings."""
     dotted = {}
     for key, value in load(scene.oil).items():
@@ -158,7 +169,7 @@ def test_one_dialect_is_compared_with_another(scene: Scene, tmp_path: Path) -> N
     assert found["total"]["cosine"] == pytest.approx(1, abs=1e-5)
 
 
-def test_an_adapter_is_not_compared_with_a_model(scene: Scene) -> None:
+def test_adapter_is_not_compared_with_a_model(scene: Scene) -> None:
     with pytest.raises(UsageError, match="cannot be compared"):
         compare(scene.base, scene.ink)
     with pytest.raises(UsageError, match="base is given"):
@@ -181,7 +192,7 @@ def test_indices_that_no_formula_can_use_are_refused(tmp_path: Path, indices: li
             act()
 
 
-def test_a_change_too_large_to_be_measured_is_refused(tmp_path: Path) -> None:
+def test_change_too_large_to_be_measured_is_refused(tmp_path: Path) -> None:
     """Also where every factor is finite: singular values of infinite numbers do not exist."""
     huge = torch.full((2, 4), 3e38)
     a = save({"x.lora_up.weight": huge.t(), "x.lora_down.weight": huge}, tmp_path / "a.safetensors")

@@ -55,7 +55,7 @@ def test_types_of_gguf_are_told_too_and_plain_models_have_no_formats(tmp_path: P
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
-def test_a_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(name: str, tmp_path: Path) -> None:
+def test_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(name: str, tmp_path: Path) -> None:
     """Scales and marks are neither weights nor tensors that only one of the two has."""
     source, _ = base(FORMS[name], tmp_path / "base")
     nothing = [(save(adapter(), tmp_path / "adapter.safetensors"), 0.0)]

@@ -65,7 +65,7 @@ def test_full_size_checkpoints_are_recognised(
     assert facts["dtypes"] == {"fp16": facts["parameters"]}
 
 
-def test_an_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None:
+def test_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None:
     path = save(kohya(sd1(), rank=4, alpha=2.0), tmp_path / "a.safetensors", {"ss_network_module": "networks.lora"})
     facts = inspect(path)
     assert (facts["kind"], facts["algorithms"], facts["ranks"], facts["alphas"]) == (
@@ -87,7 +87,7 @@ def test_ia3_is_an_adapter_and_an_embedding_is_called_one(tmp_path: Path) -> Non
     assert "textual inversion" in facts["looks_like"]
 
 
-def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
+def test_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
     base = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
     match = inspect(base, save(kohya(sd1()), tmp_path / "a.safetensors"))["match"]
     assert (match["matched"], match["total"], match["components"]) == (24, 32, {"unet": 24})
@@ -95,7 +95,7 @@ def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
     assert "text encoder" in match["why"]
 
 
-def test_a_merged_file_shows_its_recipe(tmp_path: Path) -> None:
+def test_merged_file_shows_its_recipe(tmp_path: Path) -> None:
     base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
     lora_merge.merge(base, [(adapter, 0.5)], tmp_path / "o.safetensors")
     done = run("inspect", tmp_path / "o.safetensors", "--json")
@@ -138,14 +138,14 @@ def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ['{"transformer.r": 2, "transformer.lora_alpha": 6, "transformer.alpha_pattern": {"x": 9}}', "{"]
 )
-def test_the_alpha_of_a_configuration_is_shown(tmp_path: Path, text: str) -> None:
+def test_alpha_of_a_configuration_is_shown(tmp_path: Path, text: str) -> None:
     tensors = {"transformer.x.lora_A.weight": torch.zeros(2, 4), "transformer.x.lora_B.weight": torch.zeros(4, 2)}
     facts = inspect(save(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": text}))
     assert facts["alphas"] == ([6, 9] if len(text) > 1 else [])
     assert facts["trainer"] == "diffusers"
 
 
-def test_what_is_quantised_is_said_and_nothing_else_is(tmp_path: Path) -> None:
+def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
     """For every sign of every storage format: in the facts, and in the line of the text."""
     weights = {"blocks.0.lin.weight": rand(8, 8), "norm.weight": rand(8)}
     cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]] = {
@@ -166,14 +166,14 @@ def test_what_is_quantised_is_said_and_nothing_else_is(tmp_path: Path) -> None:
         assert not any(line.startswith("quantised") for line in lines(facts))
 
 
-def test_a_folder_whose_configuration_says_so_is_quantised(tmp_path: Path) -> None:
+def test_folder_whose_configuration_says_so_is_quantised(tmp_path: Path) -> None:
     save({"model.embed_tokens.weight": rand(8, 8)}, tmp_path / "model.safetensors")
     for said, how in (({}, None), ({"quantization_config": {"quant_method": "fp8"}}, "fp8, says its config.json")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **said}))
         assert inspect(tmp_path).get("quantised") == how
 
 
-def test_the_sizes_of_a_bases_weights_are_those_of_its_numbers(tmp_path: Path) -> None:
+def test_sizes_of_a_bases_weights_are_those_of_its_numbers(tmp_path: Path) -> None:
     """By part, block and kind of layer; numbers that are not finite are counted and left out."""
     tensors = sd1()
     name = next(name for name, t in tensors.items() if t.is_floating_point() and t.ndim == 2)

@@ -52,7 +52,7 @@ def told(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(unescape(found))
 
 
-def test_the_names_of_rows_stay_in_view_while_a_heat_map_is_scrolled(told: Any) -> None:
+def test_names_of_rows_stay_in_view_while_a_heat_map_is_scrolled(told: Any) -> None:
     assert told["wide"]
     assert [seen for _, seen in told["views"]] == [True] * 3
     assert told["views"][-1][0] > 0

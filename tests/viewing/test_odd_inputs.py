@@ -25,7 +25,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base.safetensors"
 
 
-def test_a_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
+def test_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
     save({"a.weight": rand(4, 4), "b.weight": torch.zeros(0, 4), "c": torch.zeros(0)}, tmp_path / "m.safetensors")
     found = lora_merge.inspect(tmp_path / "m.safetensors", weights=True)
     assert "‖W‖" in str(found)
@@ -44,7 +44,7 @@ def test_a_model_with_empty_tensors_has_sizes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_change_of_a_weight_without_numbers_is_looked_at(
+def test_change_of_a_weight_without_numbers_is_looked_at(
     factors: dict[str, tuple[int, ...]], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Some formulas fit it by its number of axes or rows."""
@@ -65,7 +65,7 @@ def test_a_change_of_a_weight_without_numbers_is_looked_at(
     assert run("inspect", base, adapter, "--weights", "--html", page).code in (0, 4)
 
 
-def test_a_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:
+def test_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:
     save(
         {name: torch.full(t.shape, 1e300, dtype=torch.float64) for name, t in PAIR.items()}, tmp_path / "a.safetensors"
     )

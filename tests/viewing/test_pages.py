@@ -42,7 +42,7 @@ def content(html: str) -> Any:
     return json.loads(found[1])
 
 
-def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
+def test_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "<b>out</b>.safetensors"
     code, text, _ = run("merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--html", page)
     assert code == 0
@@ -73,7 +73,7 @@ def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["merge {base} {ink}:0.5 {oil}", "combine {ink} {oil}:0.5", "resize {ink} --rank 1", "convert {ink} --to kohya --base {base}",
                                    "average {ink} {ink}", "extract {base} {merged} --rank 2 --format kohya"])  # fmt: skip
-def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path: Path) -> None:
+def test_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path: Path) -> None:
     """The inputs lie in another folder; what is repeated has the same bytes."""
     merged, page, out = tmp_path / "first" / "merged.safetensors", tmp_path / "page.html", tmp_path / "out.safetensors"
     merged.parent.mkdir()
@@ -90,7 +90,7 @@ def test_the_commands_of_a_page_can_be_typed(words: str, scene: Scene, tmp_path:
     assert json.loads(commands[-1]), "the recipe"
 
 
-def test_what_was_cut_and_what_warns_stands_on_the_page_as_in_the_report(scene: Scene, tmp_path: Path) -> None:
+def test_cuts_and_warnings_of_the_page_are_those_of_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
     words = [f"{scene.ink}:1000000", "--dtype", "fp8_e4m3fn", "--on-overflow", "saturate", "--json", "--html", page]
     code, text, _ = run("merge", scene.base, *words, "-o", out)
@@ -106,7 +106,7 @@ def test_what_was_cut_and_what_warns_stands_on_the_page_as_in_the_report(scene: 
     assert any(line.endswith(warned) for line in content(page.read_text(encoding="utf-8"))["warnings"])
 
 
-def test_the_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_path: Path) -> None:
+def test_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_path: Path) -> None:
     """The proof beside it looks at a sample of rows."""
     page = tmp_path / "page.html"
     words = ["merge", scene.base, f"{scene.ink}:0.01", "--json", "--html", page, "-o", tmp_path / "out.safetensors"]
@@ -117,7 +117,7 @@ def test_the_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_pa
     assert table["rows"][0][-2:] == [one["change"], one["retained"]]
 
 
-def test_a_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_path: Path) -> None:
+def test_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page).code == 0
     made = content(page.read_text(encoding="utf-8"))
@@ -131,7 +131,7 @@ def test_a_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp
     assert all(f"{name}: summary" in unescape(dom) for name in names)
 
 
-def test_a_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> None:
+def test_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     other = save(
         {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
@@ -141,7 +141,7 @@ def test_a_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> 
     assert content(page.read_text(encoding="utf-8"))["commands"] == []
 
 
-def test_a_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:
+def test_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:
     """Half of the energy is half a bar, also where no row of the table has more."""
     page = tmp_path / "page.html"
     out = tmp_path / "made.safetensors"
@@ -181,7 +181,7 @@ start().then(() => {
 """What a person types on a page."""
 
 
-def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
+def test_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = pages._text
@@ -202,7 +202,7 @@ def test_a_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
         assert re.search(f'aria-label="{picture}[^"]* of {name}"', dom)
 
 
-def test_a_script_that_is_not_the_pages_may_not_run(scene: Scene) -> None:
+def test_script_that_is_not_the_pages_may_not_run(scene: Scene) -> None:
     html = pages.page(inspect(scene.ink))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
     assert policy is not None
@@ -228,7 +228,7 @@ def test_spectrum_and_histogram_are_those_of_the_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_path: Path) -> None:
+def test_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_path: Path) -> None:
     """Of one adapter, of two that change the same weights, and of one change that a method makes of both."""
     page, out = tmp_path / "page.html", tmp_path / "out.safetensors"
     for words in (
@@ -256,7 +256,7 @@ def test_a_merge_and_a_fit_have_the_pictures_of_each_change(scene: Scene, tmp_pa
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(24, 40), (600, 700), (3, 1)])
-def test_the_pictures_of_a_difference_are_those_of_its_numbers(tmp_path: Path, rows: int, cols: int) -> None:
+def test_pictures_of_a_difference_are_those_of_its_numbers(tmp_path: Path, rows: int, cols: int) -> None:
     """Also of a matrix whose singular values are not all computed, and where B stores it under another prefix."""
     before, change = rand(rows, cols), rand(rows, 3) @ rand(3, cols, seed=5)
     a, b = ({"model.layers.0.q.weight": before}, {"layers.0.q.weight": before + change})
@@ -284,7 +284,7 @@ DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
         ("", "", ""),
     ],
 )
-def test_a_page_shows_the_preview_picture(stored: str, beside: str, shown_as: str, tmp_path: Path) -> None:
+def test_page_shows_the_preview_picture(stored: str, beside: str, shown_as: str, tmp_path: Path) -> None:
     """Of the metadata, or of a file beside the adapter; nothing that could be a program."""
     factors = {"a.lora_up.weight": rand(4, 2), "a.lora_down.weight": rand(2, 4)}
     file = save(factors, tmp_path / "a.safetensors", {"modelspec.thumbnail": stored} if stored else None)
@@ -295,7 +295,7 @@ def test_a_page_shows_the_preview_picture(stored: str, beside: str, shown_as: st
 
 
 @pytest.mark.parametrize("content_of", [b"my key", b"<svg/>", b"RIFF", b""])
-def test_a_page_holds_no_file_that_is_not_a_picture(content_of: bytes, tmp_path: Path) -> None:
+def test_page_holds_no_file_that_is_not_a_picture(content_of: bytes, tmp_path: Path) -> None:
     """What has the name of a preview may lead to a key."""
     file = save({"a.lora_up.weight": rand(4, 2), "a.lora_down.weight": rand(2, 4)}, tmp_path / "a.safetensors")
     (tmp_path / "a.png").write_bytes(content_of)
@@ -312,7 +312,7 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
-def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
+def test_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, text, _ = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
     assert code == 0
@@ -332,7 +332,7 @@ def test_the_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
+def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     """Of extract those beside the weights, of combine those of each input; a share that is 1 everywhere is no column."""
     page, tuned = tmp_path / "page.html", tmp_path / "tuned.safetensors"
     lora_merge.merge(scene.base, [(scene.ink, 4.0)], tuned)
@@ -363,7 +363,7 @@ def test_the_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_
         assert told.startswith(f"{every['ratio']:.2%} of the weights") if "ratio" in every else not told
 
 
-def test_a_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
+def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
     """Each fact in the same words; the rows of tables by their names. The page of a merge has the words of its panel."""
     merged = tmp_path / "m.safetensors"
     report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], merged)
@@ -431,7 +431,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("unit", "ends"), [("cosine", (-1, 1)), ("", (0.25, 0.5))])
-def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float, float]) -> None:
+def test_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float, float]) -> None:
     """Two adapters that hardly agree are pale; other numbers take all colours between the least and the largest."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     ax = figure.subplots()
@@ -446,7 +446,7 @@ def test_a_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float
     assert bool(ax.get_xlim()[1] > 1) is (unit == "cosine"), "nor has a small one a long bar"
 
 
-def test_what_cannot_be_made_is_said_before_the_work(
+def test_page_that_cannot_be_written_is_refused_before_the_work(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, base, other = tmp_path / "out.safetensors", scene.base.read_bytes(), tmp_path / "other.safetensors"
@@ -490,7 +490,7 @@ def test_what_cannot_be_made_is_said_before_the_work(
         ("model.layers.3.mlp.experts.17.up_proj.weight", "model.layers.3", "mlp.experts.#.up_proj"),
     ],
 )  # fmt: skip
-def test_a_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
+def test_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
     assert places([name]) == {name: (block, kind)}
 
 
@@ -516,11 +516,11 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
         (["model.layers.3"], ["model.layers.3"]), ([], []),
     ],
 )  # fmt: skip
-def test_the_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
+def test_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
     assert short(names) == dict(zip(names, labels, strict=True))
 
 
-def test_the_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
+def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
     """In whatever order the numbers of its tensors were known; a page keeps that order."""
     base, measures = open_checkpoint(scene.base), Measures()
     measures.tensors = dict.fromkeys(reversed([*base.tensors]), Measure(of=1, elements=1, weight=1.0))
@@ -532,7 +532,7 @@ def test_the_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
     assert [row[0] for row in page.data["tables"][-1]["rows"]] == [*numbers["blocks"]]
 
 
-def test_a_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_path: Path) -> None:
+def test_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_path: Path) -> None:
     page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
     text = ("version: 1\njobs: [{base: %s, adapters: [{path: %s, strength: 0.5}], output: a.safetensors},"
             " {base: %s, adapters: [none.safetensors], output: b.safetensors}]")  # fmt: skip
@@ -557,7 +557,7 @@ start().then(() => {
 """Opens all rows and sorts them from the last output to the first."""
 
 
-def test_a_row_of_a_batch_opens_to_the_numbers_of_its_job(
+def test_row_of_a_batch_opens_to_the_numbers_of_its_job(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the table is sorted; those of a failure are its words."""
@@ -625,7 +625,7 @@ def many_jobs() -> list[dict[str, Any]]:
      (strangers_words(), "notes"), (many_jobs(), "warnings"), (open_jobs(), "what the rows of tables open to")],
     ids=("modules", "differences", "metadata", "jobs", "rows"),
 )  # fmt: skip
-def test_a_page_keeps_its_size_and_says_what_it_leaves_out(
+def test_page_keeps_its_size_and_says_what_it_leaves_out(
     found: Any, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1})) + 300_000
@@ -638,7 +638,7 @@ def test_a_page_keeps_its_size_and_says_what_it_leaves_out(
     assert left in told
 
 
-def test_a_page_with_room_leaves_nothing_out(scene: Scene) -> None:
+def test_page_with_room_leaves_nothing_out(scene: Scene) -> None:
     made = content(pages.page(inspect(scene.ink, weights=True, pictures=True)))
     (heat_map,) = made["heat_maps"]
     assert all(len(cell["names"]) == cell["count"] for cell in heat_map["cells"])

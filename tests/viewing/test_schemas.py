@@ -102,7 +102,7 @@ def of_its_kind(found: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_all_that_is_printed_as_json_has_a_schema(scene: Scene, tmp_path: Path) -> None:
+def test_json_that_is_printed_has_a_schema(scene: Scene, tmp_path: Path) -> None:
     """Every command with --json is here."""
     merged, both = tmp_path / "merged.safetensors", tmp_path / "both.safetensors"
     jobs = tmp_path / "jobs.json"
@@ -165,7 +165,7 @@ def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_prints_each_schema(kind: str) -> None:
+def test_command_prints_each_schema(kind: str) -> None:
     code, out, _ = run("schema", kind)
     assert code == 0
     found = json.loads(out)

@@ -94,7 +94,7 @@ def test_odd_values_are_no_error(key: str, value: str, tmp_path: Path) -> None:
     assert facts["trained"]["date"] == "1e400"
 
 
-def test_what_counts_below_zero_counts_nothing(tmp_path: Path) -> None:
+def test_counts_below_zero_count_nothing(tmp_path: Path) -> None:
     """Of images, buckets and tags; the others stay."""
     buckets = {"buckets": {"0": {"resolution": [8, 8], "count": -5}, "1": {"resolution": [16, 16], "count": 3}}}
     told = {
@@ -139,7 +139,7 @@ def _adapter(folder: Path, metadata: dict[str, str], *names: str) -> Path:
     return save(tensors, folder / "a.safetensors", metadata)
 
 
-def test_a_preview_picture_is_told_by_its_place_its_type_and_its_bytes(tmp_path: Path) -> None:
+def test_preview_picture_is_told_by_its_place_its_type_and_its_bytes(tmp_path: Path) -> None:
     """In the metadata as base64; a file whose name says so comes before one of the adapter's own name."""
     data = base64.b64encode(b"12345").decode()
     tensors, path = (

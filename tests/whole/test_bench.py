@@ -45,7 +45,7 @@ def test_shares_are_of_what_the_device_can_do() -> None:
     assert "kernel_s_per_gb" not in device.shares(sizes, 4.0, {}, rate)
 
 
-def test_what_is_measured_are_the_folds_of_a_merge(tmp_path: Path) -> None:
+def test_measured_folds_are_those_of_a_merge(tmp_path: Path) -> None:
     base, lora = inputs.tiny(tmp_path)
     out = tmp_path / "out.safetensors"
     lora_merge.merge(base, [(lora, 0.7)], out, device="cpu")
@@ -68,13 +68,13 @@ def test_what_is_measured_are_the_folds_of_a_merge(tmp_path: Path) -> None:
     assert not found["notes"]
 
 
-def test_the_floor_is_a_copy(tmp_path: Path) -> None:
+def test_floor_is_a_copy(tmp_path: Path) -> None:
     base, _ = inputs.tiny(tmp_path)
     floor(base, tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == base.read_bytes()
 
 
-def test_without_cuda_a_line_says_so_and_no_one_is_asked_to_measure(
+def test_bench_without_cuda_says_so_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "names", tuple)
@@ -93,7 +93,7 @@ def test_without_cuda_a_line_says_so_and_no_one_is_asked_to_measure(
     assert json.loads((tmp_path / "results.json").read_text())["machine"]["gpu"] == "NVIDIA A, NVIDIA B"
 
 
-def test_a_suite_runs_ours_on_the_device_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_runs_ours_on_the_device_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, lora = inputs.tiny(tmp_path)
     b = plain(tmp_path, device="cuda:0,cuda:1")
     assert "cuda:0,cuda:1" in b.ours(base, lora)

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[list[str], dict[str, list[float]]]] = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
-def test_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_weights_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     arguments, factors = CASES[case]
     result = run("merge", "base.safetensors", *arguments, "-o", "out.safetensors")
@@ -82,7 +82,7 @@ def test_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyP
     assert prove(files / "out.safetensors", full=True)["proven"]  # by its recipe, which names the parts
 
 
-def test_in_python_and_in_batches(files: Path) -> None:
+def test_block_weights_in_python_and_in_batches(files: Path) -> None:
     want = wanted(files, {"one": [1, 0, 0.5, -1]})
     numbers = [9, 1, 0, 0.5, -1]
     for n, parts in enumerate(({"lbw": numbers}, {"lbw": "9,1,0,0.5,-1"}, {"L01": 0, "L02": 0.5, "L03": -1})):
@@ -104,7 +104,7 @@ def test_in_python_and_in_batches(files: Path) -> None:
     "text",
     ["L04=1", "L00-L09=1", "lbw=1,0", "lbw=NOPE", "lbw=MIDD", "QQ=1", "layers.7=0", "3:L00=1", "nonsense=1", "IN04=0"],
 )
-def test_what_the_base_does_not_have_is_refused_with_what_it_has(
+def test_blocks_that_the_base_lacks_are_refused_with_those_it_has(
     files: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
@@ -134,7 +134,7 @@ def test_parts_lists_what_the_option_takes(files: Path) -> None:
             raise AssertionError(name) from e
 
 
-def test_the_report_says_what_was_applied(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_says_what_was_applied(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     words = [
         "merge",
@@ -152,7 +152,7 @@ def test_the_report_says_what_was_applied(files: Path, monkeypatch: pytest.Monke
         assert told["strengths"] == {"model": {"0": 1, "0.4": 1, "0.8": 2}}
 
 
-def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: Path) -> None:
+def test_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: Path) -> None:
     plan = lora_merge.plan(
         files / "base.safetensors",
         [(files / "one.safetensors", 80), files / "one.safetensors"],
@@ -174,7 +174,7 @@ def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: P
     assert "added again" in second
 
 
-def test_a_map_may_hold_presets_of_the_users_own(files: Path) -> None:
+def test_map_may_hold_presets_of_the_users_own(files: Path) -> None:
     """A file of nothing else, and beside names."""
     table = files / "mine.yaml"
     table.write_text("lbw:\n  MINE: 1,0,0.5,1,0\n  LISTED: [1, 0, 0.5, 1, 0]\n  OTHER: ALL0.5\n")

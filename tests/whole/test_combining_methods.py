@@ -67,7 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_it_gives_what_merging_the_combined_adapter_gives(
+def test_methods_give_what_merging_the_combined_adapter_gives(
     method: str, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     base, *adapters = files
@@ -120,7 +120,7 @@ MUTANTS = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", MUTANTS)
-def test_the_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, *adapters = files
     options: Any = {"method": "ties", "density": 0.4, "verify": False}
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +141,7 @@ def proof_rows(change: torch.Tensor) -> combined.Rows:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_both_implementations_agree(method: str) -> None:
+def test_implementations_agree(method: str) -> None:
     given = changes(2 if method == "slerp" else 3)
     strengths, seeds = [1.0, 0.5, -0.7][: len(given)], ["a", "b", "c"]
     for more in ({}, {"elect": "count", "normalise": "weight"}, {"normalise": "none", "scale": 0.5}):
@@ -163,7 +163,7 @@ CERTAIN = sorted(m for m in METHODS if not COMBINATIONS[m].draws and m not in ("
     chosen=st.lists(ONE, min_size=2, max_size=3), whole=st.booleans(), method=st.sampled_from(CERTAIN),
     normalise=st.sampled_from(DIVISORS),
 )  # fmt: skip
-def test_the_changes_of_one_weight_meet_whatever_makes_them(
+def test_changes_of_one_weight_meet_whatever_makes_them(
     chosen: list[Any],
     whole: bool,  # noqa: FBT001
     method: str,
@@ -199,7 +199,7 @@ def test_every_kind_of_change_is_proven(method: str, whole: bool, tmp_path: Path
     assert prove(tmp_path / "o.safetensors", full=True)["tensors"] == (1 if whole else 3)
 
 
-def test_a_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> None:
+def test_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> None:
     base = {"a.weight": rand(6, 8, seed=1), "a.bias": rand(6, seed=2), "b.weight": rand(6, 8, seed=3)}
     other = {"b.lora_up.weight": rand(6, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
     values = [{"a.weight": rand(6, 8, seed=7 + n), "a.bias": rand(6, seed=9 + n), **other} for n in range(2)]
@@ -218,7 +218,7 @@ def test_a_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> No
         torch.testing.assert_close(got[key], value)
 
 
-def test_a_scale_holds_for_a_value_that_one_adapter_gives(tmp_path: Path) -> None:
+def test_scale_holds_for_a_value_that_one_adapter_gives(tmp_path: Path) -> None:
     base, value = {"a.weight": rand(6, 8, seed=1), "b.weight": rand(6, 8, seed=3)}, rand(6, 8, seed=7)
     other = {"b.lora_up.weight": rand(6, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
     files = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((base, {"a.weight": value, **other}, other))]
@@ -227,7 +227,7 @@ def test_a_scale_holds_for_a_value_that_one_adapter_gives(tmp_path: Path) -> Non
     torch.testing.assert_close(got, base["a.weight"] + 0.5 * (value - base["a.weight"]))
 
 
-def test_a_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers(tmp_path: Path) -> None:
+def test_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers(tmp_path: Path) -> None:
     """The message names the limit that is enough."""
     weight = {"a.weight": rand(512, 512, seed=1)}
     module = {"a.lora_up.weight": rand(512, 2, seed=2), "a.lora_down.weight": rand(2, 512, seed=3)}

@@ -130,7 +130,7 @@ def test_dialects_give_the_weights_that_the_library_makes(fused: Trained) -> Non
 
 
 @pytest.mark.few(6)
-def test_the_adapter_as_the_library_saves_it(fused: Trained, tmp_path: Path) -> None:
+def test_adapter_as_the_library_saves_it(fused: Trained, tmp_path: Path) -> None:
     """α in its metadata or configuration; onto a sharded folder, and the result loads with from_pretrained."""
     fused.base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
     lora_merge.merge(tmp_path / "base", fused.adapter, tmp_path / "merged")
@@ -141,7 +141,7 @@ def test_the_adapter_as_the_library_saves_it(fused: Trained, tmp_path: Path) -> 
 
 
 @pytest.mark.few(6)
-def test_a_prefixed_metadata_entry_holds_for_its_component(fused: Trained, tmp_path: Path) -> None:
+def test_prefixed_metadata_entry_holds_for_its_component(fused: Trained, tmp_path: Path) -> None:
     tensors = {f"transformer.{k}": v for k, v in fused.tensors.items()}
     config = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA, "transformer.target_modules": ["to_q"]}
     path = save(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(config)})
@@ -233,7 +233,7 @@ def test_ltx2_adapters_change_the_modules_that_the_library_finds(modalities: boo
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_difference_of_wans_modulation_is_added_to_it(native: bool) -> None:  # noqa: FBT001
+def test_difference_of_wans_modulation_is_added_to_it(native: bool) -> None:  # noqa: FBT001
     base = diffusers.WanTransformer3DModel(**WAN).state_dict()
     names = {"blocks.1.diff_m": "blocks.1.scale_shift_table", "head.diff_m": "scale_shift_table"}
     adapter = {f"diffusion_model.{ours}": torch.randn_like(base[theirs]) for ours, theirs in names.items()}
@@ -264,7 +264,7 @@ def test_adapters_of_projections_that_the_library_fused(kind: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["in its UNet", "alone"])
-def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa: FBT001
+def test_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa: FBT001
     """Attention processors under the authors' names, on diffusers' UNet with motion modules and on the modules alone."""
     model = diffusers.MotionAdapter(block_out_channels=(8, 16), motion_num_attention_heads=2, motion_norm_num_groups=4)
     if whole:
@@ -322,7 +322,7 @@ def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_model_equals_itself_in_the_words_of_its_authors(turned: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_model_equals_itself_in_the_words_of_its_authors(turned: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """One single file in the authors' words and a folder of shards in the library's; one weight differs."""
     converted = importlib.import_module("diffusers.loaders.single_file_utils").convert_ldm_unet_checkpoint
     table = json.loads(gzip.decompress((HEADERS / "native" / "sd15.json.gz").read_bytes()))

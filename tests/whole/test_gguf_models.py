@@ -122,7 +122,7 @@ def tune(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tup
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_merge_is_that_of_peft(name: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
+def test_merge_is_that_of_peft(name: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
     family = FAMILIES[name]
     adapter, before, after = tune(family, tie_word_embeddings=name.startswith("gemma"))  # theirs always are
     base = by_library.write(tmp_path / "m.gguf", name, converted(family, before, "F32"), entries(family.arch))
@@ -179,7 +179,7 @@ def test_splits_stay_splits(kind: str, tmp_path: Path, tune: Callable[..., tuple
     assert by_library.fields(tmp_path / "out" / files[1])["split.no"] == 1
 
 
-def test_a_head_that_the_file_does_not_have_is_not_added(
+def test_head_that_the_file_does_not_have_is_not_added(
     tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
 ) -> None:
     """llama.cpp reads the embeddings where `output.weight` is missing."""
@@ -192,7 +192,7 @@ def test_a_head_that_the_file_does_not_have_is_not_added(
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_the_names_of_transformers_are_shown(tmp_path: Path) -> None:
+def test_names_of_transformers_are_shown(tmp_path: Path) -> None:
     family = FAMILIES["qwen3"]
     path = by_library.write(
         tmp_path / "m.gguf", "qwen3", converted(family, stored(model(family)), "Q4_0"), entries(family.arch)
@@ -329,7 +329,7 @@ def test_adapter_in_gguf_needs_a_base_with_its_names(tmp_path: Path) -> None:
         lora_merge.merge(base, [lora, tmp_path / "peft.safetensors"], tmp_path / "no.gguf")
 
 
-def test_one_part_of_a_split_stands_for_all(tmp_path: Path) -> None:
+def test_part_of_a_split_stands_for_all(tmp_path: Path) -> None:
     """llama.cpp opens a split by its first part; other files of the folder are no part of it."""
     base, lora, wanted = pair_in_gguf(tmp_path, "granite", "F32", 8.0)
     folder, tensors = tmp_path / "models", [*by_library.read(base).items()]

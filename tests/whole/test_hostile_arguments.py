@@ -259,7 +259,7 @@ def test_broken_indices_and_factors_are_merge_errors(folder: Path) -> None:
             assert error is None or "unexpected failure: " not in error.what, (name, error)
 
 
-def test_a_formula_reads_the_base_where_factors_are_averaged(folder: Path) -> None:
+def test_formula_reads_the_base_where_factors_are_averaged(folder: Path) -> None:
     glora = {
         f"a.{n}.weight": torch.randn(s) for n, s in (("a1", (1, 4)), ("a2", (4, 1)), ("b1", (1, 4)), ("b2", (6, 1)))
     }

@@ -97,7 +97,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_merges_as_its_converter_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_merges_as_its_converter_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = getattr(diffusers, case.model.split(" ")[0])(**{**CONFIGS[case.model], **case.more})

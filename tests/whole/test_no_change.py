@@ -79,7 +79,7 @@ def test_adapter_that_changes_something_is_merged(base: Path, tensors: Tensors) 
     lora_merge.merge(base, base.with_name("some.safetensors"), base.with_name("out.safetensors"))
 
 
-def test_one_of_two_adapters_that_changes_nothing_is_named(base: Path) -> None:
+def test_adapter_of_two_that_changes_nothing_is_named(base: Path) -> None:
     save_file(lora(), base.with_name("good.safetensors"))
     save_file(lora(0.0), base.with_name("zero.safetensors"))
     both = [base.with_name(f"{name}.safetensors") for name in ("good", "zero")]

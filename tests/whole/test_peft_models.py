@@ -83,7 +83,7 @@ def test_merged_folder_is_what_peft_saves(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_head_of_its_own_for_a_tied_base_is_stored_apart(tmp_path: Path) -> None:
+def test_head_of_its_own_for_a_tied_base_is_stored_apart(tmp_path: Path) -> None:
     model = TIED()
     model.save_pretrained(tmp_path / "base")
     peft.get_peft_model(model, lora(["q_proj"], modules_to_save=["lm_head"])()).save_pretrained(tmp_path / "adapter")
@@ -95,7 +95,7 @@ def test_a_head_of_its_own_for_a_tied_base_is_stored_apart(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_module_that_is_saved_inside_one_that_is_saved(changed: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_module_that_is_saved_inside_one_that_is_saved(changed: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """The model computes with the copy inside the outer one, which nothing trains; the file has another copy."""
     LLAMA().save_pretrained(tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

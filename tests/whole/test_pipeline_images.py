@@ -41,7 +41,7 @@ def image(pipe: Any, name: str) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
-def test_an_adapter_that_was_written_again_draws_the_same_image(name: str, tmp_path: Path) -> None:
+def test_adapter_that_was_written_again_draws_the_same_image(name: str, tmp_path: Path) -> None:
     """Through kohya's words and back, half of it twice, found anew at full rank, and as the mean of itself."""
     make, parts = PIPELINES[name]
     _, lora = saved(make, parts, tmp_path, "")

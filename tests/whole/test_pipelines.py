@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "variant"), [("SD", ""), ("SDXL", "fp16"), ("SD3", ""), ("Flux", "fp16")])
-def test_a_pipeline_merged_is_the_pipeline_fused(name: str, variant: str, tmp_path: Path) -> None:
+def test_pipeline_merged_is_the_pipeline_fused(name: str, variant: str, tmp_path: Path) -> None:
     make, parts = PIPELINES[name]
     pipe, lora = saved(make, parts, tmp_path, variant)
     lora_merge.merge(tmp_path / "base", lora, tmp_path / "out")
@@ -45,7 +45,7 @@ def assert_same(got: Tensors, want: Tensors, before: Tensors, part: str) -> int:
     return sum(not torch.equal(before[key], value) for key, value in got.items())
 
 
-def test_a_single_component_takes_its_own_part(tmp_path: Path) -> None:
+def test_single_component_takes_its_own_part(tmp_path: Path) -> None:
     _, lora = saved(*PIPELINES["SD"], tmp_path, "")
     unet, out = tmp_path / "unet.safetensors", tmp_path / "out.safetensors"
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ def test_progress_is_a_function_or_a_bar(
         lora_merge.merge(base, ink, tmp_path / "c.safetensors", progress="yes")  # type: ignore[arg-type]
 
 
-def test_an_output_is_verified_and_made_again(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+def test_output_is_verified_and_made_again(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
     base, ink, oil, out = files
     proof = lora_merge.verify(out)
     assert proof["proven"]
@@ -111,7 +111,7 @@ def test_files_are_looked_at(files: tuple[Path, Path, Path, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+def test_objects_show_themselves_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
     """As text and as HTML, in which a name cannot be markup."""
     base, ink, _, out = files
     odd = save(kohya(sd1()), tmp_path / "<b>&.safetensors")
@@ -131,7 +131,7 @@ def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, P
         assert "<b>&" not in html
 
 
-def test_a_report_shows_what_is_remarked_about_adapters_too(files: tuple[Path, Path, Path, Path]) -> None:
+def test_report_shows_what_is_remarked_about_adapters_too(files: tuple[Path, Path, Path, Path]) -> None:
     report = lora_merge.merge(files[0], {files[1]: 5.0}, files[0].with_name("strong.safetensors"))
     notes = [note for one in report.coverage.values() for note in one["notes"]]
     assert notes and all(note in repr(report) for note in notes)
@@ -156,7 +156,7 @@ def test_editors_know_every_field_of_a_job() -> None:
         assert {*table.__annotations__} == {*model.model_fields}
 
 
-def test_a_user_calls_every_function_under_a_strict_type_checker() -> None:
+def test_user_calls_every_function_under_a_strict_type_checker() -> None:
     """`make types` reads that file."""
     text = (Path(__file__).parents[1] / "kit" / "typed_user.py").read_text(encoding="utf-8")
     assert {name for name in FUNCTIONS if f"lora_merge.{name.__name__}(" not in text} == set()
@@ -276,7 +276,7 @@ def test_names_of_files_are_completed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_path_names_the_output_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_names_the_output_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every function that writes a file; a str gets an ending."""
     base, ink = save(sd1(), tmp_path / "base.safetensors"), save(kohya(sd1()), tmp_path / "ink.safetensors")
     monkeypatch.chdir(tmp_path)

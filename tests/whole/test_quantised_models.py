@@ -90,7 +90,7 @@ def test_fp8_loads_and_computes_base_and_adapter(size: int | None, tmp_path: Pat
     assert load(merged / "model.safetensors").keys() == packed.keys()
 
 
-def test_a_plain_model_becomes_block_fp8_on_the_way_out(tmp_path: Path) -> None:
+def test_plain_model_becomes_block_fp8_on_the_way_out(tmp_path: Path) -> None:
     """k and v have 64 rows, no whole block, and keep their numbers, and so does q, which servers join with them."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -247,7 +247,7 @@ BY_TRANSFORMERS: dict[str, tuple[str, Callable[[], Any], float]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BY_TRANSFORMERS)
-def test_what_transformers_quantised_and_saved_it_loads_merged(name: str, tmp_path: Path) -> None:
+def test_models_quantised_by_transformers_load_merged(name: str, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     library, settings, noise = BY_TRANSFORMERS[name]

@@ -135,7 +135,7 @@ def test_embeddings_heads_and_biases(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 @pytest.mark.parametrize("rslora", [False, True])
-def test_a_start_that_a_small_head_cuts_keeps_the_scale_of_the_configured_rank(
+def test_start_that_a_small_head_cuts_keeps_the_scale_of_the_configured_rank(
     start: str,
     rslora: bool,  # noqa: FBT001
     tmp_path: Path,
@@ -273,7 +273,7 @@ def test_fan_in_fan_out_says_nothing_about_a_square_embedding(*, dora: bool, tmp
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_a_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp_path: Path) -> None:
+def test_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp_path: Path) -> None:
     model = build("bert")
     model.save_pretrained(tmp_path / "base")
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -303,7 +303,7 @@ def test_olora_of_a_weight_that_is_stored_in_out_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
-def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_path: Path) -> None:
+def test_modules_trained_beside_the_adapter_are_merged_with_it(file: str, tmp_path: Path) -> None:
     """The folders of LLaVA and LongLoRA: LoRA, and whole parameters by the names that they have in PEFT's model."""
     build("llama").save_pretrained(tmp_path / "base")
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
@@ -332,7 +332,7 @@ ATTACHED: dict[str, Any] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("kind", [*ATTACHED, "ia3"])
-def test_a_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
+def test_checkpoint_with_its_adapter_attached_becomes_a_plain_model(
     kind: str, tmp_path: Path, *, prefixed: bool
 ) -> None:
     """With the names and the numbers that PEFT's own merge gives."""
@@ -395,7 +395,7 @@ def _captioner(encoder: str, decoder: str) -> Any:
     ids=["lora", "whole"],
 )
 @pytest.mark.parametrize("decoder", ["GPT2", "TrOCR"])
-def test_one_end_of_a_decoder_behind_an_encoder_is_refused(
+def test_change_of_one_end_of_a_decoder_behind_an_encoder_is_refused(
     decoder: str, case: dict[str, list[str]], tmp_path: Path
 ) -> None:
     """Its embeddings and head are one by its own configuration, and were trained apart."""
@@ -510,7 +510,7 @@ def test_models_with_and_without_a_head_know_each_other(family: str, trained_wit
     torch.testing.assert_close(ours(tokens).last_hidden_state, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> None:
+def test_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> None:
     """BERT's names on a RoBERTa without a head, which has the same layers in the same widths."""
     torch.manual_seed(0)
     transformers.RobertaModel(transformers.RobertaConfig(**WIDTHS)).save_pretrained(tmp_path / "base")
@@ -530,7 +530,7 @@ def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> Non
         ("alpha", "another scale"),
     ],
 )
-def test_what_the_configuration_says_counts_where_a_tensor_says_another(slot: str, said: str, tmp_path: Path) -> None:
+def test_configuration_counts_where_a_tensor_differs(slot: str, said: str, tmp_path: Path) -> None:
     """PEFT never loads a magnitude without `use_dora`, nor an alpha from a file."""
     build("llama").save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False)
@@ -552,7 +552,7 @@ TASKS = [("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaConfig", L
 
 
 @pytest.mark.parametrize("case", TASKS, ids=lambda case: case[-1])
-def test_the_head_of_a_task_is_called_so(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_head_of_a_task_is_called_so(case: tuple[Any, ...], tmp_path: Path) -> None:
     saved, trained, config, arguments, task, head = case
     made = getattr(transformers, config)(**arguments)
     getattr(transformers, saved)(made).save_pretrained(tmp_path / "base")

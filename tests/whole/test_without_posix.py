@@ -40,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_merges_and_verifies_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
+def test_merge_and_proof_have_the_same_bytes(files: Path, tmp_path: Path) -> None:
     pair = [files / "base.safetensors", files / "style.safetensors"]
     lora_merge.merge(*pair, tmp_path / "with.safetensors", device="cpu")
     merge = [*pair, "--device", "cpu", "-o", tmp_path / "without.safetensors"]
@@ -53,7 +53,7 @@ def test_it_merges_and_verifies_to_the_same_bytes(files: Path, tmp_path: Path) -
 
 
 @pytest.mark.release
-def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
+def test_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes((files / "base.safetensors").read_bytes())
@@ -66,7 +66,7 @@ def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
+def test_kill_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     out.write_bytes(b"old")
     for wait in (0.3, 1.0, 1.8):
@@ -98,9 +98,7 @@ with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder", contents=["wei
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_a_killed_run_left_is_removed_by_the_next_run_and_what_a_running_one_writes_stays(
-    tmp_path: Path, kind: str
-) -> None:
+def test_remains_of_a_killed_run_are_removed_and_files_of_a_running_one_stay(tmp_path: Path, kind: str) -> None:
     def started(name: str) -> tuple[subprocess.Popen[str], str]:
         child = subprocess.Popen(
             [sys.executable, "-c", HALF_WRITTEN, str(tmp_path / name), kind], cwd=ROOT, text=True,
@@ -138,7 +136,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.release
-def test_a_batch_finds_the_formulas_where_the_link_to_them_is_a_text_file(
+def test_batch_finds_the_formulas_where_the_link_to_them_is_a_text_file(
     checkout: Path, files: Path, tmp_path: Path
 ) -> None:
     find = "import lora_merge.algorithms.lora as a, lora_merge.api as b; print(a.__file__, b.__file__, sep='\\n')"

@@ -59,7 +59,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int =
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("width", [60, 80, 160, 200])
-def test_a_terminal_shows_every_cell_and_every_number_in_its_width(
+def test_terminal_shows_every_cell_and_every_number_in_its_width(
     found: list[dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for facts in found:
@@ -90,7 +90,7 @@ def test_long_words_stay_in_the_column_of_the_values(
     assert any(re.fullmatch(r" *[0-9a-f]{64}", line) for line in told)
 
 
-def test_a_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of an adapter's modules are longer than the room for them, and are cut."""
     out = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, found[1], 70).splitlines()]
     rows = [line for line in out if re.search(r"  × \d+$", line)]
@@ -98,7 +98,7 @@ def test_a_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: 
     assert {len(row) for row in rows} == {70}
 
 
-def test_where_even_a_short_name_leaves_no_room_the_second_cell_goes_on_below_itself() -> None:
+def test_second_cell_is_wrapped_where_a_short_name_leaves_no_room() -> None:
     row = Fact("", "te…layers_0–1", "4 modules, rank 4, alpha 2 each")
     first, *rest = seen._in_columns(row, 36).plain.split("\n")
     assert first.startswith("  …layers_0–1   4 modules")
@@ -107,9 +107,7 @@ def test_where_even_a_short_name_leaves_no_room_the_second_cell_goes_on_below_it
     assert " ".join((first, *(line.strip() for line in rest))).endswith(row.right)
 
 
-def test_without_colours_the_tables_stay_and_cells_are_shades(
-    found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_without_colours_have_shades(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     for facts in found:
         out = printed(monkeypatch, facts, NO_COLOR="1")
         assert "\x1b" not in out
@@ -146,7 +144,7 @@ def test_cells_without_a_number_are_dots_and_long_pictures_are_broken() -> None:
     assert all(f"{n + 1} kind{n}" in " ".join(line.plain for line in told) for n in range(40))
 
 
-def test_a_picture_that_is_broken_shows_the_rows_that_it_has_cells_of() -> None:
+def test_picture_that_is_broken_shows_the_rows_that_it_has_cells_of() -> None:
     cells = [{"row": n // 20, "column": n, "values": {"v": 1.0 + n}} for n in range(40)]
     picture = {"title": "t", "rows": ["first.0", "other.0"], "columns": [f"k{n}" for n in range(40)], "cells": cells,
                "metrics": [{"key": "v", "title": "v", "unit": ""}]}  # fmt: skip
@@ -181,7 +179,7 @@ def test_bars_below_zero_have_another_colour_and_the_longest_fills_the_room() ->
     assert styles[0] != styles[1]
 
 
-def test_the_bar_of_a_cosine_is_full_at_1_alone() -> None:
+def test_bar_of_a_cosine_is_full_at_1_alone() -> None:
     """Two adapters that hardly have a direction in common have no long bars."""
     picture = {"title": "t", "unit": "cosine", "rows": [["a", 0.001], ["b", -1.0]]}
     small, whole = (line.plain.count("█") for line in [*bars(picture, 60)][1:])
@@ -190,7 +188,7 @@ def test_the_bar_of_a_cosine_is_full_at_1_alone() -> None:
     assert not any("█" in line.plain for line in bars(picture, 60))
 
 
-def test_without_colours_bars_below_zero_have_another_letter() -> None:
+def test_bars_below_zero_without_colours_have_another_letter() -> None:
     picture = {"title": "t", "unit": "cosine", "rows": [["a", 1.0], ["b", -1.0]]}
     for shades in SHADES:
         above, below = (line.plain.split()[1] for line in [*bars(picture, 60, shades)][1:])
@@ -211,7 +209,7 @@ def test_each_fact_has_its_name_and_blocks_that_are_alike_one_row(
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 160])
-def test_a_hash_is_one_word_whatever_the_names_beside_it(
+def test_hash_is_one_word_whatever_the_names_beside_it(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can be copied; the terminal alone breaks a line that is too long for it."""
@@ -224,7 +222,7 @@ def test_a_hash_is_one_word_whatever_the_names_beside_it(
 
 
 @pytest.mark.slow
-def test_a_pipe_does_not_load_rich(tmp_path: Path) -> None:
+def test_pipe_does_not_load_rich(tmp_path: Path) -> None:
     import subprocess
 
     file = save(kohya(sd1()), tmp_path / "a.safetensors")

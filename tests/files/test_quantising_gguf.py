@@ -21,7 +21,7 @@ THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", GGUF_TYPES)
-def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) -> None:
+def test_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) -> None:
     save_file(style(), tmp_path / "style.safetensors")
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("F16"), {"general.file_type": 1})
     out = tmp_path / "out.gguf"

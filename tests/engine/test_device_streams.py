@@ -57,7 +57,7 @@ SLOTS = {
     ("kind", "options"),
     [("lora", {"dtype": "fp32"}), ("dora", {}), ("loha", {"dtype": "fp32"}), ("full", {"compute_dtype": "fp64"})],
 )
-def test_a_devices_memory_in_use_stays_within_the_bound(
+def test_devices_memory_in_use_stays_within_the_bound(
     kind: str, options: dict[str, str], device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Factors, temporaries and adapters included, and what cuBLAS keeps for every lane."""
@@ -78,7 +78,7 @@ def test_a_devices_memory_in_use_stays_within_the_bound(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("bound", [2**27, 2**26])
-def test_a_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_the_bound_on_the_cpu(
+def test_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_the_bound_on_the_cpu(
     bound: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A magnitude for each column needs the whole weight at once."""
@@ -97,7 +97,7 @@ def test_a_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_
     assert tuple(n for n in report.notes if "short of memory" in n) == (() if alone else (note,))
 
 
-def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
+def test_auto_folds_on_the_cpu_what_no_gpu_has_room_for(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And who names the device is told."""
@@ -126,7 +126,7 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
     assert not device.races
 
 
-def test_the_watch_sees_what_it_is_for(device: Device) -> None:
+def test_watch_sees_what_it_is_for(device: Device) -> None:
     """Memory freed under another lane's work, read before it is made, overwritten on its way up, read on its way down."""
     one, other = DeviceStream(META), DeviceStream(META, 1)
     host = torch.zeros(1, 4)
@@ -163,7 +163,7 @@ def test_the_watch_sees_what_it_is_for(device: Device) -> None:
         assert len(device.races) == 1
 
 
-def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_leaves_the_device_before_the_stream_could_start_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream's own way back, from another device's, starts that device up: half a gigabyte for nothing."""
     order: list[str] = []
 
@@ -184,7 +184,7 @@ def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypa
     assert order == ["device", "stream", "work", "stream left", "device left"]
 
 
-def test_one_merge_after_the_other_uses_the_same_streams(device: Device) -> None:
+def test_streams_are_used_by_one_merge_after_the_other(device: Device) -> None:
     """cuBLAS keeps a workspace for every stream that it has seen."""
     for _ in range(3):
         lanes = [DeviceStream(META, n) for n in range(3)]
@@ -205,7 +205,7 @@ class Logged(TorchDispatchMode):
         return out
 
 
-def test_what_is_on_the_device_never_comes_down_to_go_up_again(device: Device) -> None:
+def test_tensors_on_the_device_never_come_down_to_go_up_again(device: Device) -> None:
     for kept, dtype in ((torch.float16, torch.float32), (torch.float32, torch.float32)):
         given = [torch.empty(4, 6, dtype=kept, device="meta") for _ in range(2)]
         with Logged() as log:
@@ -216,7 +216,7 @@ def test_what_is_on_the_device_never_comes_down_to_go_up_again(device: Device) -
         assert one.untyped_storage()._cdata != given[0].untyped_storage()._cdata, "folds overwrite it"
 
 
-def test_without_pinned_memory_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_pinned_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.empty
 
     def none(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
@@ -228,7 +228,7 @@ def test_without_pinned_memory_any_will_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert _pinned(5, torch.float16).shape == (5,)
 
 
-def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factor_in_memory_goes_up_once_for_all_blocks_and_bounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[tuple[int, ...]] = []
     bounds: list[object] = []
 

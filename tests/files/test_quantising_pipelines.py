@@ -59,7 +59,7 @@ def left_out(name: str, listed: list[str]) -> bool:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("last", "kept"), [(WIDTH, ()), (4, ()), (WIDTH, ("re:^transformer\\.proj_out",))])
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
-def test_the_transformer_is_quantised_and_the_rest_is_copied(dtype: str, last: int, kept: Any, tmp_path: Path) -> None:
+def test_transformer_is_quantised_and_the_rest_is_copied(dtype: str, last: int, kept: Any, tmp_path: Path) -> None:
     base = pipeline(tmp_path / "base", last)
     lora = adapter(tmp_path / "lora.safetensors")
     lora_merge.merge(tmp_path / "base", lora, tmp_path / "out", dtype=dtype, keep_precision=kept)
@@ -86,7 +86,7 @@ def test_the_transformer_is_quantised_and_the_rest_is_copied(dtype: str, last: i
     assert (found - want).norm() < (0.12 if dtype == "nf4" else 0.012) * want.norm()
 
 
-def test_a_folder_without_a_configuration_cannot_be_quantised(tmp_path: Path) -> None:
+def test_folder_without_a_configuration_cannot_be_quantised(tmp_path: Path) -> None:
     """A loader of transformers learns from config.json how the weights are stored."""
     (tmp_path / "base").mkdir()
     save({"a.weight": rand(64, 64)}, tmp_path / "base" / "model.safetensors")
@@ -98,7 +98,7 @@ def test_a_folder_without_a_configuration_cannot_be_quantised(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_what_diffusers_does_not_read_is_refused_with_what_it_reads(tmp_path: Path) -> None:
+def test_formats_that_diffusers_does_not_read_are_refused_with_what_it_reads(tmp_path: Path) -> None:
     pipeline(tmp_path / "base")
     lora = adapter(tmp_path / "lora.safetensors")
     for dtype in ("fp8_scaled", "fp8_block", "nvfp4", "mxfp8"):

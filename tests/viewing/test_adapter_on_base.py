@@ -20,7 +20,7 @@ from tests.kit.tensors import rand
 from tests.viewing.conftest import Scene
 
 
-def test_a_strength_behind_the_file_is_understood(scene: Scene) -> None:
+def test_strength_behind_the_file_is_understood(scene: Scene) -> None:
     code, out, _ = run("inspect", scene.base, f"{scene.ink}:0.5,te=0", "--json")
     match = json.loads(out)["match"]
     assert code == 0
@@ -30,7 +30,7 @@ def test_a_strength_behind_the_file_is_understood(scene: Scene) -> None:
     assert run("inspect", scene.folder / "ink").code == 0
 
 
-def test_a_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
+def test_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
     """Where some modules have no place, and where nothing can be merged at all."""
     unet = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
     wide = {
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_merge(scene: Scene, tmp_path: Path) -> None:
         )
 
 
-def test_the_effective_strength_has_alpha_in_it(scene: Scene) -> None:
+def test_effective_strength_has_alpha_in_it(scene: Scene) -> None:
     """The factors of the scene have rank 4 and alpha 2."""
     match = inspect(scene.base, Adapter(scene.ink, 0.5, (("te", 0.5),)))["match"]
     assert match["effective"]["unet"] == {"min": 0.25, "median": 0.25, "max": 0.25}
@@ -79,7 +79,7 @@ def test_the_effective_strength_has_alpha_in_it(scene: Scene) -> None:
     )
 
 
-def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:
+def test_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:
     """The changes are a ten-thousandth of the weights, which bf16 cannot hold beside them."""
     base = save({k: v.bfloat16() if v.is_floating_point() else v for k, v in sd1().items()}, tmp_path / "b.safetensors")
     facts = inspect(base, Adapter(scene.ink, 0.001), weights=True)
@@ -91,7 +91,7 @@ def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_pat
     assert not inspect(base, Adapter(scene.ink, 1.0), weights=True)["match"]["numbers"]["warnings"]
 
 
-def test_a_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:
+def test_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:
     first, second = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     lora_merge.merge(scene.base, [(scene.ink, 0.5)], first)
     lora_merge.merge(first, [scene.oil], second)
@@ -110,13 +110,13 @@ def test_a_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scen
 @pytest.mark.parametrize(
     "recipe", ["{}", '{"base": 3}', '{"base": {"files": []}, "adapters": {}}', '{"base": {"files": [3]}}']
 )
-def test_a_recipe_of_another_program_does_no_harm(recipe: str, tmp_path: Path) -> None:
+def test_recipe_of_another_program_does_no_harm(recipe: str, tmp_path: Path) -> None:
     facts = inspect(save({"a": torch.zeros(2)}, tmp_path / "m.safetensors", {"lora_merge.recipe": recipe}))
     assert not facts.get("merged")
     assert not facts.get("undo")
 
 
-def test_a_tensor_that_takes_the_place_of_the_base_s_has_its_numbers(tmp_path: Path) -> None:
+def test_tensor_that_takes_the_place_of_the_base_s_has_its_numbers(tmp_path: Path) -> None:
     """As in norms that PEFT trains; and without any other change nobody is told to ask for what is there."""
     base = {"model.layers.0.norm.weight": torch.ones(64).bfloat16(), "model.layers.0.q_proj.weight": rand(64, 64)}
     new = 1 + rand(64)

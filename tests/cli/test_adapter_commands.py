@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_terminal_shows_the_stages_and_then_a_panel(
+def test_terminal_shows_the_stages_and_then_a_panel(
     folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr(stages, "BEAT", 0.0001)
@@ -86,7 +86,7 @@ def test_pipes_get_plain_lines_and_no_progress(
 
 
 @pytest.mark.parametrize(("output", "found"), [("named", "named.safetensors"), ("new/", "new/style-r2.safetensors")])
-def test_an_output_gets_its_ending_or_its_name(
+def test_output_gets_its_ending_or_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, found: str
 ) -> None:
     monkeypatch.chdir(folder)
@@ -96,7 +96,7 @@ def test_an_output_gets_its_ending_or_its_name(
     assert Path(f"{output}again.safetensors").read_bytes() == Path(found).read_bytes()
 
 
-def test_made_again_and_proven_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_and_proof_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "BEAT", 0.0001)
     monkeypatch.chdir(folder)
     assert run("resize", "style.safetensors", "--rank", 2, "-o", "small.safetensors").code == 0

@@ -79,7 +79,7 @@ def test_formulas_compute_in_the_dtype_that_is_asked_for(command: str, files: Pa
             assert float((a - b).norm()) <= 1e-5 * float(b.norm()), key
 
 
-def test_what_is_made_of_a_choice_is_made_again_and_proven(files: Path, tmp_path: Path) -> None:
+def test_output_of_a_choice_is_replayed_and_proven(files: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "o.safetensors", tmp_path / "p.safetensors"
     made(files, out, "combine", "--include", "te", "--compute-dtype", "fp64")
     for step in (("verify", out, "--search", files), ("replay", out, "-o", again, "--search", files)):
@@ -95,7 +95,7 @@ def test_every_writer_takes_the_choice_in_a_jobs_file() -> None:
 @pytest.mark.parametrize(("options", "told"), [({"include": ["nose"]}, "without effect"), ({"exclude": ["re:("]}, "regular expression"),
                                                ({"include": ["re:nowhere"]}, "without effect"), ({"include": [7]}, "--include"),
                                                ({"compute_dtype": "bf16"}, "not computed in bf16")])  # fmt: skip
-def test_a_wrong_choice_is_refused(options: Any, told: str, files: Path, tmp_path: Path) -> None:
+def test_wrong_choice_is_refused(options: Any, told: str, files: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told.split()[0]) as failure:
         lora_merge.combine([files / "a.safetensors", files / "b.safetensors"], tmp_path / "o.safetensors", **options)
     assert told in str(failure.value)

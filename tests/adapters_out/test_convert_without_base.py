@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("adapter", "chain"),
     [("lora", ("diffusers", "comfy", "peft", "kohya")), ("dora", ("diffusers", "kohya")), ("loha", ("comfy", "kohya"))],
 )
-def test_without_a_base_every_step_writes_what_it_writes_with_one(
+def test_steps_without_a_base_write_what_they_write_with_one(
     adapter: str, chain: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     before = folder / f"{adapter}.safetensors"
@@ -58,7 +58,7 @@ def parts(*, every: bool) -> Tensors:
     return found
 
 
-def test_a_part_that_is_left_out_has_zero_rows_where_its_size_is_known(folder: Path, tmp_path: Path) -> None:
+def test_part_that_is_left_out_has_zero_rows_where_its_size_is_known(folder: Path, tmp_path: Path) -> None:
     save_file(parts(every=True), tmp_path / "a.safetensors")
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="kohya")
     ups = load_file(tmp_path / "b.safetensors")
@@ -100,7 +100,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("what", ASKS)
-def test_what_the_adapter_does_not_tell_is_asked_for(what: str, tmp_path: Path) -> None:
+def test_facts_that_the_adapter_lacks_are_asked_for(what: str, tmp_path: Path) -> None:
     tensors, to, told = ASKS[what]
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match=told) as failure:
@@ -109,7 +109,7 @@ def test_what_the_adapter_does_not_tell_is_asked_for(what: str, tmp_path: Path) 
     assert not (tmp_path / "b.safetensors").exists()
 
 
-def test_the_last_block_is_told_by_its_rows(tmp_path: Path) -> None:
+def test_last_block_is_told_by_its_rows(tmp_path: Path) -> None:
     """Its halves are swapped in diffusers, and those of no other block."""
     save_file(sd3(16), tmp_path / "a.safetensors")
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="diffusers")
@@ -118,7 +118,7 @@ def test_the_last_block_is_told_by_its_rows(tmp_path: Path) -> None:
         assert torch.equal(after[DIFFUSERS_SD3.format(n)], before[KOHYA_SD3.format(n)][list(order)])
 
 
-def test_a_formula_that_reads_the_base_asks_for_it(folder: Path, tmp_path: Path) -> None:
+def test_formula_that_reads_the_base_asks_for_it(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="reads the weights of the base"):
         lora_merge.convert(
             folder / "dora.safetensors", tmp_path / "b.safetensors", to="kohya", algorithm="lora", rank=2

@@ -110,7 +110,7 @@ def inputs(folder: Path, arch: str) -> tuple[Path, Path, dict[str, Any]]:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_k", "bf16", "keep"])
 @pytest.mark.parametrize("arch", list(CASES))
-def test_a_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> None:
+def test_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> None:
     base, lora, want = inputs(tmp_path, arch)
     out = tmp_path / "out.gguf"
     assert command("merge", base, lora, "-o", out, "--dtype", dtype) == 0
@@ -133,7 +133,7 @@ def test_a_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> Non
         assert error <= (STEP[dtype] if now == kind else 1e-6) * np.sqrt(np.mean(exact.numpy() ** 2))
 
 
-def test_an_fp8_file_becomes_gguf_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_file_becomes_gguf_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From scaled fp8 to Q8_0 with a name by default, and that file as a base again."""
     base, lora, want = inputs(tmp_path, "flux")
     scaled, little = (
@@ -150,7 +150,7 @@ def test_an_fp8_file_becomes_gguf_and_back(tmp_path: Path, monkeypatch: pytest.M
     assert (found - want[f"{QKV}.weight"]).norm() < 0.04 * want[f"{QKV}.weight"].norm()
 
 
-def test_what_is_quantised_again_says_so_in_its_header(tmp_path: Path) -> None:
+def test_header_says_that_weights_were_quantised_again(tmp_path: Path) -> None:
     shapes, layer, _ = CASES["flux"]
     tensors = {name: (rand(*shape).numpy(), "F16" if len(shape) > 1 else "F32") for name, shape in shapes.items()}
     base, (_, lora, _) = by_library.write(tmp_path / "flux.gguf", "flux", tensors), inputs(tmp_path, "flux")
@@ -175,7 +175,7 @@ def test_what_is_quantised_again_says_so_in_its_header(tmp_path: Path) -> None:
         ("another suffix", UsageError, "the output is GGUF"),
     ],
 )
-def test_what_has_no_place_in_gguf_is_refused(tmp_path: Path, change: str, error: type[MergeError], what: str) -> None:
+def test_gguf_refuses_what_it_has_no_place_for(tmp_path: Path, change: str, error: type[MergeError], what: str) -> None:
     base, lora, _ = inputs(tmp_path, "flux")
     tensors, options, out = load(base), {"dtype": "q8_0"}, tmp_path / "out.gguf"
     if change == "names of diffusers":

@@ -123,7 +123,7 @@ def test_parts_of_a_mamba_layer_are_its_first_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(merged(base, adapter, tmp_path)[f"{at}in_proj.weight"], wanted, rtol=0, atol=1e-9)
 
 
-def test_a_layer_of_another_name_is_no_part_without_evidence(tmp_path: Path) -> None:
+def test_layer_of_another_name_is_no_part_without_evidence(tmp_path: Path) -> None:
     base = {
         "m.layers.0.mixer.in_proj.weight": torch.zeros(38, 20),
         "m.layers.0.mixer.out_proj.weight": torch.zeros(20, 16),

@@ -44,7 +44,7 @@ def merged(folder: Path, tensors: int, shards: int) -> int:
     return calls(lambda: lora_merge.merge(base, lora, out, device="cpu"))
 
 
-def test_one_more_tensor_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+def test_cost_of_a_tensor_does_not_grow_with_their_number(tmp_path: Path) -> None:
     merged(tmp_path, 50, 2)  # what is worked out once a process
     small, middle, large = (merged(tmp_path, n, 2) for n in (200, 400, 800))
     assert large - middle < 1.2 * 2 * (middle - small)
@@ -58,7 +58,7 @@ def planned(folder: Path, tensors: int) -> int:
 
 
 @pytest.mark.slow
-def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+def test_cost_of_a_module_does_not_grow_with_their_number(tmp_path: Path) -> None:
     planned(tmp_path, 50)
     small, middle, large = (planned(tmp_path, n) for n in (200, 400, 800))
     assert large - middle < 1.2 * 2 * (middle - small)
@@ -66,7 +66,7 @@ def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+def test_cost_of_a_shard_does_not_grow_with_their_number(tmp_path: Path) -> None:
     merged(tmp_path, 50, 2)
     small, middle, large = (merged(tmp_path, 100, n) for n in (6, 12, 24))
     assert large - middle < 1.2 * 2 * (middle - small)
@@ -74,7 +74,7 @@ def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) ->
 
 
 @pytest.mark.release
-def test_the_bench_tells_growth(
+def test_bench_tells_growth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.bench.__main__ import Bench

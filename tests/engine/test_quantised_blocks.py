@@ -36,7 +36,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "nvfp4"])
-def test_a_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_that(
+def test_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_that(
     dtype: str, rounding: str, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folds = 0

@@ -65,7 +65,7 @@ def peft_twice(folder: Path, pattern: dict[str, int]) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("pattern", [{}, {"diffusion_model.m.a": 6}])
-def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict[str, int]) -> None:
+def test_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict[str, int]) -> None:
     base, folder = peft_twice(tmp_path, pattern)
     if pattern:
         with pytest.raises(InputError, match="two modules of the adapter change the same weight"):
@@ -76,7 +76,7 @@ def test_an_alpha_of_the_configuration_decides_too(tmp_path: Path, pattern: dict
     assert verified["matching"] == {"modules": 1, "proven": 1, "alone": [], "why": {}}
 
 
-def test_a_plan_of_copies_with_other_alphas_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_copies_with_other_alphas_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The account of tensors sees equal bytes: only the second reading compares the scale of a copy with the other's."""
     monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: SPELLINGS[1] in patch.module.name)
     base, folder = peft_twice(tmp_path, {"diffusion_model.m.a": 6})

@@ -155,17 +155,17 @@ def check_patterns(table: str, count: int) -> None:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("table", TABLES)
-def test_a_name_found_by_its_pattern_is_where_it_is_by_itself(table: str) -> None:
+def test_name_found_by_its_pattern_is_where_it_is_by_itself(table: str) -> None:
     check_patterns(table, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-def test_so_are_names_of_all_forms(table: str) -> None:
+def test_names_of_all_forms_are_where_they_are_by_themselves(table: str) -> None:
     check_patterns(table, 1_000_000)
 
 
-def test_the_numbers_of_a_prefix_are_no_part_of_a_pattern() -> None:
+def test_numbers_of_a_prefix_are_no_part_of_a_pattern() -> None:
     """Names of two encoders that differ in that number alone are two patterns."""
     found = names(index({f"conditioner.embedders.{n}.transformer.text_model.encoder.layers.{layer}.mlp.fc1.weight": (4, n + 1)
                          for n in (0, 1) for layer in (0, 1)}))  # fmt: skip
@@ -177,14 +177,14 @@ def test_the_numbers_of_a_prefix_are_no_part_of_a_pattern() -> None:
                 assert by_pattern(found, module, "weight") == one_by_one(found, module, "weight"), module
 
 
-def test_a_form_is_the_name_with_its_numbers_taken_out() -> None:
+def test_form_is_the_name_with_its_numbers_taken_out() -> None:
     assert form("layers.12.norm1.experts.0.w") == "layers.#.norm1.experts.#.w"
     assert form("0.1.2") == "#.#.#" == form(form("0.1.2"))
     assert form("a.1234567890.b.3") == "a.1234567890.b.#"  # too long for a number
     assert form("a.².b.٣") == "a.².b.٣"
 
 
-def test_what_a_form_cannot_be_is_not_worked_out() -> None:
+def test_impossible_forms_are_not_worked_out() -> None:
     """Of ten thousand experts' names none is put into a table for an adapter of the attention, or of an expert."""
     base: dict[str, Shape] = {"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)}
     for layer in range(4):
@@ -207,13 +207,13 @@ def test_what_a_form_cannot_be_is_not_worked_out() -> None:
 
 
 @pytest.mark.parametrize("inner", INNER)
-def test_a_first_level_that_names_lack_is_a_whole_one(inner: str) -> None:
+def test_first_level_that_names_lack_is_a_whole_one(inner: str) -> None:
     assert [*other_names(f"{inner}x.weight", INNER)] == ["x.weight"]
     for longer in (f"{inner[:-1]}s.", f"{inner[:-1]}_2.", f"my{inner}"):
         assert not [*other_names(f"{longer}x.weight", INNER)]
         assert names(index({f"{longer}x.weight": (4, 4)})).find("x") is None
 
 
-def test_the_parameter_at_the_end_of_a_last_level_is_a_whole_word() -> None:
+def test_parameter_at_the_end_of_a_last_level_is_a_whole_word() -> None:
     assert "m.gate.weight" in other_names("m.gate_weight", ())
     assert [*other_names("m.gateweight", ())] == ["m.gateweight.weight"]

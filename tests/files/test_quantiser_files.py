@@ -27,7 +27,7 @@ def folder(tmp_path: Path, name: str, **section: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["ModelOpt fp8", "ModelOpt nvfp4"])
-def test_the_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) -> None:
+def test_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     algorithm = FORMS[name].config["quant_algo"]
     (source / "config.json").write_text('{"model_type": "x"}')
@@ -51,9 +51,7 @@ def test_the_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) 
         ("AWQ", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}),
     ],
 )
-def test_the_files_of_older_quantisers_tell_the_format(
-    name: str, file: str, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_files_of_older_quantisers_tell_the_format(name: str, file: str, told: dict[str, Any], tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     (source / "config.json").write_text('{"model_type": "x"}')
     (source / file).write_text(json.dumps(told))
@@ -87,7 +85,7 @@ def test_modelopts_blocks_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["AWQ", "ModelOpt nvfp4 with factors of inputs", "recipe"])
-def test_a_base_whose_scales_were_moved_says_so(how: str, tmp_path: Path) -> None:
+def test_base_whose_scales_were_moved_says_so(how: str, tmp_path: Path) -> None:
     source = folder(tmp_path, "compressed-tensors int4" if how == "recipe" else how)
     if how == "recipe":
         (source / "recipe.yaml").write_text("stage:\n  modifiers:\n    SmoothQuantModifier: {strength: 0.8}\n")
@@ -97,14 +95,14 @@ def test_a_base_whose_scales_were_moved_says_so(how: str, tmp_path: Path) -> Non
     assert any(("SmoothQuant" if how == "recipe" else "AWQ") in note for note in report.notes)
 
 
-def test_an_ordinary_quantised_base_says_nothing_of_it(tmp_path: Path) -> None:
+def test_ordinary_quantised_base_says_nothing_of_it(tmp_path: Path) -> None:
     source = folder(tmp_path, "compressed-tensors int4")
     report = lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out", dtype="bf16")
     assert not any("moved" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("changed", [NAMES[0], "model.layers.9.self_attn.q_proj"])
-def test_a_rotated_base_is_refused_also_for_its_plain_layers(changed: str, tmp_path: Path) -> None:
+def test_rotated_base_is_refused_also_for_its_plain_layers(changed: str, tmp_path: Path) -> None:
     source = folder(
         tmp_path, "compressed-tensors int4", transform_config={"config_groups": {"u": {"type": "hadamard"}}}
     )

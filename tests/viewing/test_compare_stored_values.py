@@ -57,7 +57,7 @@ def test_values_that_both_store_are_compared_as_they_are_without_a_base(tmp_path
     assert str(same).rstrip().endswith("1 tensor that both store whole: 1 equal, 0 different")
 
 
-def test_with_a_base_their_changes_are_compared(base: Path, tmp_path: Path) -> None:
+def test_changes_are_compared_with_a_base(base: Path, tmp_path: Path) -> None:
     """V − W of both, also where one of them has another formula for the same tensor."""
     a, b = 1 + rand(64), 1 + rand(64, seed=1)
     files = norms(tmp_path / "a", a), norms(tmp_path / "b", b)
@@ -72,7 +72,7 @@ def test_with_a_base_their_changes_are_compared(base: Path, tmp_path: Path) -> N
         assert lora_merge.compare(*pair, base=base)["total"]["cosine"] == pytest.approx(total["cosine"], rel=1e-4)
 
 
-def test_what_is_not_compared_is_named_with_the_reason(base: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_compared_are_named_with_the_reason(base: Path, tmp_path: Path) -> None:
     """Values of other shapes, rows of tokens, copies of the base's own, modules without a place."""
     one, other = (
         adapter(tmp_path / name, {**lora(n), EMBEDDINGS: rand(rows, 64, seed=n), f"{Q}.base_layer.bias": rand(64)},

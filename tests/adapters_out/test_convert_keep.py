@@ -45,7 +45,7 @@ ROWS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROWS if kind != "processor"])
-def test_a_file_keeps_its_words_in_another_dtype(kind: str, tmp_path: Path) -> None:
+def test_file_keeps_its_words_in_another_dtype(kind: str, tmp_path: Path) -> None:
     """The model need not be known."""
     tensors = {f"some.layer.{ending}": rand(*shape, seed=n) + 1 for n, (ending, shape) in enumerate(ROWS[kind].items())}
     out = tmp_path / "b.safetensors"
@@ -61,7 +61,7 @@ def test_a_file_keeps_its_words_in_another_dtype(kind: str, tmp_path: Path) -> N
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "processor"])
 @pytest.mark.parametrize("options", [{"algorithm": "lora"}, {"rank": 3}, {"alpha": 3.0}])
-def test_a_file_keeps_its_words_in_another_form(kind: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_file_keeps_its_words_in_another_form(kind: str, options: dict[str, object], tmp_path: Path) -> None:
     tensors = {f"some.layer.{ending}": rand(*shape, seed=n) + 1 for n, (ending, shape) in enumerate(ROWS[kind].items())}
     path, out = stored(tmp_path, tensors), tmp_path / "b.safetensors"
     lora_merge.convert((path, -0.5), out, dtype="fp32", **options)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_a_file_keeps_its_words_in_another_form(kind: str, options: dict[str, ob
     assert torch.allclose(before[f"{name}.weight"], after[f"{name}.weight"], atol=close)
 
 
-def test_a_folder_of_peft_stays_one(tmp_path: Path) -> None:
+def test_folder_of_peft_stays_one(tmp_path: Path) -> None:
     (source := tmp_path / "a").mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{name}.lora_A.weight": rand(2, 8), f"{name}.lora_B.weight": rand(8, 2)}
@@ -94,9 +94,7 @@ MODEL = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "llama", "revision
 """What a folder says of its model."""
 
 
-def test_a_sum_of_folders_of_peft_is_a_folder_without_a_base_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sum_of_folders_of_peft_is_a_folder_without_a_base_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are square and [in, out] in the model, which changes no factor; a file has to be named as one."""
     monkeypatch.chdir(tmp_path)
     name = "base_model.model.transformer.h.0.attn.c_proj"
@@ -161,7 +159,7 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
     assert "diffusion_model.layers.0.attention.to_q.lora_A.weight" in load_file(tmp_path / "zimage")
 
 
-def test_a_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(made: Made, put: Any) -> Kept:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):

@@ -82,7 +82,7 @@ def half_steps(form: Form, found: Tensors, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("name", "form"), FILE.items())
-def test_a_file_is_quantised_as_comfyui_reads_it(name: str, form: Form, tmp_path: Path) -> None:
+def test_file_is_quantised_as_comfyui_reads_it(name: str, form: Form, tmp_path: Path) -> None:
     source, tensors = base(tmp_path / "base")
     lora, changes = adapter(tmp_path / "lora.safetensors")
     out = tmp_path / "out.safetensors"
@@ -111,7 +111,7 @@ def test_a_file_is_quantised_as_comfyui_reads_it(name: str, form: Form, tmp_path
     assert all((i.offset - data) % min(i.nbytes // max(torch.Size(i.shape).numel(), 1), 8) == 0 for i in infos)
 
 
-def test_a_file_of_nf4_has_the_tensors_of_bitsandbytes(tmp_path: Path) -> None:
+def test_file_of_nf4_has_the_tensors_of_bitsandbytes(tmp_path: Path) -> None:
     """Forge takes all tensors below the weight's name for the state of a weight."""
     source, tensors = base(tmp_path / "base")
     lora, changes = adapter(tmp_path / "lora.safetensors")
@@ -130,7 +130,7 @@ def test_a_file_of_nf4_has_the_tensors_of_bitsandbytes(tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "form"), FOLDER.items())
-def test_a_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, tmp_path: Path) -> None:
+def test_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, tmp_path: Path) -> None:
     source, tensors = base(tmp_path / "base", config=True)
     lora, changes = adapter(tmp_path / "lora.safetensors")
     out = tmp_path / "out"
@@ -184,7 +184,7 @@ def test_transformers_computes_with_a_folder_of_compressed_tensors(name: str, no
 
 
 @pytest.mark.parametrize("name", ["fp8_scaled", "nvfp4"])
-def test_it_is_proven_and_made_again_and_small_windows_change_nothing(
+def test_quantised_output_is_proven_and_replayed_and_does_not_depend_on_windows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lora_merge.engine import windows
@@ -222,7 +222,7 @@ def test_weights_that_servers_join_have_one_format(tmp_path: Path) -> None:
         assert [name in plan.quantising.made for name in names] == [False, of.is_file(), of.is_file(), True]
 
 
-def test_a_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:
+def test_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:
     source, _ = base(tmp_path / "base")
     lora, _ = adapter(tmp_path / "lora.safetensors")
     jobs = [{"base": str(source), "adapters": [{"path": str(lora), "strength": s}], "output": f"{s}.safetensors"}
@@ -261,7 +261,7 @@ def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
         assert caught.value.where == f"--keep-precision {text}"
 
 
-def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp_path: Path) -> None:
     file, _ = base(tmp_path / "file")
     folder, _ = base(tmp_path / "folder", config=True)
     lora, _ = adapter(tmp_path / "lora.safetensors")
@@ -301,7 +301,7 @@ def test_numbers_that_no_code_stands_for_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_one_format_becomes_another(tmp_path: Path) -> None:
+def test_format_becomes_another(tmp_path: Path) -> None:
     """Dequantised, merged and quantised: the scales of the old format are gone."""
     source, _ = base(tmp_path / "base")
     lora, changes = adapter(tmp_path / "lora.safetensors")

@@ -1,4 +1,4 @@
-"""Headers of outputs, and outputs that appear whole or not at all. Run: pytest tests/files/test_formats.py"""
+"""Headers of outputs, and outputs that appear whole or not at all. Run: pytest tests/files/test_output_files.py"""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_headers_are_accepted_and_aligned(
     assert [n for n in json.loads(header[8:]) if n != "__metadata__"] == [n for n, _, _ in rows]
 
 
-def test_the_library_opens_a_file_laid_out_by_us(tmp_path: Path) -> None:
+def test_library_opens_a_file_laid_out_by_us(tmp_path: Path) -> None:
     header = layout([("b", "F32", (2, 2)), ("a", "U8", (3,))], {"k": "v"}, 96)
     (tmp_path / "x.safetensors").write_bytes(header + struct.pack("<4f", 1, 2, 3, 4) + b"abc")
     with safe_open(tmp_path / "x.safetensors", framework="pt") as f:
@@ -76,7 +76,7 @@ def left(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
 
 
-def test_an_output_appears_with_its_contents(tmp_path: Path) -> None:
+def test_output_appears_with_its_contents(tmp_path: Path) -> None:
     target = tmp_path / "new" / "deep" / "out ä:1.safetensors"
     with replacing(target) as part:
         part.write_bytes(b"done")
@@ -90,7 +90,7 @@ def test_an_output_appears_with_its_contents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException], kind: str) -> None:
+def test_failure_leaves_nothing(tmp_path: Path, error: type[BaseException], kind: str) -> None:
     with (
         pytest.raises(error),
         replacing(tmp_path / "a" / "b" / "x", folder=kind == "folder") as part,
@@ -100,7 +100,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException], ki
     assert left(tmp_path) == []
 
 
-def test_a_failure_keeps_the_old_file(tmp_path: Path) -> None:
+def test_failure_keeps_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "x"
     target.write_bytes(b"old")
     with pytest.raises(RuntimeError), replacing(target, overwrite=True) as part:
@@ -156,7 +156,7 @@ def test_no_input_is_overwritten(tmp_path: Path, name: str) -> None:
     assert left(tmp_path) == ["base", "hard", "link"]
 
 
-def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="appeared"), replacing(tmp_path / "x") as part:
         part.write_bytes(b"mine")
         (tmp_path / "x").write_bytes(b"theirs")
@@ -181,7 +181,7 @@ def test_no_permission(tmp_path: Path) -> None:
         raise AssertionError
 
 
-def test_a_folder_replaces_its_older_self_only(tmp_path: Path) -> None:
+def test_folder_replaces_its_older_self_only(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with replacing(target, folder=True) as part:
         (part / "unet").mkdir()
@@ -199,7 +199,7 @@ def test_a_folder_replaces_its_older_self_only(tmp_path: Path) -> None:
         check_output(target, folder=True, overwrite=True, contents=["unet/w", "config.json"])
 
 
-def test_what_comes_into_a_folder_meanwhile_is_not_lost(tmp_path: Path) -> None:
+def test_files_that_come_into_a_folder_meanwhile_are_not_lost(tmp_path: Path) -> None:
     target = tmp_path / "model"
     target.mkdir()
     (target / "w").write_bytes(b"old")
@@ -226,7 +226,7 @@ def test_folders_are_replaced_also_where_names_cannot_be_swapped(
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_a_link_to_a_folder_is_replaced_and_its_folder_stays(
+def test_link_to_a_folder_is_replaced_and_its_folder_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, swapped: bool
 ) -> None:
     if not swapped:
@@ -240,7 +240,7 @@ def test_a_link_to_a_folder_is_replaced_and_its_folder_stays(
     assert [(tmp_path / name / "w").read_bytes() for name in ("link", "model")] == [b"2", b"1"]
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()
@@ -259,7 +259,7 @@ HOLD = """
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(tmp_path: Path, kind: str) -> None:
     def start(name: str) -> tuple[subprocess.Popen[str], Path]:
         run = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path / name), kind],
@@ -311,7 +311,7 @@ def _race(folder: str, number: int, results: multiprocessing.SimpleQueue[str]) -
 
 
 @pytest.mark.slow
-def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path, children: Any) -> None:
+def test_runs_that_write_one_output_have_one_winner(tmp_path: Path, children: Any) -> None:
     results = children.SimpleQueue()
     runs = [children.Process(target=_race, args=(str(tmp_path), i, results)) for i in range(6)]
     for run in runs:
@@ -325,7 +325,7 @@ def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path, chi
     assert left(tmp_path) == ["out"]
 
 
-def test_a_folder_is_not_searched_for_every_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_not_searched_for_every_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix may put 75 000 outputs into one folder: looking at all of them for each would take an hour."""
     looked: list[Path] = []
     monkeypatch.setattr(temporary, "SWEEPS", 3600.0)

@@ -95,7 +95,7 @@ def test_embeddings_with_other_numbers_of_rows_are_measured_beside_a_lora(rows: 
     assert numbers["all"]["change"] ** 2 == pytest.approx(sum(squares), rel=1e-5)
 
 
-def test_of_a_large_tensor_some_runs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensor_is_sampled_by_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand for all numbers, also where the rest of the tensor is short."""
     for name, value in (("LEAST", 512), ("RUN", 64), ("EVERY", 8)):
         monkeypatch.setattr(replaced, name, value)
@@ -111,7 +111,7 @@ def test_of_a_large_tensor_some_runs_are_read(tmp_path: Path, monkeypatch: pytes
     assert (found["changed"], found["retained"]) == (1.0, pytest.approx(1, abs=1e-5))
 
 
-def test_a_replaced_weight_of_codes_is_measured(tmp_path: Path) -> None:
+def test_replaced_weight_of_codes_is_measured(tmp_path: Path) -> None:
     """The base's codes are decoded; what new codes hold of the change is not known."""
     key = "model.layers.0.mlp.up_proj.weight"
     plain, quantised = tmp_path / "plain.safetensors", tmp_path / "fp8.safetensors"
@@ -133,7 +133,7 @@ def test_a_replaced_weight_of_codes_is_measured(tmp_path: Path) -> None:
     assert found["retained"] is None
 
 
-def test_a_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> None:
+def test_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> None:
     """No row of it is computed again by the proof, which copies it: the merge itself warns."""
     adapter = ln_tuning(tmp_path / "ln", 1 + 1e-4 * rand(64))
     report = lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors", dtype="bf16")
@@ -142,7 +142,7 @@ def test_a_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> Non
     assert report.numbers["below"] == 1
 
 
-def test_a_replaced_tensor_of_a_model_in_memory_is_measured(tmp_path: Path) -> None:
+def test_replaced_tensor_of_a_model_in_memory_is_measured(tmp_path: Path) -> None:
     new = 1 + rand(64)
     source, adapter = base(tmp_path), ln_tuning(tmp_path / "ln", new)
     numbers: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def test_a_replaced_tensor_of_a_model_in_memory_is_measured(tmp_path: Path) -> N
     assert numbers == lora_merge.merge(source, adapter, tmp_path / "out.safetensors").numbers
 
 
-def test_a_merge_without_such_tensors_reads_nothing_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_without_such_tensors_reads_nothing_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a tensor was read")
 
@@ -160,7 +160,7 @@ def test_a_merge_without_such_tensors_reads_nothing_for_them(tmp_path: Path, mon
     assert lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors").numbers["tensors"]
 
 
-def test_a_replaced_tensor_counts_in_its_part_and_strength(tmp_path: Path) -> None:
+def test_replaced_tensor_counts_in_its_part_and_strength(tmp_path: Path) -> None:
     """As any other module does: in the report, and in what is said before the work."""
     source, adapter = base(tmp_path), saved_whole(tmp_path / "a", rand(40, 64, seed=5))
     (found,) = lora_merge.merge(source, adapter, tmp_path / "out.safetensors").coverage.values()

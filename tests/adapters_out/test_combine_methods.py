@@ -127,7 +127,7 @@ def test_consensus_of_fewer_adapters_than_agree_is_nothing(agree: int | None, ke
 
 
 @pytest.mark.parametrize("method", sorted(set(COMBINATIONS) - {"slerp"}))
-def test_the_order_of_adapters_does_not_matter(method: str) -> None:
+def test_order_of_adapters_does_not_matter(method: str) -> None:
     given, n = changes(), Numbers(density=0.5, gamma=0.1, epsilon=0.2)
     seeds = ["a", "b", "c"]
     strengths = [1.0, 0.5, -0.7]
@@ -141,7 +141,7 @@ def test_the_order_of_adapters_does_not_matter(method: str) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["normal", "few values", "rising", "one far out"])
 @pytest.mark.parametrize("few", [10, 2**21])
-def test_the_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal ones the first; however many bits are counted before the rest is sorted, and however rows are cut."""
     monkeypatch.setattr("lora_merge.engine.by_rows.largest.FEW", few)
     values = torch.randn(34_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -205,7 +205,7 @@ def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -
 
 
 @pytest.mark.parametrize("method", ["ties", "karcher"])
-def test_a_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Δ of the file is computed again from the inputs."""
     right, given = making.combine, {"density": 0.5} if method == "ties" else {}
     for n in range(2):

@@ -26,7 +26,7 @@ WRONG = re.compile(
 """A count of one with a word for several; "1 of 1 merged tensor" is right."""
 
 
-def test_one_thing_is_spoken_of_as_one(tmp_path: Path) -> None:
+def test_count_of_one_is_in_the_singular(tmp_path: Path) -> None:
     base = save({f"{KEY}.weight": rand(8, 8)}, tmp_path / "base.safetensors")
     meta = {"ss_dataset_dirs": json.dumps({"1_x": {"n_repeats": 1, "img_count": 1}})}
     one = save(
@@ -51,11 +51,11 @@ def test_one_thing_is_spoken_of_as_one(tmp_path: Path) -> None:
     [(None, "?"), (1.0, "100.0%"), (0.4567, "45.7%"), (1.1, "110.0%"), (-0.05, "-5.0%"),
      (4.61, "461% (rounding is larger than the change)"), (-3.0, "none (rounding is larger than the change)")],
 )  # fmt: skip
-def test_a_share_is_told_in_words_that_fit_it(share: float | None, words: str) -> None:
+def test_share_is_told_in_words_that_fit_it(share: float | None, words: str) -> None:
     assert retained(share) == words
 
 
-def test_a_page_explains_shares_above_all(tmp_path: Path) -> None:
+def test_page_explains_shares_above_all(tmp_path: Path) -> None:
     """Two numbers in a thousand cross to the next one that bf16 has, which is much further than their change."""
     weight = torch.ones(64, 64)
     change = torch.full((64, 64), 1e-4)

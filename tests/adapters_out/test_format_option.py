@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("to", ["diffusers", "comfy", "peft"])
-def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, to: str, tmp_path: Path) -> None:
+def test_result_is_written_in_another_dialect_and_made_again(folder: Path, to: str, tmp_path: Path) -> None:
     base, out = folder / "base.safetensors", tmp_path / ("out" if to == "peft" else "out.safetensors")
     given = [(folder / "a.safetensors", 0.5), (folder / "b.safetensors", 2.0)]
     report = lora_merge.combine(given, out, base=base, format=to, dtype="fp32")
@@ -57,19 +57,19 @@ def test_the_result_is_written_in_another_dialect_and_made_again(folder: Path, t
 @pytest.mark.parametrize(
     ("command", "more"), [("resize", ["--rank", "2"]), ("average", []), ("combine", ["--rank", "4"])]
 )
-def test_the_commands_take_it(folder: Path, command: str, more: list[str], tmp_path: Path) -> None:
+def test_commands_take_it(folder: Path, command: str, more: list[str], tmp_path: Path) -> None:
     words: list[Any] = [command, folder / "a.safetensors", "--base", folder / "base.safetensors", *more]
     code, _, told = run(*words, "--format", "diffusers", "-o", tmp_path / "out.safetensors")
     assert code == 0, told
     assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
 
 
-def test_a_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         lora_merge.combine([tmp_path / "none.safetensors"], tmp_path / "out.safetensors", format="sdnext")
 
 
-def test_what_the_loader_of_its_names_does_not_take_is_told(tmp_path: Path) -> None:
+def test_changes_that_the_loader_ignores_are_noted(tmp_path: Path) -> None:
     """diffusers ignores .diff_b and .alpha in silence; PEFT loads folders."""
     base = {"layer.weight": torch.randn(8, 6), "layer.bias": torch.randn(8)}
     factors = {"layer.lora_A.weight": torch.randn(2, 6), "layer.lora_B.weight": torch.randn(8, 2)}
@@ -107,7 +107,7 @@ def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: P
 
 
 @pytest.mark.parametrize("to", ["keep", "comfy"])
-def test_the_stage_that_loads_is_the_time_in_which_inputs_are_opened(
+def test_stage_that_loads_is_the_time_in_which_inputs_are_opened(
     folder: Path, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = formatted.open_sources
@@ -123,7 +123,7 @@ def test_the_stage_that_loads_is_the_time_in_which_inputs_are_opened(
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}])
-def test_a_stated_alpha_is_stored_in_a_dialect_that_has_it_though_the_input_has_none(
+def test_stated_alpha_is_stored_in_a_dialect_that_has_it_though_the_input_has_none(
     folder: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
     without, out = tmp_path / "without.safetensors", tmp_path / "out.safetensors"
@@ -136,7 +136,7 @@ def test_a_stated_alpha_is_stored_in_a_dialect_that_has_it_though_the_input_has_
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["diffusers", "peft"])
-def test_a_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: Path) -> None:
+def test_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: Path) -> None:
     out = tmp_path / ("out" if to == "peft" else "out.safetensors")
     given: dict[str, Any] = {"base": folder / "base.safetensors", "alpha": 7, "overwrite": True}
     reports = [lora_merge.convert(folder / "a.safetensors", out, to=to, **given),

@@ -27,7 +27,7 @@ def jobs(folder: Path, name: str, text: str) -> list[object]:
     ("x.csv", "base,adapters,output,dtype\nb.safetensors,a.safetensors:0.5 c.safetensors,o.safetensors,fp16\n"),
     ("x.csv", 'adapters, output ,base,dtype,title\n\n"a.safetensors:0.5\nc.safetensors",o.safetensors,b.safetensors,fp16,\n'),
 ])  # fmt: skip
-def test_a_short_form_is_the_full_one(tmp_path: Path, name: str, text: str) -> None:
+def test_short_form_is_the_full_one(tmp_path: Path, name: str, text: str) -> None:
     assert jobs(tmp_path, name, text) == jobs(tmp_path, "full.json", json.dumps({"version": 1, "jobs": [JOB]}))
 
 
@@ -38,13 +38,13 @@ def test_a_short_form_is_the_full_one(tmp_path: Path, name: str, text: str) -> N
     ("x.csv", "a,b\n1,2\n", "x.csv:1"), ("x.csv", "", "x.csv:1"), ("x.csv", "base,base\n", "x.csv:1"),
     ("x.csv", "base,output\nb,o,more\n", "x.csv:2"), ("x.csv", "base,adapters,output\n", "jobs"), ("x.csv", f"base,output\n{'x' * 200_000},o\n", "x.csv:2"),
 ])  # fmt: skip
-def test_a_mistake_in_one_has_its_line(tmp_path: Path, name: str, text: str, where: str) -> None:
+def test_mistake_in_one_has_its_line(tmp_path: Path, name: str, text: str, where: str) -> None:
     with pytest.raises(UsageError) as caught:
         jobs(tmp_path, name, text)
     assert where in caught.value.where
 
 
-def test_the_first_file_is_right(tmp_path: Path) -> None:
+def test_first_file_is_right(tmp_path: Path) -> None:
     (tmp_path / "loras").mkdir()
     (tmp_path / "loras" / "a.safetensors").touch()
     text = FIRST.format(name="first.yaml")

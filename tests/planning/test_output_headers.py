@@ -1,4 +1,4 @@
-"""What headers hold is what base and merge put there. Run: pytest tests/planning/test_headings.py"""
+"""What headers hold is what base and merge put there. Run: pytest tests/planning/test_output_headers.py"""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_text_of_the_base_is_taken_for_the_place_of_a_digest(
     assert not prove(out, full=True)["warnings"]
 
 
-def test_the_entries_have_the_names_that_the_contract_states(tmp_path: Path) -> None:
+def test_entries_have_the_names_that_the_contract_states(tmp_path: Path) -> None:
     """Other programs look for these names: no move of a module changes them."""
     out = tmp_path / "out.safetensors"
     lora_merge.merge(save({"a.weight": rand(4, 4)}, tmp_path / "b.safetensors"), adapter(tmp_path / "a"), out)
@@ -76,7 +76,7 @@ def test_the_entries_have_the_names_that_the_contract_states(tmp_path: Path) -> 
     assert MODELS == "sd_merge_models"
 
 
-def test_nor_is_the_name_of_a_file(tmp_path: Path) -> None:
+def test_name_of_a_file_is_not_taken_for_the_place_of_a_digest(tmp_path: Path) -> None:
     """It stands in the recipe, between the digests."""
     for n, place in enumerate(PLACES):
         (tmp_path / str(n)).mkdir()
@@ -104,7 +104,7 @@ def recipe_in(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_first_shard_names_all_files_of_the_base_and_every_other_its_own(tmp_path: Path) -> None:
+def test_first_shard_names_all_files_of_the_base_and_every_other_its_own(tmp_path: Path) -> None:
     base, out, lora = sharded(tmp_path / "base", 3), tmp_path / "out", adapter(tmp_path / "a.safetensors")
     table = tmp_path / "names.yaml"
     table.write_text("title: mine\nlayouts: {native: [a.weight]}\n")

@@ -30,7 +30,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("columns", [60, 80, 160])
-def test_a_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_undo_it(
+def test_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_undo_it(
     monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     found = played_here(MERGE, monkeypatch, columns=columns)
@@ -71,14 +71,14 @@ def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pyte
     assert played_here([*MERGE, "--color=pink"], monkeypatch).code == 2
 
 
-def test_what_a_proof_found_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert played_here([*MERGE, "-q"], monkeypatch).code == 0
     found = played_here(["verify", "o.safetensors"], monkeypatch)
     assert any("✓ verified" in row for row in found.screen)
 
 
 @pytest.mark.slow
-def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An embedding table with more tokens replaces that of the base."""
     save({"model.embed_tokens.weight": rand(6, 4), "lm_head.weight": rand(6, 4)}, tmp_path / "b.safetensors")
     (tmp_path / "a").mkdir()
@@ -94,14 +94,14 @@ def test_a_proof_of_copied_tensors_speaks_of_no_computation(monkeypatch: pytest.
         assert "0 of 0" not in shown and "ulp" not in shown
 
 
-def test_an_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     found = played_here(["base.safetensors", "stile.safetensors"], monkeypatch, columns=160)
     assert found.code == 3
     assert [row.split(":")[0].strip() for row in found.screen[:3]] == ["✗ error", "where", "fix"]
     assert "style.safetensors" in found.screen[2]
 
 
-def test_an_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     found = played_here(["base.safetensors", "style.safetensors", "--wieght", "3"], monkeypatch, columns=60)
     assert max(map(len, found.screen)) < 60
     heads = [row[:9].strip() for row in found.screen if row]
@@ -143,7 +143,7 @@ def test_names_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\\u001b[31mred.safetensors" in found.text
 
 
-def test_the_end_of_a_batch_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_batch_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("cut.safetensors").write_bytes(Path("style.safetensors").read_bytes()[:999])
     jobs = {"base": "base.safetensors", "adapters": ["{a}.safetensors"], "output": "out/{a}.safetensors"}
     for names, code, words in (
@@ -158,7 +158,7 @@ def test_the_end_of_a_batch_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("problems", "word"), [([], "✓ all is well"), (["no disk"], "✗ problems")])
-def test_what_doctor_found_is_a_panel(
+def test_doctor_report_is_a_panel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problems: list[str], word: str
 ) -> None:
     from lora_merge.cli import doctor

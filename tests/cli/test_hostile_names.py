@@ -1,4 +1,4 @@
-"""No name out of a file, or of one, looks like a line of this program. Run: pytest tests/cli/test_lines.py"""
+"""No name out of a file, or of one, looks like a line of this program. Run: pytest tests/cli/test_hostile_names.py"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forged(start: str, end: str) -> str:
 
 
 @given(st.text(), st.sampled_from(BREAKS), st.text())
-def test_a_text_is_one_line(before: str, end: str, after: str) -> None:
+def test_text_is_one_line(before: str, end: str, after: str) -> None:
     text = one_line(before + end + after)
     assert len((text + "x").splitlines()) == 1
     error = InputError(*[before + end + after] * 3)
@@ -41,7 +41,7 @@ def test_a_text_is_one_line(before: str, end: str, after: str) -> None:
     assert len(str(error).splitlines()) == 3
 
 
-def test_what_is_ours_may_have_several() -> None:
+def test_texts_of_the_program_may_have_several_lines() -> None:
     where = Lines.of(["a.yaml:1", "b\nc"])
     assert where == "a.yaml:1\nb\\u000ac"
     error = pickle.loads(pickle.dumps(InputError("x", where, "y")))

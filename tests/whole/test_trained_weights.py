@@ -40,7 +40,7 @@ def _embed(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trained_peft_adapter_merges_into_a_model_with_the_same_embeddings(tmp_path: Path) -> None:
+def test_trained_peft_adapter_merges_into_a_model_with_the_same_embeddings(tmp_path: Path) -> None:
     folder = _encoder()
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
