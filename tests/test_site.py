@@ -90,7 +90,6 @@ def test_page_of_notes_has_each_message_of_the_code_once(hooks: ModuleType) -> N
 
 
 @pytest.mark.release
-@pytest.mark.release
 def test_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
     page = hooks.blocks()
     assert "| `MIDD` |" in page

@@ -55,7 +55,6 @@ def deltas(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-@pytest.mark.few(6)
 def norm(change: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(change))
 
