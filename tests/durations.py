@@ -1,11 +1,15 @@
-"""How long the suite takes, by file and by test: `python -m tests.durations [options of pytest]` runs it and keeps the
-table, `python -m tests.durations --show` prints the slowest of the table that is kept."""
+"""How long `make test` takes, by step, file and test.
+
+`python -m tests.durations [options of pytest]` runs the suite and what comes before it, and keeps the table;
+`python -m tests.durations --show` prints the slowest of the table that is kept.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -17,6 +21,15 @@ import pytest
 TABLE: Final = Path(__file__).with_name("durations.tsv")
 SHOWN: Final = 20  # rows of each list
 LEAST: Final = 0.2  # seconds of a test that has a row in the table
+STEPS: Final = {
+    "import torch": ("-c", "import torch"),
+    "collect": ("-m", "pytest", "-q", "--collect-only"),
+    "ruff check": ("-m", "ruff", "check", "."),
+    "ruff format": ("-m", "ruff", "format", "--check", "."),
+    **{f"mypy, {system}": ("-m", "mypy", "--platform", system, "--cache-dir", f".mypy_cache/{system}")
+       for system in ("linux", "win32", "darwin")},
+}  # fmt: skip
+"""Step → arguments of Python. What is collected and checked for the first time takes longer: run it twice."""
 
 
 class Recorder:
@@ -33,7 +46,17 @@ class Recorder:
         (self.tests if report.when == "call" else self.fixtures)[report.nodeid] += report.duration
 
 
-def table(recorder: Recorder, wall: float) -> str:
+def steps() -> dict[str, float]:
+    """Run what a worker pays before its first test, and the checks; return step → seconds."""
+    seconds: dict[str, float] = {}
+    for name, arguments in STEPS.items():
+        start = time.monotonic()
+        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+        seconds[name] = time.monotonic() - start
+    return seconds
+
+
+def table(before: dict[str, float], recorder: Recorder, wall: float) -> str:
     """Return the rows `kind, seconds, number of tests, name`, the slowest of each kind first."""
     files: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -46,6 +69,7 @@ def table(recorder: Recorder, wall: float) -> str:
         f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, Python {platform.python_version()}"
     )
     rows = [f"# {machine}: {wall:.0f} s, {recorder.first:.0f} s of them before the first test ended"]
+    rows += [f"step\t{spent:.1f}\t1\t{name}" for name, spent in before.items()]
     rows += [f"file\t{spent:.1f}\t{counts[name]}\t{name}" for name, spent in files.most_common()]
     rows += [f"test\t{spent:.2f}\t1\t{name}" for name, spent in recorder.tests.most_common() if spent >= LEAST]
     rows += [f"fixture\t{spent:.2f}\t1\t{name}" for name, spent in recorder.fixtures.most_common() if spent >= LEAST]
@@ -55,7 +79,9 @@ def table(recorder: Recorder, wall: float) -> str:
 def show(rows: str) -> str:
     """Return the slowest rows of each kind, and what is before the first of them."""
     first, *lines = rows.splitlines()
-    kinds = {kind: [line for line in lines if line.startswith(f"{kind}\t")] for kind in ("file", "test", "fixture")}
+    kinds = {
+        kind: [line for line in lines if line.startswith(f"{kind}\t")] for kind in ("step", "file", "test", "fixture")
+    }
     return "\n".join([first, *(line for kind in kinds.values() for line in kind[:SHOWN])])
 
 
@@ -66,9 +92,9 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     code = 0
     if not options.show:
-        recorder = Recorder()
+        before, recorder = steps(), Recorder()
         code = pytest.main(rest or ["-q", "-n", "2", "--dist", "worksteal"], plugins=[recorder])
-        options.output.write_text(table(recorder, time.monotonic() - recorder.start))
+        options.output.write_text(table(before, recorder, time.monotonic() - recorder.start))
     print(show(options.output.read_text()))
     return int(code)
 

@@ -184,9 +184,9 @@ def test_key_for_each_module_is_no_burden(written: str) -> None:
 
 
 TABLES = {
+    "each with two names": lambda i: rf"model\.layers\.{i}\.self_attn\.(q|k)_proj",
     "each with a loop": lambda i: f"(a|b)*{i}",
     "each with options": lambda i: "(a?)" * 20 + str(i),
-    "each with two names": lambda i: rf"model\.layers\.{i}\.self_attn\.(q|k)_proj",
     "each with hundreds of loops": lambda i: "(a|b)*" * 300 + str(i),
     "each with other dots": lambda i: "".join("a."[i >> k & 1] for k in range(20)),
     "each with one more": lambda i: "." * (i % 40) + str(i),

@@ -523,3 +523,15 @@ def test_full_proof_of_a_written_adapter_computes_every_layer(
     assert 1 <= sample["recomputed"] < sample["layers"] == full["recomputed"] == full["layers"]
     code, _, said = run("verify", output, "--search", folder, "--on-overflow", "saturate")
     assert code == 2 and "--on-overflow" in said, said
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj.weight"])
+def test_stacked_experts_of_a_model_without_a_table_have_no_factors(tmp_path: Path, name: str) -> None:
+    """They were written as those of a kernel, and refused as an adapter that does not fit its own base."""
+    base = {f"model.layers.0.mlp.experts.{name}": rand(4, 16, 24)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({k: v + rand(4, 16, 24, seed=1) for k, v in base.items()}, tmp_path / "tuned.safetensors")
+    pair = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    with pytest.raises(FitError, match="the weights of stacked experts"):
+        lora_merge.extract(*pair, tmp_path / "a.safetensors", rank=2)
+    lora_merge.extract(*pair, tmp_path / "b.safetensors", algorithm="full")

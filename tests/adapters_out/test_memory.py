@@ -91,15 +91,15 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("names", [["sum"], pytest.param([*RUNS], marks=pytest.mark.slow)], ids=["sum", "all"])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
-def test_large_layer_is_worked_at_by_rows(folder: Path) -> None:
-    found = measured(folder, RUNS)
-    assert {name: same for name, (_, same) in found.items()} == dict.fromkeys(RUNS, True)
+def test_large_layer_is_worked_at_by_rows(folder: Path, names: list[str]) -> None:
+    found = measured(folder, {name: RUNS[name] for name in names})
+    assert {name: same for name, (_, same) in found.items()} == dict.fromkeys(names, True)
     assert {name: grown for name, (grown, _) in found.items() if grown > MOST} == {}, found
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Path) -> None:
     ((grown, same),) = measured(folder, WHOLE_RANK).values()

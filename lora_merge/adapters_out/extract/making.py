@@ -12,6 +12,7 @@ from torch import Tensor
 from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
 from ...models.chosen import or_leave_out
+from ...models.experts import is_stack
 from ..conversion.expected import vector_ending
 from ..conversion.made import Made, value_made, whole_made
 from ..dialects import COPIED
@@ -31,9 +32,14 @@ from .kronecker import kronecker
 from .task import ERROR, SKIP, Extraction
 
 
-def _stacked(found: Difference) -> FitError:
-    """Return the error for weights of stacked experts; they can be left out, with those of every other layer."""
-    return FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, found.pair.place.keys, alike=True))
+def _expect_one_matrix(found: Difference) -> None:
+    """Raise FitError for weights of stacked experts, which can be left out with those of every other layer.
+
+    A model that no table knows has them by the names by which they are recognised in a merge.
+    """
+    place, view = found.pair.place, found.pair.place.view
+    if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
+        raise FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
 
 
 def measured(made: Made | None, found: Difference) -> Made | None:
@@ -63,9 +69,8 @@ class Extractor:
 
     def _tiny(self, found: Sequence[Difference]) -> list[Made | None]:
         """Return the factors of tiny matrices of one shape."""
-        shape, matrix = found[0].pair.place.view.shape, found[0].pair.place.view.matrix
-        if matrix[0] != shape[0]:
-            raise _stacked(found[0])
+        shape = found[0].pair.place.view.shape
+        _expect_one_matrix(found[0])
         alpha = self.alpha
 
         def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
@@ -124,8 +129,7 @@ class Extractor:
         assert self.task.to is not None, "it is chosen when the files are opened"
         if not self.task.to.copies:
             raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
-        if found.change.shape[0] != where.view.shape[0]:
-            raise _stacked(found)
+        _expect_one_matrix(found)
         layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
@@ -146,8 +150,8 @@ class Extractor:
 
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
-        if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
-            raise _stacked(found)
+        if self.storage.algorithm != WHOLE:
+            _expect_one_matrix(found)
         if (rows := self._few_rows(found)) is not None:
             moved = found.change.of_rows(rows).dense()
             ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)
