@@ -1,73 +1,109 @@
-"""`python -m tests.corpus record|replay FOLDER [pytest arguments]`; see __init__.py."""
+"""`python -m tests.corpus record|replay FOLDER [SCENE...] [-n WORKERS]`; see __init__.py."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
-import warnings
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import lora_merge
-from tests.corpus.calls import digest, refusal, restored, tensors_digest
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch: sums of matrices depend on them
+
+from tests.corpus.calls import Call
+from tests.corpus.differences import differences
+
+NOW = "now"
+"""The folder of the call that is made; it has one name, as paths stand in outputs and sizes depend on them."""
 
 
-def record(folder: Path, arguments: list[str]) -> int:
-    """Run the suite with every merge kept in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "LORA_MERGE_CORPUS": str(folder.absolute()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.corpus.record", *(arguments or ["tests"])]
-    code = subprocess.run(command, env=environment, check=False).returncode
-    # Tests that replace parts of the program give results that no version gives again.
-    subprocess.run([sys.executable, "-m", "tests.corpus", "prune", str(folder)], env=environment, check=True)
-    print(f"{sum(1 for _ in folder.glob('*/call.json'))} merges in {folder}")
-    return code
+def record_scene(folder: Path, name: str) -> Counter[str]:
+    """Make the inputs of a scene, make its calls, and keep what comes of them; the number of calls by outcome."""
+    from tests.corpus.scenes import SCENES
+
+    place = folder / name
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "in").mkdir(parents=True)
+    (place / "out").mkdir()
+    counts: Counter[str] = Counter()
+    kept = []
+    for call in SCENES[name](place / "in"):
+        result = call.result(place / "in", place / NOW)
+        (place / NOW).rename(place / "out" / call.name)
+        kept.append({"call": asdict(call), **json.loads(json.dumps(result))})
+        counts[f"{call.function}: {outcome(result['report'])}"] += 1
+        if "crashed" in str(result["report"])[:12]:
+            print(f"{name}/{call.name}: {result['report']}", flush=True)
+    (place / "calls.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    return counts
 
 
-def made(place: Path, told: dict[str, Any]) -> dict[str, str]:
-    """The call made again by this version."""
-    with TemporaryDirectory() as folder:
-        output = None if told["output"] is None else Path(folder) / told["output"]
-        try:
-            args = restored(told["args"], place / "in")
-            options = {k: restored(v, place / "options") for k, v in told["options"].items()}
-            if output is None:
-                return tensors_digest(lora_merge.merge_state_dict(*args, **options))
-            lora_merge.merge(*args[:2], output, *args[2:], **options)
-        except lora_merge.MergeError as error:
-            return refusal(error)
-        except Exception as error:  # noqa: BLE001  # it is compared
-            return {"failed": type(error).__name__}
-        return digest(output)
+def outcome(report: Any) -> str:
+    """Whether the call was refused."""
+    return next((word for word in ("refused", "crashed") if isinstance(report, dict) and word in report), "done")
 
 
-def replay(folder: Path, *, prune: bool = False) -> int:
-    """Compare every merge of the folder with what this version makes of it; 1 if any differs, which `prune` removes."""
-    found: Counter[str] = Counter()
-    for place in sorted(p.parent for p in folder.glob("*/call.json")):
-        told = json.loads((place / "call.json").read_text(encoding="utf-8"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            now = made(place, told)
-        same = now == told["result"]
-        found["refused" if "refused" in now and same else "same" if same else "different"] += 1
-        if not same and prune:
-            shutil.rmtree(place)
-        elif not same:
-            print(f"{place.name}  {told['test']}\n  was {told['result']}\n  is  {now}")
-    print(
-        f"{found['same']} outputs with the same bytes, {found['refused']} refused as before, {found['different']} different"
-    )
-    return int(found["different"] > 0 and not prune)
+def replay_scene(folder: Path, name: str) -> Counter[str]:
+    """Make the calls of a scene again and print what differs; the number of calls that differ or not."""
+    place = folder / name
+    counts: Counter[str] = Counter()
+    for entry in json.loads((place / "calls.json").read_text(encoding="utf-8")):
+        call = Call.of(entry["call"])
+        result = json.loads(json.dumps(call.result(place / "in", place / NOW)))
+        lines = [*differences(place / "in", entry, result, place / "out" / call.name, place / NOW)]
+        counts["different" if lines else "same"] += 1
+        if lines:
+            print(f"{name}/{call.name}", *lines, sep="\n  ", flush=True)
+    shutil.rmtree(place / NOW, ignore_errors=True)
+    return counts
+
+
+def unwaited() -> None:
+    """Wait for no disk: nobody cuts the power."""
+    os.fsync = lambda fd: None  # type: ignore[assignment,misc]
+    if hasattr(os, "fdatasync"):
+        os.fdatasync = lambda fd: None  # type: ignore[assignment,misc]
+
+
+def every(work: Callable[[str], Counter[str]], names: Iterable[str], workers: int) -> Counter[str]:
+    """The sum over all scenes, in so many processes."""
+    if workers == 1:
+        unwaited()
+        return sum(map(work, names), Counter[str]())
+    with ProcessPoolExecutor(workers, get_context("spawn"), unwaited) as pool:
+        return sum(pool.map(work, names), Counter[str]())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record or replay; 1 if anything differs."""
+    parser = argparse.ArgumentParser("python -m tests.corpus")
+    parser.add_argument("command", choices=("record", "replay"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("scenes", nargs="*", help="beginnings of names; default: all")
+    parser.add_argument("-n", "--workers", type=int, default=2)
+    given = parser.parse_args(arguments)
+    folder, start = given.folder.absolute(), time.perf_counter()
+    if given.command == "record":
+        from tests.corpus.scenes import SCENES
+
+        names, work = [*SCENES], partial(record_scene, folder)
+    else:
+        names, work = sorted(p.parent.name for p in folder.glob("*/calls.json")), partial(replay_scene, folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    chosen = [n for n in names if not given.scenes or n.startswith(tuple(given.scenes))]
+    counts = every(work, chosen, given.workers)
+    print(*(f"{count:5} {what}" for what, count in sorted(counts.items())), sep="\n")
+    print(f"{counts.total()} calls of {len(chosen)} scenes in {time.perf_counter() - start:.0f} s")
+    return int(counts["different"] > 0)
 
 
 if __name__ == "__main__":
-    command, folder, *rest = sys.argv[1:]
-    if command == "record":
-        raise SystemExit(record(Path(folder), rest))
-    raise SystemExit(replay(Path(folder), prune=command == "prune"))
+    raise SystemExit(main())
