@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,9 @@ PLANNED = ("merge", "unmerge", "combine", "resize", "convert", "extract", "avera
 
 VARYING = frozenset({"seconds", "stages", "peak_memory", "version", "free", "lora_merge.header_sha256"})
 """Entries of reports and of metadata that differ from run to run, from machine to machine or with the version."""
+
+DRAFT = re.compile(r"\.([^/ ]+)\.[0-9a-f]{12}\.lora-merge\.part")
+"""The name of an output before it is complete, which has a random part."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,11 @@ def printed(*words: object) -> Any:
     """What a command prints as JSON; of a refusal its kind and its exit code, as words may change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answer = run(*words)
-    try:
-        report = json.loads(answer.out)
-    except ValueError:
-        return {"crashed": answer.code, "said": answer.err.strip().splitlines()[-1:]}
+        try:
+            answer = run(*words)
+            report = json.loads(answer.out)
+        except Exception as error:  # noqa: BLE001  # it is compared, and `record` prints it
+            return {"crashed": f"{type(error).__name__}: {error}"}
     error = report.get("error") if isinstance(report, dict) else None
     return report if error is None else refusal(error["kind"], answer.code)
 
@@ -141,5 +145,5 @@ def normalised(value: Any, scene: Path, folder: Path) -> Any:
     if isinstance(value, list):
         return [normalised(v, scene, folder) for v in value]
     if isinstance(value, str):
-        return value.replace(str(scene), "{in}").replace(str(folder), "{out}")
+        return DRAFT.sub(r"\1", value.replace(str(scene), "{in}").replace(str(folder), "{out}"))
     return value

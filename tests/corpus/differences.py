@@ -45,7 +45,7 @@ def first(then: Any, now: Any, place: str = "") -> str:
                 return f"{here} is {'new' if key not in then else 'gone'}"
             if found := first(then[key], now[key], here):
                 return found
-        return "" if [*then] == [*now] else f"{place}: another order of names"
+        return ""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         pairs = enumerate(zip(then, now, strict=True))
         return next((found for n, (a, b) in pairs if (found := first(a, b, f"{place}[{n}]"))), "")
@@ -103,7 +103,7 @@ def safetensors(_: Path, data: bytes) -> Part:
     places = {name: tuple(start + at for at in row["data_offsets"]) for name, row in header.items()}
     tensors = load(data)
     held = {name: (tensors[name], data[a:b]) for name, (a, b) in places.items()}
-    return {"metadata": {k: unfolded(v) for k, v in entries.items()}, "tensors": header}, held
+    return {"metadata": {k: unfolded(v) for k, v in entries.items()}, "tensors": [*header.items()]}, held
 
 
 def gguf(path: Path, _: bytes) -> Part:

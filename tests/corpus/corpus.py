@@ -1,0 +1,77 @@
+"""Record and replay scenes of a corpus, each in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tests.corpus.calls import Call
+from tests.corpus.differences import differences
+
+NOW = "now"
+"""The folder of the call that is made; it has one name, as paths stand in outputs and sizes depend on them."""
+
+
+def record_scene(folder: Path, name: str) -> Counter[str]:
+    """Make the inputs of a scene, make its calls, and keep what comes of them; the number of calls by outcome."""
+    from tests.corpus.scenes import SCENES
+
+    place = folder / name
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "in").mkdir(parents=True)
+    (place / "out").mkdir()
+    counts: Counter[str] = Counter()
+    kept = []
+    for call in SCENES[name](place / "in"):
+        result = call.result(place / "in", place / NOW)
+        (place / NOW).rename(place / "out" / call.name)
+        kept.append({"call": asdict(call), **json.loads(json.dumps(result))})
+        counts[f"{call.function}: {outcome(result['report'])}"] += 1
+        if outcome(result["report"]) == "crashed":
+            print(f"{name}/{call.name}: {result['report']['crashed']}", flush=True)
+    (place / "calls.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    return counts
+
+
+def outcome(report: Any) -> str:
+    """Whether the call was refused."""
+    return next((word for word in ("refused", "crashed") if isinstance(report, dict) and word in report), "done")
+
+
+def replay_scene(folder: Path, name: str) -> Counter[str]:
+    """Make the calls of a scene again and print what differs; the number of calls that differ or not."""
+    place = folder / name
+    counts: Counter[str] = Counter()
+    for entry in json.loads((place / "calls.json").read_text(encoding="utf-8")):
+        call = Call.of(entry["call"])
+        result = json.loads(json.dumps(call.result(place / "in", place / NOW)))
+        lines = [*differences(place / "in", entry, result, place / "out" / call.name, place / NOW)]
+        counts["different" if lines else "same"] += 1
+        if lines:
+            print(f"{name}/{call.name}", *lines, sep="\n  ", flush=True)
+    shutil.rmtree(place / NOW, ignore_errors=True)
+    return counts
+
+
+def unwaited() -> None:
+    """Wait for no disk: nobody cuts the power."""
+    os.fsync = lambda fd: None  # type: ignore[assignment,misc]
+    if hasattr(os, "fdatasync"):
+        os.fdatasync = lambda fd: None  # type: ignore[assignment,misc]
+
+
+def every(work: Callable[[str], Counter[str]], names: Iterable[str], workers: int) -> Counter[str]:
+    """The sum over all scenes, in so many processes."""
+    if workers == 1:
+        unwaited()
+        return sum(map(work, names), Counter[str]())
+    with ProcessPoolExecutor(workers, get_context("spawn"), unwaited) as pool:
+        return sum(pool.map(work, names), Counter[str]())
