@@ -20,9 +20,13 @@ NOW = "now"
 """The folder of the call that is made; it has one name, as paths stand in outputs and sizes depend on them."""
 
 
-def record_scene(folder: Path, name: str) -> Counter[str]:
-    """Make the inputs of a scene, make its calls, and keep what comes of them; the number of calls by outcome."""
+def record_scene(folder: Path, name: str, most: int | None = None) -> Counter[str]:
+    """Make the inputs of a scene, make its calls, and keep what comes of them; the number of calls by outcome.
+
+    `most`: how many of its calls, spread evenly; None: all.
+    """
     from tests.corpus.scenes import SCENES
+    from tests.kit.pairs import spread
 
     place = folder / name
     shutil.rmtree(place, ignore_errors=True)
@@ -30,7 +34,8 @@ def record_scene(folder: Path, name: str) -> Counter[str]:
     (place / "out").mkdir()
     counts: Counter[str] = Counter()
     kept = []
-    for call in SCENES[name](place / "in"):
+    calls = SCENES[name](place / "in")
+    for call in [calls[n] for n in sorted(spread(len(calls), most or len(calls)))]:
         result = call.result(place / "in", place / NOW)
         (place / NOW).rename(place / "out" / call.name)
         kept.append({"call": asdict(call), **json.loads(json.dumps(result))})

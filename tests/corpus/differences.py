@@ -59,17 +59,18 @@ def grown(then: Any, now: Any) -> Iterator[str]:
     more = {place: by for place, by in moved.items() if by > 0}
     worst = max(more, key=lambda place: more[place], default="")
     if worst:
-        yield f"bytes: {len(more)} losses grew, most {worst}: {was[worst]:.6g} → {is_now[worst]:.6g}"
+        yield f"bytes: losses that grew: {len(more)}, most {worst}: {was[worst]:.6g} → {is_now[worst]:.6g}"
     else:
-        yield f"bytes: no loss grew ({len(moved)} fell)"
+        yield f"bytes: no loss grew, {len(moved)} fell"
 
 
 def losses(value: Any, place: str = "") -> dict[str, float]:
     """Place in a report → residual or error of rounding."""
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found: dict[str, float] = {}
-    for key, one in rows:
-        here = f"{place}.{key}" if place else str(key)
+    if isinstance(value, list):
+        value = {f"[{n}]": one for n, one in enumerate(value)}
+    for key, one in value.items() if isinstance(value, dict) else ():
+        here = place + key if key.startswith("[") else f"{place}.{key}" if place else key
         found |= {here: float(one)} if key in LOSSES and isinstance(one, int | float) else losses(one, here)
     return found
 

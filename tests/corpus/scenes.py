@@ -175,8 +175,12 @@ def row(name: str, folder: Path) -> list[Call]:
     return [
         *table("merge", [BASE, f"{adapter}:0.7"], {"bf16": {"dtype": "bf16"}}, output="out.safetensors", **stated),
         *table("merge_state_dict", [BASE, adapter], {"plain": {}}, output="out.safetensors", **stated),
+        *table("merge_into", [BASE, f"{adapter}:0.5"], {"plain": {}}, output="out.safetensors", **stated),
         *table("combine", [adapter, f"{adapter}:0.5"], {"rank-2": {"rank": 2}}, **both),
-        *table("convert", [f"{adapter}:0.5"], {"keep": {}, "full": {"algorithm": "full", "to": "lycoris"}}, **both),
+        *table("resize", [f"{adapter}:0.5"], {"rank-3": {"rank": 3, "format": "kohya"}}, **both),
+        *table(
+            "convert", [adapter], {"lycoris": {"to": "lycoris"}, "full": {"to": "lycoris", "algorithm": "full"}}, **both
+        ),
     ]
 
 

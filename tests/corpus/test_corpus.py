@@ -1,42 +1,62 @@
-"""The corpus in small: what is recorded is replayed, and what changed is named."""
+"""The corpus in small: a replay by the same version agrees, and what changed is named."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.corpus.corpus import record_scene, replay_scene
+from tests.corpus.differences import differences
+from tests.kit.pairs import WHOLE
 
-SCENES = ("model-transformers-gpt2", "gguf-q8-0", "quantised-comfyui-nvfp4", "algorithm-lora", "algorithm-vera", "folders")
-"""Small scenes that have files, folders, PEFT, codes, GGUF and tensors in memory."""
+SCENES = {
+    "algorithm-lora": 7,
+    "gguf-q8_0": 4,
+    "quantised-comfyui-fp8-rows": 3,
+    "model-transformers-gpt2": 2,
+    "trainer-parted": 7,
+}
+"""Scene → how many of its calls: of each command, of both functions for tensors in memory, codes, GGUF and PEFT."""
 
 
-def edited(file: Path, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change an entry of what was recorded."""
+def changed(file: Path, name: str, part: str, key: str, value: Any) -> None:
+    """Change what was recorded of a call."""
     entries = json.loads(file.read_text())
-    edit(next(entry for entry in entries if entry["call"]["name"] == name))
+    next(entry for entry in entries if entry["call"]["name"] == name)[part][key] = value
     file.write_text(json.dumps(entries))
 
 
 def test_changed_byte_plan_and_report_are_named_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = [record_scene(tmp_path, name) for name in SCENES]
-    done = sum(count.total() for count in counts)
-    changed = tmp_path / "algorithm-lora/out/merge-bf16/out.safetensors"
-    data = bytearray(changed.read_bytes())
+    recorded = sum(sum(record_scene(tmp_path, name, None if WHOLE else n).values()) for name, n in SCENES.items())
+    output = tmp_path / "algorithm-lora/out/merge-bf16/out.safetensors"
+    data = bytearray(output.read_bytes())
     data[-1] ^= 1
-    changed.write_bytes(data)
-    edited(tmp_path / "gguf-q8-0/calls.json", "merge-keep", lambda entry: entry["plan"].update(tensors=3))
-    edited(tmp_path / "algorithm-vera/calls.json", "combine-rank-2", lambda entry: entry["report"].update(residual=0.0))
+    output.write_bytes(data)
+    changed(tmp_path / "gguf-q8_0/calls.json", "merge-keep", "plan", "tensors", 3)
+    changed(tmp_path / "algorithm-lora/calls.json", "combine-rank-2", "report", "residual", 0.0)
     capsys.readouterr()
-    again = [replay_scene(tmp_path, name) for name in SCENES]
-    said = capsys.readouterr().out
-    assert sum(count["different"] for count in again) == 3, said
-    assert sum(count["same"] for count in again) == done - 3
-    lines = said.splitlines()
-    assert lines[0] == ""
+    counts = [replay_scene(tmp_path, name) for name in SCENES]
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(count["same"] for count in counts) == recorded - 3
+    assert lines[0] == "algorithm-lora/merge-bf16"
+    assert lines[1].startswith("  bytes: out.safetensors: m.layers.1.a.weight: 1 of 120 numbers, at most ")
+    assert lines[2:4] == ["  bytes: no loss grew, 0 fell", "algorithm-lora/combine-rank-2"]
+    assert lines[4].startswith("  report: residual: 0.0 → 0.")
+    assert lines[5:] == ["gguf-q8_0/merge-keep", "  plan: tensors: 3 → 12"]
+
+
+def test_loss_that_grew_is_named(tmp_path: Path) -> None:
+    for n, folder in enumerate(("old", "new")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "side.json").write_text(f'{{"rank": {n}}}')
+    then, now = ({"plan": None, "report": {"layers": [{"residual": loss}]}} for loss in (0.1, 0.2))
+    assert [*differences(tmp_path, then, now, tmp_path / "old", tmp_path / "new")] == [
+        "report: layers[0].residual: 0.1 → 0.2",
+        "bytes: side.json: header: rank: 0 → 1",
+        "bytes: losses that grew: 1, most layers[0].residual: 0.1 → 0.2",
+    ]
