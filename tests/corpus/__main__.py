@@ -21,17 +21,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("scenes", nargs="*", help="beginnings of names; default: all")
     parser.add_argument("-n", "--workers", type=int, default=2)
-    given = parser.parse_args(arguments)
-    folder, start = given.folder.absolute(), time.perf_counter()
-    if given.command == "record":
+    options = parser.parse_args(arguments)
+    folder, start = options.folder.absolute(), time.perf_counter()
+    if options.command == "record":
         from tests.corpus.scenes import SCENES
 
         names, work = [*SCENES], partial(record_scene, folder)
     else:
         names, work = sorted(p.parent.name for p in folder.glob("*/calls.json")), partial(replay_scene, folder)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    chosen = [n for n in names if not given.scenes or n.startswith(tuple(given.scenes))]
-    counts = every(work, chosen, given.workers)
+    chosen = [n for n in names if not options.scenes or n.startswith(tuple(options.scenes))]
+    counts = every(work, chosen, options.workers)
     print(*(f"{count:5} {what}" for what, count in sorted(counts.items())), sep="\n")
     print(f"{counts.total()} calls of {len(chosen)} scenes in {time.perf_counter() - start:.0f} s")
     return int(counts["different"] > 0)

@@ -44,7 +44,7 @@ class Call:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Call:
-        """The call that `asdict` made plain data of."""
+        """The call of plain data, as `asdict` returns it."""
         return cls(**{**data, "inputs": tuple(data["inputs"])})
 
     def result(self, scene: Path, folder: Path) -> dict[str, Any]:
@@ -109,8 +109,13 @@ def printed(*words: object) -> Any:
 
 
 def refusal(kind: str, code: int) -> dict[str, Any]:
-    """What is kept of a refusal."""
+    """What is compared of a refusal."""
     return {"refused": kind, "exit_code": code}
+
+
+def outcome(report: Any) -> str:
+    """Whether a call was refused or crashed, or did what it was asked for."""
+    return next((word for word in ("refused", "crashed") if isinstance(report, dict) and word in report), "done")
 
 
 def module(tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -11,13 +11,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from tests.corpus.calls import Call
+from tests.corpus.calls import Call, outcome
 from tests.corpus.differences import differences
 
 NOW = "now"
-"""The folder of the call that is made; it has one name, as paths stand in outputs and sizes depend on them."""
+"""The folder of a call while it runs: one name for all, as an output's size would depend on a path in its header."""
 
 
 def record_scene(folder: Path, name: str, most: int | None = None) -> Counter[str]:
@@ -33,22 +32,17 @@ def record_scene(folder: Path, name: str, most: int | None = None) -> Counter[st
     (place / "in").mkdir(parents=True)
     (place / "out").mkdir()
     counts: Counter[str] = Counter()
-    kept = []
+    entries = []
     calls = SCENES[name](place / "in")
     for call in [calls[n] for n in sorted(spread(len(calls), most or len(calls)))]:
         result = call.result(place / "in", place / NOW)
         (place / NOW).rename(place / "out" / call.name)
-        kept.append({"call": asdict(call), **json.loads(json.dumps(result))})
+        entries.append({"call": asdict(call), **json.loads(json.dumps(result))})
         counts[f"{call.function}: {outcome(result['report'])}"] += 1
         if outcome(result["report"]) == "crashed":
             print(f"{name}/{call.name}: {result['report']['crashed']}", flush=True)
-    (place / "calls.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    (place / "calls.json").write_text(json.dumps(entries, indent=1), encoding="utf-8")
     return counts
-
-
-def outcome(report: Any) -> str:
-    """Whether the call was refused."""
-    return next((word for word in ("refused", "crashed") if isinstance(report, dict) and word in report), "done")
 
 
 def replay_scene(folder: Path, name: str) -> Counter[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from tests.corpus.calls import normalised
+from tests.corpus.calls import normalised, outcome
 
 LOSSES = ("residual", "worst_ulp")
 """Entries of a report that must not grow."""
@@ -22,7 +22,10 @@ MOST = 8
 def differences(scene: Path, then: dict[str, Any], now: dict[str, Any], old: Path, new: Path) -> Iterator[str]:
     """Yield what differs between two results and the folders of their outputs, a line each."""
     for kind in ("plan", "report"):
-        if place := first(then[kind], now[kind]):
+        ends = outcome(then[kind]), outcome(now[kind])
+        if ends[0] != ends[1]:
+            yield f"{kind}: {ends[0]} → {ends[1]}: {now[kind] if ends[0] == 'done' else then[kind]}"
+        elif place := first(then[kind], now[kind]):
             yield f"{kind}: {place}"
     names = [{p.relative_to(f).as_posix() for p in f.rglob("*") if p.is_file()} for f in (old, new)]
     if names[0] != names[1]:
@@ -43,12 +46,12 @@ def first(then: Any, now: Any, place: str = "") -> str:
             here = f"{place}.{key}" if place else key
             if key not in then or key not in now:
                 return f"{here} is {'new' if key not in then else 'gone'}"
-            if found := first(then[key], now[key], here):
-                return found
+            if difference := first(then[key], now[key], here):
+                return difference
         return ""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         pairs = enumerate(zip(then, now, strict=True))
-        return next((found for n, (a, b) in pairs if (found := first(a, b, f"{place}[{n}]"))), "")
+        return next((line for n, (a, b) in pairs if (line := first(a, b, f"{place}[{n}]"))), "")
     return "" if (type(then), then) == (type(now), now) else f"{place}: {then!r:.200} → {now!r:.200}"
 
 
@@ -66,13 +69,13 @@ def grown(then: Any, now: Any) -> Iterator[str]:
 
 def losses(value: Any, place: str = "") -> dict[str, float]:
     """Place in a report → residual or error of rounding."""
-    found: dict[str, float] = {}
+    rows: dict[str, float] = {}
     if isinstance(value, list):
         value = {f"[{n}]": one for n, one in enumerate(value)}
     for key, one in value.items() if isinstance(value, dict) else ():
         here = place + key if key.startswith("[") else f"{place}.{key}" if place else key
-        found |= {here: float(one)} if key in LOSSES and isinstance(one, int | float) else losses(one, here)
-    return found
+        rows |= {here: float(one)} if key in LOSSES and isinstance(one, int | float) else losses(one, here)
+    return rows
 
 
 def of_files(scene: Path, old: Path, new: Path, folders: tuple[Path, Path]) -> Iterator[str]:
@@ -90,6 +93,8 @@ def of_files(scene: Path, old: Path, new: Path, folders: tuple[Path, Path]) -> I
     yield from lines[:MOST]
     if len(lines) > MOST:
         yield f"and {len(lines) - MOST} more tensors"
+    if not lines and parts[0][0] == parts[1][0]:
+        yield "header: another layout of the same entries"
 
 
 Part = tuple[Any, dict[str, tuple[Any, bytes]]]
@@ -103,8 +108,8 @@ def safetensors(_: Path, data: bytes) -> Part:
     entries = header.pop("__metadata__", {})
     places = {name: tuple(start + at for at in row["data_offsets"]) for name, row in header.items()}
     tensors = load(data)
-    held = {name: (tensors[name], data[a:b]) for name, (a, b) in places.items()}
-    return {"metadata": {k: unfolded(v) for k, v in entries.items()}, "tensors": [*header.items()]}, held
+    numbers = {name: (tensors[name], data[a:b]) for name, (a, b) in places.items()}
+    return {"metadata": {k: unfolded(v) for k, v in entries.items()}, "tensors": [*header.items()]}, numbers
 
 
 def gguf(path: Path, _: bytes) -> Part:
@@ -114,9 +119,9 @@ def gguf(path: Path, _: bytes) -> Part:
     reader = GGUFReader(path)
     entries = {name: field.contents() for name, field in reader.fields.items()}
     rows = {t.name: [t.tensor_type.name, [int(n) for n in t.shape], int(t.data_offset)] for t in reader.tensors}
-    held = {t.name: (torch.from_numpy(quants.dequantize(t.data, t.tensor_type)), bytes(t.data)) for t in reader.tensors}
+    numbers = {t.name: (torch.tensor(quants.dequantize(t.data, t.tensor_type)), bytes(t.data)) for t in reader.tensors}
     entries = {k: unfolded(v) if isinstance(v, str) else v for k, v in entries.items()}
-    return json.loads(json.dumps({"entries": entries, "tensors": rows}, default=str)), held
+    return json.loads(json.dumps({"entries": entries, "tensors": rows}, default=str)), numbers
 
 
 def text(_: Path, data: bytes) -> Part:

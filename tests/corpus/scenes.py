@@ -353,9 +353,9 @@ def sharded(folder: Path, stem: str, tensors: Tensors) -> None:
     names = [f"{stem}-0000{n + 1}-of-00002.safetensors" for n in range(2)]
     for n, name in enumerate(names):
         save({key: tensors[key] for key in [*tensors][n::2]}, folder / name)
-    held = {key: names[n % 2] for n, key in enumerate(tensors)}
+    weight_map = {key: names[n % 2] for n, key in enumerate(tensors)}
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    index_file = {"metadata": {"total_size": size}, "weight_map": held}
+    index_file = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index_file))
 
 
@@ -384,9 +384,9 @@ def language(folder: Path) -> None:
     (llama / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"vocab": {"a": 0, "b": 1}}}))
     (llama / "LICENSE").write_text("A licence.\n")
     save(lora, adapter / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": True, "alpha_pattern": {"k_proj": 9},
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": True, "alpha_pattern": {"k_proj": 9},
             "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "base_model_name_or_path": "llama"}  # fmt: skip
-    (adapter / "adapter_config.json").write_text(json.dumps(told))
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
 def slug(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.corpus.calls import refusal
 from tests.corpus.corpus import record_scene, replay_scene
 from tests.corpus.differences import differences
 from tests.kit.pairs import WHOLE
@@ -20,6 +22,16 @@ SCENES = {
     "trainer-parted": 7,
 }
 """Scene → how many of its calls: of each command, of both functions for tensors in memory, codes, GGUF and PEFT."""
+
+
+def test_replay_needs_no_part_of_the_program_but_its_public_names() -> None:
+    """It runs with versions whose modules have other names: only `record` makes inputs."""
+    folder = Path(__file__).parent
+    for path in {*folder.glob("*.py")} - {folder / "scenes.py", Path(__file__)}:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith("lora_merge.") for name in names), path.name
 
 
 def changed(file: Path, name: str, part: str, key: str, value: Any) -> None:
@@ -60,3 +72,19 @@ def test_loss_that_grew_is_named(tmp_path: Path) -> None:
         "bytes: side.json: header: rank: 0 → 1",
         "bytes: losses that grew: 1, most layers[0].residual: 0.1 → 0.2",
     ]
+
+
+def test_refusal_is_named_with_its_kind(tmp_path: Path) -> None:
+    then, now = ({"plan": None, "report": report} for report in ({"output": "a"}, refusal("FitError", 4)))
+    assert [*differences(tmp_path, then, now, tmp_path, tmp_path)] == [
+        "report: done → refused: {'refused': 'FitError', 'exit_code': 4}"
+    ]
+
+
+def test_same_entries_in_another_layout_are_other_bytes(tmp_path: Path) -> None:
+    for folder, indent in (("old", None), ("new", 1)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "side.json").write_text(json.dumps({"rank": 4}, indent=indent))
+    same = {"plan": None, "report": None}
+    lines = [*differences(tmp_path, same, same, tmp_path / "old", tmp_path / "new")]
+    assert lines[0] == "bytes: side.json: header: another layout of the same entries"
