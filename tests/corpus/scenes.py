@@ -12,15 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lora_merge.algorithms import ALGORITHMS
 from tests.algorithms import row_files
 from tests.corpus.calls import Call, printed
+from tests.files.other_forms import FORMS as BY_LIBRARIES
 from tests.files.quantised_forms import FORMS
+from tests.files.torchao_forms import STORED as TORCHAO
 from tests.kit import gguf_files, gguf_models, quantised
+from tests.kit.adapters import kohya
 from tests.kit.architectures import header
 from tests.kit.dialects import matrices
 from tests.kit.files import index, load, metadata, save
 from tests.kit.layouts import few_blocks
+from tests.kit.models import sd1
 from tests.kit.planner_scenes import SCENES as PLANNER
 from tests.kit.tensors import Tensors, rand
 
@@ -203,6 +209,58 @@ def form(name: str, folder: Path) -> list[Call]:
 
 EXTRACTED = ("ComfyUI nvfp4", "ComfyUI fp8 rows", "block fp8", "bitsandbytes nf4 doubled", "mlx 4 bit", "musubi groups")
 """One format of each way to lay codes and scales out; others share its decoder."""
+
+
+def by_library(name: str, folder: Path) -> list[Call]:
+    """One layer as quanto, HQQ, SDNQ or torchao stored it: its format is kept, or it becomes plain numbers."""
+    layer = "model.layers.0.self_attn.q_proj"
+    stored, mark = TORCHAO[name] if name in TORCHAO else (BY_LIBRARIES[name], "")
+    tensors = {f"{layer}.{last}": value for last, value in stored.items() if last != "want"}
+    method, _, kind = ("torchao", "", "") if mark else name.partition(" ")
+    section = {"quant_method": method} | ({"weights_dtype": kind, "group_size": 32} if method == "sdnq" else {})
+    (folder / "base").mkdir()
+    marks = {f"{layer}.weight": mark, "tensor_names": "[]"} if mark else None
+    save({**tensors, "model.norm.weight": rand(8)}, folder / "base" / "model.safetensors", marks)
+    config = {"model_type": "x", "quantization_config": section}
+    (folder / "base" / "config.json").write_text(json.dumps(config))
+    rows, cols = stored["want"].shape
+    stem = f"base_model.model.{layer}.lora"
+    lora = {f"{stem}_A.weight": rand(4, cols, seed=1), f"{stem}_B.weight": rand(rows, 4, seed=2, scale=0.02)}
+    save(lora, folder / "adapter.safetensors")
+    options: dict[str, Options] = {"keep": {}, "bf16": {"dtype": "bf16"}}
+    return [*table("merge", ["base", "adapter.safetensors:0.8"], options, output="out")]
+
+
+def pickles(folder: Path) -> list[Call]:
+    """Adapters and a base that torch pickled, and an adapter that is attached to its base."""
+    base, tensors = sd1(torch.float32), kohya(sd1(torch.float32), te=False)
+    save(base, folder / BASE)
+    torch.save({"state_dict": base}, folder / "base.ckpt")
+    torch.save(tensors, folder / "adapter.pt")
+    attached = {f"base_model.model.{key}": value for key, value in attention().items()}
+    save(attached, folder / "attached.safetensors")
+    return [
+        *table("merge", [BASE, "adapter.pt:0.8"], {"adapter": {}}, output="out.safetensors"),
+        *table(
+            "merge", ["base.ckpt", "adapter.pt:0.8"], {"base": {}, "bf16": {"dtype": "bf16"}}, output="out.safetensors"
+        ),
+        *table("convert", ["adapter.pt"], {"comfy": {"to": "comfy"}}, options=WITH_BASE),
+        *table("resize", ["adapter.pt"], {"rank-2": {"rank": 2}}),
+        *table("merge", ["attached.safetensors"], {"attached": {}}, output="out.safetensors"),
+    ]
+
+
+def attention() -> Tensors:
+    """Layers of a language model as PEFT keeps them in memory: the weight, and the factors beside it."""
+    tensors: Tensors = {}
+    for n in range(2):
+        name = f"model.layers.{n}.self_attn.q_proj"
+        tensors |= {
+            f"{name}.base_layer.weight": rand(16, 16, seed=n),
+            f"{name}.lora_A.default.weight": rand(4, 16, seed=n),
+        }
+        tensors |= {f"{name}.lora_B.default.weight": rand(16, 4, seed=n + 5)}
+    return tensors
 
 
 def quantising(folder: Path) -> list[Call]:
@@ -397,11 +455,13 @@ def slug(name: str) -> str:
 SCENES: Mapping[str, Callable[[Path], list[Call]]] = {
     **{f"trainer-{name}": partial(planner, name) for name in PLANNER},
     "folders": folders,
+    "pickles": pickles,
     "quantising": quantising,
     "to-gguf": to_gguf,
     **{f"gguf-{kind.lower()}": partial(gguf, kind) for kind in ("F16", "BF16", "F32", *map(str.upper, KINDS), "NVFP4")},
     **{f"model-{slug(name)}": partial(model, name) for name in MODELS},
     **{f"quantised-{slug(name)}": partial(form, name) for name in FORMS},
+    **{f"quantised-by-{slug(name)}": partial(by_library, name) for name in (*BY_LIBRARIES, *TORCHAO)},
     **{f"algorithm-{slug(name)}": partial(row, name) for name in ALGORITHMS},
 }
 """Name → what makes the inputs and returns the calls."""
