@@ -1,136 +1,154 @@
-"""A call of the Python API as plain JSON and files, and what came of it."""
+"""A call of the program as plain data, and what comes of it: files, the plan and the report."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import lora_merge
+from tests.kit.command_line import run
 
-LARGEST = 8 << 20
-"""Bytes of one input. Larger ones are not kept: the corpus shall travel."""
+IN_MEMORY = ("merge_state_dict", "merge_into")
+"""Functions for tensors in memory; all others are commands."""
 
-OURS = ("lora_merge.", "modelspec.merged_from", "sd_merge_", "modelspec.hash_sha256", "sshs_model_hash")
-"""Metadata that follows from the recipe, which may gain fields from one version to the next."""
+PLANNED = ("merge", "unmerge", "combine", "resize", "convert", "extract", "average")
+"""Commands that have a plan."""
 
+VARYING = frozenset({"seconds", "stages", "peak_memory", "version", "free", "lora_merge.header_sha256"})
+"""Entries of reports and of metadata that differ from run to run, from machine to machine or with the version."""
 
-class NotKept(Exception):
-    """An argument that JSON and files cannot hold."""
-
-
-def size(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+DRAFT = re.compile(r"\.([^/ ]+)\.[0-9a-f]{12}\.lora-merge\.part")
+"""The name of an output before it is complete, which has a random part."""
 
 
-class Keeper:
-    """Copies the inputs of one call into a folder."""
+@dataclass(frozen=True)
+class Call:
+    """One call. Inputs are names in the scene's folder, `NAME:STRENGTH` for adapters; `{in}` in options is that folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
+    name: str
+    function: str
+    inputs: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    output: str = "out.safetensors"
+    """Name of the output; "" for commands that only print."""
 
-    def plain(self, value: Any) -> Any:  # noqa: PLR0911  # a case a line
-        """The value as JSON; files that it names are copied, with their names."""
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, lora_merge.Adapter):
-            return {"adapter": [self.plain(value.path), value.strength, [list(p) for p in value.parts]]}
-        if isinstance(value, tuple):
-            return {"tuple": [self.plain(v) for v in value]}
-        if isinstance(value, list):
-            return [self.plain(v) for v in value]
-        if isinstance(value, Mapping):
-            return self._mapping(value)
-        if isinstance(value, Path) or (isinstance(value, str) and "/" in value and len(value) < 1000):
-            return {"path": self._copied(Path(value))}
-        if isinstance(value, str):
-            return value
-        raise NotKept(type(value).__name__)
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Call:
+        """The call of plain data, as `asdict` returns it."""
+        return cls(**{**data, "inputs": tuple(data["inputs"])})
 
-    def _mapping(self, value: Mapping[str, Any]) -> Any:
-        if value and all(isinstance(v, torch.Tensor) for v in value.values()):
-            whole = {k: v.detach().clone().contiguous() for k, v in value.items()}
-            if any(v.device.type != "cpu" or v.is_sparse for v in whole.values()):
-                raise NotKept("tensors elsewhere")
-            place = self._place() / "tensors.safetensors"
-            save_file(whole, place, {"order": json.dumps(list(whole))})
-            return {"tensors": str(place.relative_to(self.folder))}
-        return {"mapping": [[k, self.plain(v)] for k, v in value.items()]}
+    def result(self, scene: Path, folder: Path) -> dict[str, Any]:
+        """Call, write the output to a new folder, and return the plan and the report as JSON."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if self.function in IN_MEMORY:
+            plan, report = None, self._in_memory(scene, folder)
+        else:
+            words = [*self._words(scene), *(["-o", folder / self.output] if self.output else []), "--json"]
+            plan = printed(*words, "--dry-run") if self.function in PLANNED else None
+            report = printed(*words)
+        return {"plan": normalised(plan, scene, folder), "report": normalised(report, scene, folder)}
 
-    def _place(self) -> Path:
-        self.count += 1
-        place = self.folder / str(self.count)
-        place.mkdir(parents=True)
-        return place
+    def _words(self, scene: Path) -> Iterator[str]:
+        yield self.function
+        yield from (str(scene / name) for name in self.inputs)
+        for name, value in self.options.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                yield f"--{flag}" if value else f"--no-{flag}"
+                continue
+            pairs = value.items() if isinstance(value, dict) else ()
+            values = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in pairs] if pairs else (
+                value if isinstance(value, list) else [value]
+            )  # fmt: skip
+            for one in values:
+                yield from (f"--{flag}", str(one).replace("{in}", str(scene)))
 
-    def _copied(self, path: Path) -> str:
-        if not path.exists() or size(path) > LARGEST or any(p.is_symlink() for p in (path, *path.rglob("*"))):
-            raise NotKept(str(path))
-        copy = self._place() / path.name
-        shutil.copytree(path, copy) if path.is_dir() else shutil.copyfile(path, copy)
-        return str(copy.relative_to(self.folder))
-
-
-def restored(value: Any, folder: Path) -> Any:  # noqa: PLR0911  # a case a line
-    """The argument that `Keeper.plain` made JSON of."""
-    if isinstance(value, list):
-        return [restored(v, folder) for v in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = value.items()
-    if kind == "dtype":
-        return getattr(torch, held)
-    if kind == "adapter":
-        path, strength, parts = held
-        return lora_merge.Adapter(restored(path, folder), strength, tuple(tuple(p) for p in parts))
-    if kind == "tuple":
-        return tuple(restored(v, folder) for v in held)
-    if kind == "mapping":
-        return {k: restored(v, folder) for k, v in held}
-    if kind == "tensors":
-        tensors = load_file(folder / held)
-        with (folder / held).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {name: tensors[name] for name in json.loads(header["__metadata__"]["order"])}
-    return folder / held
+    def _in_memory(self, scene: Path, folder: Path) -> Any:
+        """The report of a call in Python; the tensors become a file."""
+        base, *others = self.inputs
+        tensors = load_file(scene / base)
+        adapters = [(str(scene / n.partition(":")[0]), float(n.partition(":")[2] or 1)) for n in others]
+        report: dict[str, Any] = {}
+        try:
+            if self.function == "merge_state_dict":
+                merged = lora_merge.merge_state_dict(tensors, adapters, **self.options)
+            else:
+                model = module(tensors)
+                handle = lora_merge.merge_into(model, adapters, **self.options)
+                merged = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+                handle.undo()
+                report = {"changed": sorted(handle.changed), "restored": same(model.state_dict(), tensors)}
+        except lora_merge.MergeError as error:
+            return refusal(type(error).__name__, error.exit_code)
+        save_file({name: tensor.contiguous() for name, tensor in merged.items()}, folder / self.output)
+        return report
 
 
-def digest(path: Path) -> dict[str, str]:
-    """File name → SHA-256 of what it holds; of a checkpoint all but the metadata that tell of the merge."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return {p.name if p == path else p.relative_to(path).as_posix(): _digest(p) for p in files}
+def printed(*words: object) -> Any:
+    """What a command prints as JSON; of a refusal its kind and its exit code, as words may change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            answer = run(*words)
+            report = json.loads(answer.out)
+        except Exception as error:  # noqa: BLE001  # it is compared, and `record` prints it
+            return {"crashed": f"{type(error).__name__}: {error}"}
+    error = report.get("error") if isinstance(report, dict) else None
+    return report if error is None else refusal(error["kind"], answer.code)
 
 
-def _digest(path: Path) -> str:
-    raw = path.read_bytes()
-    if path.suffix != ".safetensors":
-        return hashlib.sha256(raw).hexdigest()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    kept = {k: v for k, v in header.get("__metadata__", {}).items() if not k.startswith(OURS)}
-    order = [[k, v] for k, v in header.items() if k != "__metadata__"]
-    text = json.dumps([kept, order], sort_keys=True).encode()
-    return hashlib.sha256(text + raw[8 + length :]).hexdigest()
+def refusal(kind: str, code: int) -> dict[str, Any]:
+    """What is compared of a refusal."""
+    return {"refused": kind, "exit_code": code}
 
 
-def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """One digest of a state dict: names in order, dtypes, shapes, bytes."""
-    whole = hashlib.sha256()
+def outcome(report: Any) -> str:
+    """Whether a call was refused or crashed, or did what it was asked for."""
+    return next((word for word in ("refused", "crashed") if isinstance(report, dict) and word in report), "done")
+
+
+def module(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A live model with these parameters."""
+    model = nn.Module()
     for name, tensor in tensors.items():
-        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        whole.update(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return {"state dict": whole.hexdigest()}
+        *path, leaf = name.split(".")
+        layer = model
+        for part in path:
+            if part not in layer._modules:
+                layer.add_module(part, nn.Module())
+            layer = layer._modules[part] or layer
+        if tensor.is_floating_point():
+            layer.register_parameter(leaf, nn.Parameter(tensor.clone(), requires_grad=False))
+        else:
+            layer.register_buffer(leaf, tensor.clone())
+    return model
 
 
-def refusal(error: lora_merge.MergeError) -> dict[str, str]:
-    """What is compared of a refusal: its exit code. Words may change."""
-    return {"refused": str(error.exit_code)}
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two state dicts have the same bytes."""
+    return a.keys() == b.keys() and all(
+        torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a[name], b[name]))) for name in a
+    )
+
+
+def normalised(value: Any, scene: Path, folder: Path) -> Any:
+    """JSON without what varies, and with short names for the folders of a call."""
+    if isinstance(value, dict):
+        named = {normalised(k, scene, folder): v for k, v in value.items() if k not in VARYING}
+        return {k: normalised(v, scene, folder) for k, v in named.items()}
+    if isinstance(value, list):
+        return [normalised(v, scene, folder) for v in value]
+    if isinstance(value, str):
+        return DRAFT.sub(r"\1", value.replace(str(scene), "{in}").replace(str(folder), "{out}"))
+    return value
