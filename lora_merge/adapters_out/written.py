@@ -15,8 +15,10 @@ from ..disk.draft import Draft, Drafted
 from ..disk.publish import replacing
 from ..disk.reader import Reader
 from ..disk.spool import Waiting
+from ..disk.temporary import named
 from ..disk.writer import require_space
 from ..dtypes import bytes_of
+from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..files.headers import layout, padded
 from ..files.layouts import PEFT
@@ -194,7 +196,11 @@ def write(
     size = len(text) + draft.complete(lambda least: padded(header, least))
     if own is not None:
         (part / CONFIG).write_bytes(text)
-    proof = prove(part) if job.inputs.verify else None
+    try:
+        proof = prove(part) if job.inputs.verify else None
+    except MergeError as e:
+        e.reword(named(part, job.output))
+        raise
     reader.check_unchanged()
     draft.publish()
     return size, proof

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -95,6 +95,11 @@ def sibling(target: Path) -> Path:
         target.name if _fits(target.name) else target.name.encode("utf-8", "replace")[:ROOM].decode("utf-8", "ignore")
     )
     return target.with_name(f".{name}.{secrets.token_hex(6)}.lora-merge.part")
+
+
+def named(part: Path, target: Path) -> Callable[[str], str]:
+    """Return a function that puts the name of an output in place of its temporary one in a text."""
+    return lambda text: text.replace(str(part), str(target)).replace(part.name, target.name)
 
 
 def _fits(name: str) -> bool:

@@ -14,6 +14,7 @@ from ..disk.hashes import RunningHashes
 from ..disk.publish import put_file, replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
+from ..disk.temporary import named
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
@@ -108,14 +109,13 @@ class _Output:
 
     def failed(self, e: Exception) -> Exception:
         """Remove the unfinished output, and return the error with the output's own name for the temporary one."""
-        failure, output = as_resource_error(e) or e, self.plan.job.output
+        failure, words = as_resource_error(e) or e, named(self.part, self.plan.job.output)
         if isinstance(failure, MergeError):
-            failure.rename(str(self.part), str(output))
-            failure.rename(self.part.name, output.name)
+            failure.reword(words)
         if isinstance(failure, OSError) and isinstance(failure.filename, str):
-            failure.filename = failure.filename.replace(str(self.part), str(output))
+            failure.filename = words(failure.filename)
         if isinstance(failure, TooLarge):
-            failure.locate(str(output))
+            failure.locate(str(self.plan.job.output))
         self.stack.__exit__(type(e), e, e.__traceback__)
         return failure
 
@@ -186,7 +186,8 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     )
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
-    return proof
+    words = named(written.part, plan.job.output)
+    return proof and {**proof, "warnings": [Note(words(text)) for text in proof["warnings"]]}
 
 
 def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:

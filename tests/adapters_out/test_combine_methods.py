@@ -206,7 +206,7 @@ def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -
 
 @pytest.mark.parametrize("method", ["ties", "karcher"])
 def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Δ of the file is computed again from the inputs."""
+    """Δ of the file is computed again from the inputs; the error names the output, which has a temporary name then."""
     right, given = making.combine, {"density": 0.5} if method == "ties" else {}
     for n in range(2):
         save_file(kohya(sd1(), te=False, seed=100 * n + 1), tmp_path / f"{n}.safetensors")
@@ -220,5 +220,6 @@ def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, mon
         return replace(wanted, whole=Rows.of(wanted.dense() * 1.01))
 
     monkeypatch.setattr(making, "combine", wrong)
-    with pytest.raises(VerificationFailed, match="not what the report says"):
+    with pytest.raises(VerificationFailed, match="not what the report says") as raised:
         lora_merge.combine(files, tmp_path / "d.safetensors", **options)
+    assert raised.value.where.startswith(f"{tmp_path / 'd.safetensors'}: ")

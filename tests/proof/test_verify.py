@@ -600,12 +600,13 @@ def test_numbers_drawn_by_the_seed_are_proven_as_drawn(tmp_path: Path, dtype: An
 
 
 def test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for(tmp_path: Path) -> None:
-    """A file without the change would pass: a note in the merge, a refusal for a finished file."""
+    """A file without the change would pass: a note in the merge, which names the output, a refusal for a finished file."""
     base = save({"a.weight": rand(64, 64)}, tmp_path / "base.safetensors")
     factors = {"a.lora_up.weight": rand(64, 4, seed=1), "a.lora_down.weight": rand(4, 64, seed=2)}
     lora, out = save(factors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
     done = lora_merge.merge(base, (lora, 0.1), out, compute_dtype="bf16")
     assert done.verified is not None
-    assert any("1 merged tensor is not proven" in str(note) for note in done.verified["warnings"])
+    (note,) = [text for text in done.verified["warnings"] if "1 merged tensor is not proven" in text]
+    assert f"({out}: a.weight," in note
     with pytest.raises(VerificationFailed, match="not proven: the bound is above the change"):
         lora_merge.verify(out, full=True, compute_dtype="bf16")
