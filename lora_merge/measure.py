@@ -190,6 +190,11 @@ class Measures:
         self.tensors.pop(tensor, None)
         self.seen.pop(tensor, None)
 
+    def in_order(self, tensors: Iterable[str]) -> Measures:
+        """Return the same with the tensors in an order that does not depend on when each became known."""
+        self.tensors = {name: self.tensors[name] for name in tensors if name in self.tensors}
+        return self
+
     def lost(self, job: Job, proven: Collection[int] = ()) -> Iterator[Note]:
         """Yield a warning for each adapter of which less than `RETAINED` is in the output, if no proof reports it.
 

@@ -105,7 +105,8 @@ class Pipeline:
         return Written(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
             self.seconds, dict(sorted(merger.outcomes[number].cut.items())),
-            (*merger.blocks.notes, *merger.notes[number]), merger.choice.why, merger.measures[number],
+            (*merger.blocks.notes, *merger.notes[number]), merger.choice.why,
+            merger.measures[number].in_order(t.name for f in plan.files for t in f.targets),
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

@@ -148,6 +148,7 @@ class MemoryMerge:
             _amend(kept, parts)
             for target, result in kept.values():
                 give(target, result)
+        measures.in_order(target.name for target in self.targets())
         numbers = measures.to_dict(len(self.job.adapters), groups(inputs.names), saturated)
         return MergeFacts(saturated, numbers, (*measures.lost(self.job),))
 

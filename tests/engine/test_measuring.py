@@ -14,7 +14,9 @@ import lora_merge
 from lora_merge.engine.measuring import run_sample
 from lora_merge.engine.measuring.row_sample import RowSample
 from lora_merge.engine.measuring.sampling import Sampling
+from lora_merge.files.safetensors import parse_file
 from lora_merge.measure import Measured
+from tests.kit.adapters import kohya
 from tests.kit.files import load, save
 from tests.kit.measured import NAMES, STRENGTHS, assert_same, lora, numbers_of
 from tests.kit.models import sd1
@@ -220,6 +222,20 @@ def test_blocks_that_are_folded_in_one_call_are_measured_where_a_scale_does_not_
         kept = () if names[1] in key else ("retained", "noise", "changed")
         own = {entry: numbers[entry] for entry in ("elements", "weight", "change", *kept)}
         assert own == pytest.approx({entry: want[key][entry] for entry in own}, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+def test_numbers_are_in_the_order_of_the_tensors_of_the_output(dtype: str, tmp_path: Path) -> None:
+    """Threads add up their samples at different times, and windows of several dtypes are not folded in file order."""
+    base = sd1()
+    base |= {name: value.float() for name, value in [*base.items()][::3]}
+    files = save(base, tmp_path / "b.safetensors"), save(kohya(base), tmp_path / "a.safetensors")
+    report, got = lora_merge.merge(*files, out := tmp_path / "o.safetensors", dtype=dtype), dict[str, Any]()
+    merged = lora_merge.merge_state_dict(base, [files[1]], dtype=dtype, numbers=got)
+    order = sorted(parse_file(out).tensors.values(), key=lambda info: info.offset)
+    assert [*report.numbers["tensors"]] == [info.name for info in order if info.name in report.numbers["tensors"]]
+    assert [*got["tensors"]] == [name for name in merged if name in got["tensors"]]
+    assert got["tensors"].keys() == report.numbers["tensors"].keys()
 
 
 def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
