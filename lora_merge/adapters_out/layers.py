@@ -18,8 +18,9 @@ from ..errors import FitError, TooLarge
 from ..methods import COMBINATIONS
 from .changes import Change, largest_rank
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
-from .joining.targets import Runs, Target
+from .joining.targets import Target
 from .outcome.layer import NOT_LOW_RANK, STACKED, Layer, Norms
+from .outcome.planned import ranks
 from .outcome.single import Distinct
 from .rank_rules import EXACT, Rule, choose, share_out
 from .truncation.dense import of_dense, values_of
@@ -59,17 +60,20 @@ class Wanted:
         assert self.left is not None and self.right is not None, "factors come in pairs"
         return self.left, self.right
 
-    def part(self, runs: Runs) -> Wanted:
-        """Return rows of Δ; of its factors, those that are not zero there."""
-
-        order = torch.cat([torch.arange(start, stop) for start, stop in runs])
+    def of(self, part: Target) -> Wanted:
+        """Return the rows of Δ that a layer stores; of its factors, those that are not zero there."""
+        if not part.runs:
+            return self
+        own, order = ranks(part), torch.cat([torch.arange(start, stop) for start, stop in part.runs])
+        before = 0 if None in own else min(max((rank or 0 for rank in own), default=0), *part.matrix)
         if self.whole is not None:
-            return Wanted(None, None, self.whole.of_rows(order), self.before)
+            return Wanted(None, None, self.whole.of_rows(order), before)
         left, right = self.factors
         left = left[order]
         used = left.any(0)
-        return Wanted(left[:, used], right[used], None, self.before) if bool(used.any()) else replace(
-            self, left=left[:, :1], right=right[:1])  # fmt: skip
+        if not bool(used.any()):
+            used[:1] = True
+        return Wanted(left[:, used], right[used], None, before)
 
     @property
     def rows(self) -> Rows:

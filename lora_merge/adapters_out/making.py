@@ -56,7 +56,7 @@ class GeneralMaker:
             if wanted is None:
                 found.append(None)
                 continue
-            own = _of_part(wanted, part, target)
+            own = wanted.of(part)
             layer = self._layer(part, own, ranks.get(part.label))
             if not isfinite(layer.squares):
                 raise beyond_fp64(part.name)
@@ -120,7 +120,7 @@ class GeneralMaker:
         for target in self.sources.targets:
             wanted = self._wanted(target) if not target.vector else None
             if wanted is not None:
-                yield from ((part.label, _of_part(wanted, part, target)) for part in target.stored)
+                yield from ((part.label, wanted.of(part)) for part in target.stored)
             told(prod(target.shape) * self.dtype.itemsize)
 
 
@@ -141,11 +141,6 @@ def _turned(wanted: Wanted) -> Wanted:
     whole = None if wanted.whole is None else Rows.of(wanted.dense().mT.contiguous())
     left, right = (None if t is None else t.mT for t in (wanted.right, wanted.left))
     return Wanted(left, right, whole, wanted.before)
-
-
-def _of_part(wanted: Wanted, part: Target, target: Target) -> Wanted:
-    """Return the rows of a weight's change that a layer stores."""
-    return wanted if part is target else wanted.part(part.runs)
 
 
 def _has_kernel(target: Target) -> bool:

@@ -144,8 +144,7 @@ class Changes:
             changes = [c for c in Evaluator(sources, cache, place("cpu", "F64")).changes(target) if c.strength]
             if not changes:
                 return []
-            wanted = combined(job, target, changes, [""] * len(self.terms))
-            wanted = wanted if part is target else wanted.part(part.runs)
+            wanted = combined(job, target, changes, [""] * len(self.terms)).of(part)
             with decomposing(part.name):
                 return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
 

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.average.task import make_average
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.places import places
 from lora_merge.models.names import names
-from tests.kit.files import index
+from tests.kit.files import index, metadata, save
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import Tensors, rand
 
@@ -91,6 +92,23 @@ def test_rows_of_a_fused_weight_tell_the_norms_of_their_own_rows(folder: Path, t
         )
         assert one["weight"] == pytest.approx(float(rows.norm()))
         assert one["ratio"] == pytest.approx(one["norm"] / one["weight"])
+
+
+def alike(folder: Path, tmp_path: Path) -> list[Path]:
+    """Two snapshots of the adapter with q, k and v apart."""
+    first = load_file(folder / "a.safetensors")
+    second = {
+        n: v if n.endswith("alpha") else v + 0.1 * rand(*v.shape, seed=k) for k, (n, v) in enumerate(first.items())
+    }
+    save(second, tmp_path / "second.safetensors", metadata(folder / "a.safetensors"))
+    return [folder / "a.safetensors", tmp_path / "second.safetensors"]
+
+
+def test_rank_of_parts_is_that_of_their_modules_as_planned(folder: Path, tmp_path: Path) -> None:
+    """Of q, k and v of rank 3 each the largest rank is 3, and not that of the weight that has all three."""
+    averaging = make_average(alike(folder, tmp_path), tmp_path / "m.safetensors", folder / "base.safetensors", {})
+    planned, told = ({n: one["rank"] for n, one in r.layers.items()} for r in (averaging.plan(), averaging.run()))
+    assert planned == told == dict.fromkeys(modules(folder / "a.safetensors"), 3)
 
 
 def test_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
