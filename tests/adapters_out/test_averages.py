@@ -172,6 +172,21 @@ def test_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(tmp
     assert run("average", *given).code == FitError.exit_code
 
 
+@pytest.mark.parametrize("options", [{}, {"include": ["re:attn2"]}])
+def test_snapshot_of_weight_0_leaves_the_others(options: dict[str, Any], tmp_path: Path) -> None:
+    """A base has no place for changes of strength 0; the layers are then told from the snapshots that have one."""
+    save_file(base := sd1(torch.float32), tmp_path / "base.safetensors")
+    paths, output = snapshots(tmp_path, count=2), tmp_path / "mean.safetensors"
+    given: Any = {"base": tmp_path / "base.safetensors", "space": "factors", "weights": [0, 1], **options}
+    report, second, made = lora_merge.average(paths, output, **given), load_file(paths[1]), load_file(output)
+    assert made.keys() == {name for name in second if not options or "attn2" in name}
+    assert all(torch.equal(value, second[name]) for name, value in made.items())
+    merged = lora_merge.merge_state_dict(base, [output])
+    size = sum(float((merged[n] - base[n]).square().sum()) for n in base) ** 0.5
+    assert report.residual == pytest.approx(0, abs=1e-6)
+    assert report.numbers["all"]["norm"] == pytest.approx(size, rel=1e-4)
+
+
 @pytest.mark.parametrize("wrong", ["shape", "alpha", "name", "rank", "space", "strength"])
 def test_snapshots_that_are_not_alike_have_no_averaged_factors(wrong: str, tmp_path: Path) -> None:
     first, second = snapshots(tmp_path, count=2)

@@ -104,6 +104,33 @@ def alike(folder: Path, tmp_path: Path) -> list[Path]:
     return [folder / "a.safetensors", tmp_path / "second.safetensors"]
 
 
+@pytest.mark.parametrize("weights", [[0.25, 0.75], [1.0, 0.0]])
+def test_averaged_factors_of_parts_are_told_by_their_own_rows(
+    weights: list[float], folder: Path, tmp_path: Path
+) -> None:
+    """The factors are averaged module by module; what the report tells of one is what merging and combining give."""
+    paths, base, output = alike(folder, tmp_path), folder / "base.safetensors", tmp_path / "m.safetensors"
+    report = lora_merge.average(paths, output, base=base, space="factors", weights=weights, dtype="fp32")
+    made, (one, other) = load_file(output), map(load_file, paths)
+    for name, value in made.items():
+        mean = weights[0] * one[name].double() + weights[1] * other[name].double()
+        assert torch.equal(value, mean.float()), name
+    given = [(p, w) for p, w in zip(paths, weights, strict=True) if w]
+    same = lora_merge.combine(given, tmp_path / "c.safetensors", base=base, dtype="fp32")
+    assert report.layers.keys() == same.layers.keys() == modules(output)
+    for name, told in report.layers.items():
+        assert {k: told[k] for k in ("norm", "weight", "ratio")} == pytest.approx(
+            {k: same.layers[name][k] for k in ("norm", "weight", "ratio")}, rel=1e-6
+        ), name
+        assert [n and n["change"] for n in told["adapters"] if n] == pytest.approx(
+            [n["change"] for n in same.layers[name]["adapters"] if n], rel=1e-6)  # fmt: skip
+        assert told["rank"] == told["rank_before"] == same.layers[name]["rank_before"] == 3, name
+    before, wanted, got = load_file(base), changed(base, given), changed(base, [output])
+    off, size = (sum(float((a[n] - b[n]).double().square().sum()) for n in before)
+                 for a, b in ((got, wanted), (wanted, before)))  # fmt: skip
+    assert report.residual == pytest.approx((off / size) ** 0.5, rel=1e-3, abs=1e-6)
+
+
 def test_rank_of_parts_is_that_of_their_modules_as_planned(folder: Path, tmp_path: Path) -> None:
     """Of q, k and v of rank 3 each the largest rank is 3, and not that of the weight that has all three."""
     averaging = make_average(alike(folder, tmp_path), tmp_path / "m.safetensors", folder / "base.safetensors", {})

@@ -25,16 +25,17 @@ from ...disk.reader import Reader
 from ...dtypes import FLOATS, ITEM_BYTES, spoken
 from ...engine.by_rows.rows import PIECE
 from ...engine.placement import HOST, TORCH_DTYPES
-from ...engine.tensors import Fetch, TensorCache
+from ...engine.tensors import TensorCache
 from ...engine.torch_state import undisturbed
 from ...errors import FitError, VerificationFailed
 from ...files.checkpoint import Index, open_checkpoint
 from ...progress import Counting, Progress, unwatched
 from ...proof.reference.floats import decode, step
-from ..changes import Change, Evaluator, norms_of, squares_between
+from ..changes import Evaluator, norms_of, squares_between
 from ..conversion.kept import entry
 from ..job import AdapterJob
 from ..joining.targets import Target
+from ..joining.weight_norms import weight_norms
 from ..layers import Wanted, combine
 from ..outcome.layer import Layer, held
 from ..outcome.outcome import Facts, Outcome, Run, coverage, model_of, output_dtype
@@ -53,14 +54,14 @@ class Averages:
     snapshots: tuple[Index, ...]
     weights: tuple[float, ...]
     betas: Sequence[float] | None
-    fetch: Fetch
+    cache: TensorCache
     dtype: torch.dtype
 
     def of(self, info: StoredTensor) -> Tensor:
         """Return a tensor's average over the snapshots, in the dtype of the output; the base's as it is."""
-        if info.file not in self.snapshots[0].files:
-            return self.fetch(info)
-        found = [self.fetch(index.tensors[info.name]) for index in self.snapshots]
+        if not any(info.file in index.files for index in self.snapshots):
+            return self.cache.fetch(info)
+        found = [self.cache.fetch(index.tensors[info.name]) for index in self.snapshots]
         if not _is_averaged(info):
             if any(not torch.equal(t.double(), found[0].double()) for t in found):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
@@ -110,12 +111,12 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         reader = this.reading(sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, betas, cache.fetch, TORCH_DTYPES[dtype])
+        means = Averages(snapshots, weights, betas, cache, TORCH_DTYPES[dtype])
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
         expect_room(job, rows)
-        layers = dict(_layers(sources, job, means, cache, this.counted))
+        layers = dict(_layers(sources, job, means, weight_norms(sources, reader), this.counted))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
             entries.append(held(entry(name, means.of(info)), draft))
@@ -129,12 +130,10 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
 
 def _unchosen(sources: Sources) -> set[str]:
     """Return the tensors of the first snapshot's modules that change no weight that is averaged."""
-    used = {id(u.patch.module) for t in sources.targets for u in t.uses} | {
-        id(info) for t in sources.targets for _, info, _ in t.values}  # fmt: skip
-    first = sources.adapters[0]
-    kept = {i.name for m in first.modules if id(m) in used for i in m.tensors}
-    every = {i.name for m in first.modules for i in m.tensors}
-    return (every | {i.name for i in first.strange}) - kept - {i.name for i in first.strange if id(i) in used}
+    first, targets = sources.adapters[0], sources.targets
+    every = {i.name for m in first.modules for i in m.tensors} | {i.name for i in first.strange}
+    kept = {i.name for t in targets for u in t.uses for i in u.patch.module.tensors}  # of any: a weight may be 0
+    return every - kept - {info.name for t in targets for _, info, _ in t.values}
 
 
 def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
@@ -144,21 +143,24 @@ def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
 
 
 def _layers(
-    sources: Sources, job: AdapterJob, means: Averages, cache: TensorCache, begin: Counting
+    sources: Sources, job: AdapterJob, means: Averages, weight: Callable[[Target], float | None], begin: Counting
 ) -> Iterator[tuple[str, Layer]]:
-    """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum."""
-    stored = Evaluator(sources, cache, HOST)
-    own = Evaluator(sources, cache, HOST, fetch=means.of)
+    """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
+    gives ‖W‖² of the rows of the base that a layer changes."""
+    stored = Evaluator(sources, means.cache, HOST)
+    own = Evaluator(sources, means.cache, HOST, fetch=means.of)
     told = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
     for target in sources.targets:
         wanted = combine(job, target, changes := stored.changes(target), [""] * len(changes))
-        alone = replace(target, uses=tuple(u for u in target.uses if not u.patch.adapter), values=target.values[:1])
-        (made,) = [replace(c, strength=1.0) for c in own.changes(alone)]
-        lost = _apart(wanted, made)
-        kind = target.uses[0].patch.algorithm if target.uses else "replacement"
-        layer = Layer({}, kind, made.rank or 0, wanted.before, None, wanted.squares, lost, effect=wanted.effect,
-                      norms=norms_of(changes, target)[target.label])  # fmt: skip
-        yield target.label, layer
+        first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
+        uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
+        alone, norms = replace(target, uses=uses, values=target.values[:1]), norms_of(changes, target)
+        made = combine(job, alone, own.changes(alone), [""])
+        for part, only in zip(target.stored, alone.stored, strict=True):
+            rows, real = wanted.of(part), made.of(only)
+            kind = only.uses[0].patch.algorithm if only.uses else "replacement"
+            yield part.label, Layer({}, kind, real.before, rows.before, None, rows.squares, _apart(rows, real),
+                                    effect=rows.effect, norms=norms[part.label], weight=weight(part))  # fmt: skip
         stored.forget()
         own.forget()
         told(means.dtype.itemsize * _count(target))
@@ -169,12 +171,12 @@ def _count(target: Target) -> int:
     return out * cols
 
 
-def _apart(wanted: Wanted, made: Change) -> float:
+def _apart(wanted: Wanted, made: Wanted) -> float:
     """Return ‖Δ − Δ̂‖²."""
-    if wanted.whole is None and made.left is not None and made.right is not None:
-        left, right = wanted.factors
-        return squares_of(torch.cat((left, -made.left), 1), torch.cat((right, made.right), 0))
-    return squares_between(wanted.rows, made.rows())
+    if wanted.whole is None and made.whole is None:
+        (left, right), (up, down) = wanted.factors, made.factors
+        return squares_of(torch.cat((left, -up), 1), torch.cat((right, down), 0))
+    return squares_between(wanted.rows, made.rows)
 
 
 def prove(means: Averages, reader: Reader, path: Path, begin: Counting, *, full: bool) -> dict[str, Any]:
