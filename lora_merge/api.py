@@ -56,8 +56,9 @@ def merge(
         unmatched: "error", or "skip": leave out modules that match no weight of the base, and list them in the report.
         on_overflow: "error", or "saturate": replace numbers that are too large for the dtype of the output by its
             largest finite number, and count them in the report.
-        rounding: "nearest", or "stochastic": each merged number becomes one of its two neighbours in the output's
-            dtype or format, the nearer one more often. Changes smaller than a step survive on average, as noise.
+        rounding: "nearest", or "stochastic": each number of a weight that an adapter changes, in all its rows, becomes
+            one of its two neighbours in the output's dtype or format, the nearer one more often. Changes smaller than a
+            step survive on average, as noise. Other weights have the nearest numbers.
         seed: Of stochastic rounding, dare and della: the same seed gives the same bytes.
         keep_precision: Weights that a quantising `dtype` ("fp8_scaled", "nvfp4", "nf4", "q8_0" …) leaves as they are:
             "re:" and a regular expression, or a glob, for keys of the base, in addition to the usual ones (norms,

@@ -125,6 +125,12 @@ class Block:
         """(first, count) of the block's stored elements; all other elements of a padded weight are zeros."""
         return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
+    def folded(self, *, drawn: bool) -> bool:
+        """Whether the block is folded: where an adapter changes it, or its weight is padded. `drawn`: whether merged
+        weights are rounded stochastically, which is done while they are folded, and to all rows of a weight."""
+        target = self.target
+        return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))
+
     @property
     def begins(self) -> bool:
         """Whether the changes of the weight begin in this block."""

@@ -204,11 +204,12 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
 
     Long untouched ranges get their own windows, which can be written before torch is imported.
     """
+    drawn = plans[0].job.rounding == "stochastic"  # plans that share windows share it
     for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
         window = _window(number, len(files[0].header), len(plans))
         for targets in zip(*(f.targets for f in files), strict=True):
             window.fill_to(targets[0].offset)
-            for size, part in _parts(targets, limit):
+            for size, part in _parts(targets, limit, drawn=drawn):
                 if window.size and (window.size + size > limit or _turns(window, part)):
                     yield window
                     window = _window(number, window.start + window.size, len(plans))
@@ -238,13 +239,16 @@ def _window(file: int, start: int, plans: int) -> Window:
     return Window(file, start, tuple(Change() for _ in range(plans)))
 
 
-def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
-    """Yield (output bytes, part) for the parts of one tensor, the same tensor of every plan; parts fit a window."""
+def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Iterator[tuple[int, _Copied | _Folded]]:
+    """Yield (output bytes, part) for the parts of one tensor, the same tensor of every plan; parts fit a window.
+
+    `drawn`: whether merged weights are rounded stochastically.
+    """
     target = targets[0]
     if not target.nbytes:
         return  # a tensor without elements may have patches too
     if target.uses or (len(targets) > 1 and any(t.uses for t in targets)):
-        for run in _runs(targets):
+        for run in _runs(targets, drawn=drawn):
             yield target.packing.encoding.nbytes(run.count), run
         if rest := target.padding:
             yield rest, _Copied(target, target.nbytes - rest, rest, untouched=True)
@@ -262,14 +266,14 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
         yield target.packing.encoding.nbytes(count), _Copied(target, low, count, untouched=False)
 
 
-def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
+def _runs(targets: Sequence[OutputTensor], *, drawn: bool) -> Iterator[_Folded]:
     """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
     own = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
     firsts = [[b.first * b.cols for b in of] for of in own]
     for low, high in pairwise(sorted(cuts)):
         inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(own, firsts, strict=True))
-        yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)))
+        yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)), drawn)
 
 
 @dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
@@ -301,6 +305,7 @@ class _Folded:
     low: int
     count: int
     blocks: tuple[tuple[Block, ...], ...]  # per plan
+    drawn: bool  # whether merged weights are rounded stochastically
     untouched = False
 
     def add_to(self, window: Window) -> None:
@@ -318,7 +323,7 @@ class _Folded:
             for b in own:
                 values = start + reads(b.stored[0] - first)
                 at = window.size + writes(b.first * b.cols - self.low)
-                if b.slices or padded:
+                if b.folded(drawn=self.drawn):
                     change.folds.append(Fold(b, values, at, apart))
                 elif apart:
                     change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))

@@ -230,7 +230,7 @@ def _merged(
                 numbers = held.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
             into = _rows(out, target, block)
             numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
-            if block.slices or padded:
+            if block.folded(drawn=folder.draw is not None):
                 items.append(Item(block, numbers, into))
             else:
                 put(target, block, numbers, into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,6 +21,9 @@ CONTRACT: Final = 2e-6
 
 UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 * 2.0**-133, "fp16": 32 * 2.0**-24}
 """The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
+
+NOTHING: Final = 1e-300
+"""The divisor in place of a scale of 0, of which all codes are the shift: then it alone lies within half a step."""
 
 
 class Levels(Protocol):
@@ -117,7 +121,7 @@ class Grid:
 
     def step(self, values: Array) -> Array:
         """Return the distance of neighbouring numbers around each value."""
-        return np.asarray(self.levels.step(self._level(values)) * np.abs(self.scale))
+        return np.asarray(self.levels.step(self._level(values)) * np.abs(self._divisor))
 
     def rounded(self, values: Array) -> Array:
         """Return the nearest numbers of the grid, ties to even, cut to its range."""
@@ -152,7 +156,11 @@ class Grid:
         return replace(self, **found)
 
     def _level(self, values: Array) -> Array:
-        return values if self._bare else np.asarray((values - self.shift) / self.scale)
+        return values if self._bare else np.asarray((values - self.shift) / self._divisor)
+
+    @cached_property
+    def _divisor(self) -> Array:
+        return np.where(self.scale == 0, NOTHING, self.scale)
 
     @property
     def _bare(self) -> bool:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 from tests.bench import host, inputs
 from tests.kit.files import load, save
+from tests.kit.flux import flux
 from tests.kit.pretended_cuda import Pretended, There, pretended_cuda
 from tests.kit.tensors import Tensors, rand
 
@@ -289,6 +291,25 @@ def test_stochastic_rounding_is_that_of_the_cpu_and_made_for_windows_as_a_whole(
     for name, tensor in theirs.items():
         assert (ours[name].double() != tensor.double()).logical_and(tensor.double().isfinite()).double().mean() < 0.01
     assert not cuda.races and cuda.counts["up"] <= 4, "one for the adapter, one for the window"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_scaled"])
+def test_rows_that_no_adapter_changes_are_drawn_as_on_the_cpu(dtype: str, tmp_path: Path, cuda: Pretended) -> None:
+    """Of a fused weight of which an adapter changes one part, and in numbers no sums decide."""
+    base = {name: w.repeat(4, 4) if w.ndim > 1 else w for name, w in flux().items()}
+    key = "double_blocks.0.img_attn.qkv.weight"
+    rows, cols = base[key].shape
+    layer = "transformer.transformer_blocks.0.attn.to_k"
+    lora = {f"{layer}.lora_A.weight": rand(4, cols), f"{layer}.lora_B.weight": rand(rows // 3, 4)}
+    files, found = (save(base, tmp_path / "b"), save(lora, tmp_path / "a")), []
+    for device in ("cpu", "cuda"):
+        report = lora_merge.merge(*files, tmp_path / device, device=device, dtype=dtype, rounding="stochastic")
+        found.append((load(tmp_path / device)[key].view(torch.uint8), report.numbers["tensors"]))
+    (want, ours), (got, theirs) = found
+    for part in (np.s_[: rows // 3], np.s_[-rows // 3 :]):
+        assert torch.equal(got[part], want[part])
+    assert ours[key]["of"] == theirs[key]["of"]
+    assert not cuda.races
 
 
 @pytest.mark.few(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,35 @@ def test_zeros_may_have_the_scale_0(name: str) -> None:
         assert not stored.decoded().any() and not stored.proven()[0].any()
         assert not stored.encoded(torch.zeros(found.total)).decoded().any()
         within_half_a_step(stored, torch.randn(found.total, generator=torch.Generator().manual_seed(2)) * 0.02)
+
+
+TABLES = {"map", "nested_map", "book", "order"}
+"""Roles that are no scales, shifts or factors."""
+
+
+def without_a_scale(found: Weight) -> Iterator[Weight]:
+    """The weight with zeros in place of one kind of its scales; of blocks of bytes, in place of where scales are."""
+    codes = found.raw[CODES]
+    if found.encoding.name == "ggml":
+        for some in (np.s_[:4], np.s_[-8:]):
+            blocks = np.frombuffer(codes, np.uint8).reshape(-1, found.encoding.unit[1]).copy()
+            blocks[:, some] = 0
+            yield found._replace(raw={**found.raw, CODES: blocks.tobytes()})
+    for role in found.raw.keys() - TABLES - {CODES}:
+        yield found._replace(raw={**found.raw, role: bytes(len(found.raw[role]))})
+
+
+@pytest.mark.few(14)
+@pytest.mark.parametrize("name", ROWS)
+def test_codes_of_the_scale_0_are_zeros_to_both_decoders(name: str) -> None:
+    """To the proof too no number beside them is within half a step, and no step is 0, by which it divides."""
+    for stored in chain.from_iterable(map(without_a_scale, weights(name))):
+        try:
+            got, (exact, grid) = stored.decoded().numpy(), stored.proven()
+        except (InvalidPart, BadPart):
+            continue
+        assert not exact[got == 0].any()
+        assert (grid.step(exact) > 0).all()
 
 
 DRAWS = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.torch import save_file
 
 import lora_merge
@@ -17,6 +17,8 @@ from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, style
 
 THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
 """Types that the library quantises too."""
+
+UNTOUCHED = next(name for name in LAYERS if name not in TOUCHED)
 
 
 @pytest.mark.few(2)
@@ -48,6 +50,21 @@ def test_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) 
             assert error < 1.05 * theirs
         else:
             assert error < {"q2_k": 0.4, "q3_k": 0.2, "q6_k": 0.04}.get(kind, 0.15) * np.sqrt(np.mean(exact**2))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+@pytest.mark.parametrize("was", ["Q4_K", "IQ4_XS", "NVFP4"])
+def test_codes_of_the_scale_0_become_zeros_of_another_type(was: str, kind: str, tmp_path: Path) -> None:
+    save_file(style(), tmp_path / "style.safetensors")
+    base, out = by_library.write(tmp_path / "flux.gguf", "flux", flux(was)), tmp_path / "out.gguf"
+    _, size = quants.GGML_QUANT_SIZES[GGMLQuantizationType[was]]
+    for tensor in GGUFReader(base, "r+").tensors:
+        if tensor.tensor_type.name == was:
+            tensor.data.reshape(len(tensor.data), -1, size)[::2, :, :4] = 0
+    lora_merge.merge(base, tmp_path / "style.safetensors", out, dtype=kind)
+    assert prove(out, full=True)["full"]
+    zeros, others = (by_library.read(out)[f"{UNTOUCHED}.weight"][0][n::2] for n in (0, 1))
+    assert others.any() and not zeros.any()
 
 
 @pytest.mark.few(2)

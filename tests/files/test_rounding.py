@@ -13,8 +13,10 @@ from lora_merge.files.codecs.arithmetic import E2M1
 from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
 from lora_merge.files.codecs.ggml_kinds import IQ4
 from lora_merge.files.codecs.making import NF4
+from lora_merge.proof.replay import prove
 from tests.files.quantised_forms import FORMS, SHAPE
 from tests.kit.files import load, save
+from tests.kit.flux import flux
 from tests.kit.quantised import NAMES, base, parts
 from tests.kit.tensors import Tensors, rand
 
@@ -115,6 +117,35 @@ def test_plain_numbers_are_rounded_so_too_and_windows_do_not_matter(dtype: str, 
         return
     lora_merge.replay(tmp_path / "2.safetensors", tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8_e4m3fn", "fp8_scaled"])
+def test_every_row_of_a_weight_that_is_changed_in_part_is_rounded_so(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a fused weight too, however it is cut; weights that no adapter changes have the nearest numbers."""
+    weights = {name: w.repeat(4, 4) if w.ndim > 1 else w for name, w in flux().items()}
+    changed, other = (f"double_blocks.0.{stream}_attn.qkv.weight" for stream in ("img", "txt"))
+    rows, cols = weights[changed].shape
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    lora = {f"{layer}.lora_A.weight": rand(4, cols), f"{layer}.lora_B.weight": rand(rows // 3, 4)}
+    source, path = save(weights, tmp_path / "base.safetensors"), save(lora, tmp_path / "lora.safetensors")
+    found = []
+    for number, most in enumerate((2**20, 2 * cols)):
+        monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", most)
+        out = tmp_path / f"{number}.safetensors"
+        memory = "8MiB" if number else "1GiB"
+        lora_merge.merge(source, path, out, dtype=dtype, rounding="stochastic", max_memory=memory)
+        assert prove(out, full=True)["full"]
+        found.append(load(out))
+    lora_merge.merge(source, path, tmp_path / "nearest.safetensors", dtype=dtype)
+    plain = load(tmp_path / "nearest.safetensors")
+    if dtype != "fp8_scaled":  # which is for files alone
+        found.append(lora_merge.merge_state_dict(weights, [lora], dtype=dtype, rounding="stochastic"))
+    raw, *others = [{name: t.view(torch.uint8) for name, t in some.items() if t.ndim} for some in found]
+    assert all(torch.equal(some[name], values) for some in others for name, values in raw.items())
+    assert not torch.equal(plain[changed][rows // 3 :].view(torch.uint8), raw[changed][rows // 3 :])
+    assert torch.equal(plain[other].view(torch.uint8), raw[other])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "x"])

@@ -22,7 +22,7 @@ def scales(raw: Any, dtype: str) -> Array:
     found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
     if not (np.isfinite(found) & (found >= 0)).all():
         raise BadPart("a scale is negative or not a number")
-    return nonzero(found)
+    return found
 
 
 def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: range, *, tiles: bool = False) -> Array:
@@ -64,11 +64,6 @@ def turned(size: int) -> Any:
     while len(matrix) < size:
         matrix = np.kron(matrix, four)
     return lambda values: (values.reshape(-1, size) @ matrix).reshape(values.shape)
-
-
-def nonzero(scale: Array) -> Array:
-    """Return the scales with the smallest positive number in place of 0: such a block can hold only zeros."""
-    return np.where(scale > 0, scale, np.finfo(np.float64).tiny)
 
 
 @cache
@@ -114,8 +109,9 @@ def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[
         raise BadPart("a scale is negative or not a number")
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
+        if encoding.divided and not whole:
+            raise BadPart("a scale by which others are divided is 0")
         found = found / whole if encoding.divided else found * whole
-    found = nonzero(found)
     if encoding.swizzled:
         span = range(first % encoding.group, first % encoding.group + count)
         scale = spread(found, (len(span) // encoding.cols, encoding.cols), (1, encoding.size), span, tiles=True)
@@ -168,7 +164,7 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
     if not (np.isfinite(scale).all() and np.isfinite(maps).all()) or (not encoding.nested and (scale < 0).any()):
         raise BadPart("a scale or a number of a map is negative or not a finite number")
     levels = nibbles(raw["codes"], table, high_first=True)[:count]
-    return levels, Grid(Table(table), np.copysign(nonzero(np.abs(scale)), scale)[np.arange(count) // encoding.size])
+    return levels, Grid(Table(table), scale[np.arange(count) // encoding.size])
 
 
 def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -205,7 +201,6 @@ def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
         raise BadPart("a scale or a zero point is not a finite number")
     number = np.arange(first, first + count)
     group = number % cols if encoding.across else number // cols
-    spread = np.where(scale != 0, scale, np.finfo(np.float64).tiny)
     shift = -zero * scale if encoding.hqq else -zero
     found = levels.ravel()[first : first + count].astype(np.float64)
-    return found, Grid(Table(np.arange(2**bits)), spread[group], shift[group])
+    return found, Grid(Table(np.arange(2**bits)), scale[group], shift[group])

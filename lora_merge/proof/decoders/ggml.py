@@ -14,9 +14,6 @@ from ..reference.floats import Array, decode
 from .codes import BadPart
 from .grids import ordered
 
-NOTHING: Final = 1e-300
-"""The scale that is used in place of 0: then only zero lies within half a step of a level."""
-
 E2M1: Final = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 LEVELS_OF_FOUR_BITS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -184,6 +181,5 @@ def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
     codes = form.codes(data) if form.codes else _joined_bits(data, _codes(kind))
     levels = np.array(form.levels)[codes].ravel()
     scale, shift = (np.repeat(part, form.elements // part.shape[1], axis=1).ravel() for part in form.scales(data))
-    scale = np.where(scale == 0, NOTHING, scale)
     grid = Grid(_table(kind), ordered(scale, encoding), ordered(shift, encoding) - encoding.offset)
     return ordered(levels, encoding), grid

@@ -98,7 +98,7 @@ def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
     if not np.isfinite(d).all():
         raise BadPart("a scale is not a number")
     scale = d * form.factor(_numbers(bits, [form.scale(s) for s in range(form.scales)]))
-    spread = np.where(scale == 0, np.finfo(np.float64).tiny, scale).repeat(256 // form.scales, axis=1)
+    spread = scale.repeat(256 // form.scales, axis=1)
     return ordered(levels.ravel(), encoding), Grid(Table(np.unique(levels)), ordered(spread.ravel(), encoding))
 
 

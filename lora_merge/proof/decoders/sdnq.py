@@ -74,7 +74,5 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
     product, size = _product(raw, encoding)
-    scale = spread("scale")
     grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else Table(np.arange(-128, 256))
-    tiny = np.where(scale == 0, np.finfo(np.float64).tiny, scale)
-    return levels, Grid(grid, tiny, shift + product, turned(encoding.rotation), np.abs(shift) + size)
+    return levels, Grid(grid, spread("scale"), shift + product, turned(encoding.rotation), np.abs(shift) + size)

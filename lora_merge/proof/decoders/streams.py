@@ -20,5 +20,4 @@ def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     if not (np.isfinite(scale) & np.isfinite(bias)).all():
         raise BadPart("a scale or a bias is not a finite number")
     group = np.arange(count) // encoding.group
-    spread = np.where(scale != 0, scale, np.finfo(np.float64).tiny)[group]
-    return levels.astype(np.float64), Grid(Table(np.arange(2**encoding.bits)), spread, bias[group])
+    return levels.astype(np.float64), Grid(Table(np.arange(2**encoding.bits)), scale[group], bias[group])

@@ -42,8 +42,7 @@ def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     group = np.repeat(_finite(raw, "scale", encoding.kind), encoding.size)
     whole = np.rint(np.clip((level[codes] * group).astype(np.float32), -127, 127)).astype(np.float64)
     row = np.repeat(_finite(raw, "row", "F32"), encoding.cols)
-    return whole, Grid(Table(np.arange(-127, 128)), np.where(row == 0, np.finfo(np.float64).tiny, row), 0.0,
-                       turned(encoding.rotation))  # fmt: skip
+    return whole, Grid(Table(np.arange(-127, 128)), row, 0.0, turned(encoding.rotation))
 
 
 def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -52,6 +51,5 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
     scale, zero = (_finite(raw, role, encoding.scales).reshape(-1, rows) for role in ("scale", "zero"))
     row, column = np.divmod(np.arange(first, first + count), cols)
     group = column // (cols // len(scale))
-    spread = np.where(scale == 0, np.finfo(np.float64).tiny, scale)[group, row]
     levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
-    return levels, Grid(Table(np.arange(-8, 8)), spread, zero[group, row])
+    return levels, Grid(Table(np.arange(-8, 8)), scale[group, row], zero[group, row])
