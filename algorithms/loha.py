@@ -61,9 +61,10 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
             otherwise=f"{b} is {list(shapes[b])}, the weight has {list(inputs)} inputs",
         )
         return {a: rows, b: (rank, cols)}
-    line = (rank, rank, *target[2:], 1) if len(target) == 3 else ()  # PEFT's core of a Conv1d
+    core = rank, rank, *target[2:]
+    line = (*core, 1) if len(target) == 3 else core  # PEFT's core of a Conv1d
     expect(
-        holds=shapes[t] in ((rank, rank, *target[2:]), line) and inputs[:1] == (width,),
+        holds=shapes[t] in (core, line) and inputs[:1] == (width,),
         otherwise=f"{t} is {list(shapes[t])}, {b} {list(shapes[b])}, the weight {list(target)}",
     )
     return {a: rows, b: (rank, width), t: (rank, rank, prod(target[2:]))}

@@ -59,9 +59,8 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     want = {"turn": (rank, rank) if free else (1, *turn)}
     known = {"rows": (rank, 1), "columns": (1, rank), "left": (out, rank), "right": (rank, cols)}
     for slot in shapes.keys() & known.keys():
-        stored = shapes[slot] if slot in ("left", "right") else (rank,)
         expect(
-            holds=shapes[slot] == stored and (len(stored) == 1 or stored == known[slot]),
+            holds=shapes[slot] == (known[slot] if slot in ("left", "right") else (rank,)),
             otherwise=f"{slot} is {list(shapes[slot])}, the rank is {rank}",
         )
         want[slot] = known[slot]

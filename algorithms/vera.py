@@ -68,12 +68,14 @@ def factors(base: Tensor, t: VeraTensors) -> tuple[Tensor, Tensor]:
     return t.out_scale * t.up[:, :out], t.rank_scale[:, :rank] * t.down[:, :rank, :cols]
 
 
-def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
+def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
     """Return the projections, drawn as in training; `halves` is 2 for PVeRA."""
     import torch
 
     expect(holds="seed" in settings, otherwise="the projections are not stored, and no configuration has their seed")
     rank, (out, cols) = shapes["rank_scale"][0] // halves, settings["widest"]
+    rows, width = flat(target)
+    expect(holds=out >= rows and cols >= width, otherwise=f"projections of {out}×{cols} do not cover {rows}×{width}")
     generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
 
     def draw(*shape: int) -> Tensor:

@@ -88,6 +88,8 @@ def task_of(
             (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
             for a in told[command.inputs]
         ]
+        if not adapters:
+            raise ValueError("it names no adapter")
         base = input_of(told["base"]) if "base" in told else None
         given = {name: value for name, value in told["options"].items() if name in command.own | SHARED}
 

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..dtypes import COMPUTE_DTYPES, spoken
-from ..errors import FitError, InputError
+from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..methods import SUM
+from ..options import OPTIONS
 from ..paths import absolute, current_folders
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..text import Note, listed, quoted
 from .find_inputs import find_all
-from .read_recipe import Recipe, read_recipe
+from .read_recipe import Recipe, damaged, read_recipe
 from .reference.floats import precision
 
 KEPT: Final = ("setting", "unmatched", "compute_dtype")
@@ -43,15 +44,22 @@ def plan_unmerge(
     for changes that depend on the base, as those of DoRA: there only the original base helps.
     """
     recipe = read_recipe(open_checkpoint(made), "name its adapters") if not adapters else _recipe(made)
+    kept: dict[str, Any] = {}
     if recipe is not None:
         _expect_sum(recipe, made)
-        options = {**{n: recipe.options[n] for n in KEPT if n in recipe.options}, **options}
+        kept = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
     if not adapters and recipe is not None:
         folders = [*search, absolute(made).parent, *current_folders()]
         paths = find_all([a for a, _, _ in recipe.adapters], folders)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
-    job = make_job(made, adapters, output, **options)
-    return taken_back(plan_job(opposite(job), CheckpointCache()), recipe)
+    try:
+        job = make_job(made, adapters, output, **options, **kept)
+        plan = plan_job(opposite(job), CheckpointCache())
+    except UsageError as e:
+        if any(e.where.startswith(OPTIONS[name].flag) for name in kept):  # the user did not type it
+            raise damaged(made, f"{e.what} ({e.where})") from e
+        raise
+    return taken_back(plan, recipe)
 
 
 def _expect_sum(recipe: Recipe, made: Path) -> None:

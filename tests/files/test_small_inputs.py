@@ -39,7 +39,7 @@ def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_megabyte_of_names_entries_or_fields_takes_little_time_and_memory(tmp_path: Path) -> None:
     """Some 2500 files of up to a megabyte; two hours, in one process for all."""
-    command = [sys.executable, "-m", "tests.hostile_names", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.kit.hostile_names", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20_000, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = checked(done.stdout, SECONDS)

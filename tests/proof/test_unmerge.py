@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import FitError, InputError
+from lora_merge.errors import FitError, InputError, UsageError
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
-from tests.kit.files import load, save
+from tests.kit.files import load, metadata, save
 from tests.kit.models import sd1
 from tests.kit.tensors import Tensors, rand, ulp
 
@@ -168,3 +168,20 @@ def test_quantisation_and_a_missing_recipe_are_named_in_the_note(tmp_path: Path)
         said.append(" ".join(map(str, report.notes)))
     assert "what quantisation loses" in said[0] and "this holds for" not in said[0]
     assert "at most one rounding step of bf16" in said[1] and "this holds for a merge that" in said[1]
+
+
+def test_setting_of_a_recipe_that_no_adapter_uses_is_damage_and_no_mistake_of_the_user(
+    files: Path, tmp_path: Path
+) -> None:
+    entries = metadata(files / "merged.safetensors")
+    recipe = json.loads(entries["lora_merge.recipe"]) | {"setting": {"lora_alpha": 1.0}}
+    save(
+        load(files / "merged.safetensors"),
+        made := tmp_path / "made.safetensors",
+        entries | {"lora_merge.recipe": json.dumps(recipe)},
+    )
+    given = made, [files / "a.safetensors", (files / "b.safetensors", 0.7)], tmp_path / "out.safetensors"
+    with pytest.raises(InputError, match="the recipe is damaged: no module of the adapters uses lora_alpha"):
+        lora_merge.unmerge(*given)
+    with pytest.raises(UsageError, match="no module of the adapters uses lora_alpha"):
+        lora_merge.unmerge(*given, setting={"lora_alpha": 2})
