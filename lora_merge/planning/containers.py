@@ -197,7 +197,7 @@ def check_tensors(job: Job, base: Index, targets: Iterable[OutputTensor]) -> Non
         if own is None:
             raise FitError("an adapter needs a tensor that the GGUF file lacks", where, fix)
         if own.shape != t.shape:
-            what = "an adapter changes the size of a tensor, and the entries of a GGUF file tell the old one"
+            what = "an adapter changes the size of a tensor, and the entries of the GGUF file state the old one"
             raise FitError(what, where, fix)
 
 

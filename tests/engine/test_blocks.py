@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lora_merge.adapters.file import Module
+from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
 from lora_merge.engine.fold_blocks import BlockMerger
@@ -26,14 +27,6 @@ from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
 from lora_merge.proof.reference import REFERENCE
 
 STRENGTH = 0.7
-STACKED = (
-    "lora_experts",
-    "lora_experts_transposed",
-    "lora_stacked",
-    "lora_stacked_down",
-    "lora_stacked_up",
-    "lora_switch",
-)
 CASES = {
     **EXAMPLES,
     "diag_oft, no limit": replace(EXAMPLES["diag_oft"], numbers={"limit": inf}),
@@ -61,7 +54,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     example, name = CASES[case], case.split(",")[0]
     whole = weight(example)
     want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
-    if name in STACKED:  # rows of width `in`, as an architecture with experts has them
+    if ALGORITHMS[name].stacked:  # rows of width `in`, as an architecture with experts has them
         whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
     rows, cols = whole.shape
     edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a row group too

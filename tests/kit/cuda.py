@@ -47,16 +47,6 @@ LAYERS = 24  # of one shape each: eight for every lane, in batches
 FEW = 2**11  # bytes of one call, with which few layers go into it
 
 
-STACKED = (
-    "lora_experts",
-    "lora_experts_transposed",
-    "lora_stacked",
-    "lora_stacked_down",
-    "lora_stacked_up",
-    "lora_switch",
-)
-
-
 def held(name: str, tensor: Tensor) -> StoredTensor:
     return StoredTensor(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
 
@@ -67,7 +57,7 @@ class Layers:
     def __init__(self, name: str, stored: str) -> None:
         example, row = EXAMPLES[name], ALGORITHMS[name]
         whole, slots = weight(example), tensors(name, example)
-        if name in STACKED:
+        if ALGORITHMS[name].stacked:
             whole = whole.reshape(-1, example.shape[2])
         self.tensors: Tensors = {}
         self.targets: list[OutputTensor] = []

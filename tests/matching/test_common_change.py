@@ -175,6 +175,14 @@ def test_prefix_of_a_network_does_not_choose_between_twins() -> None:
         lora_merge.merge_state_dict(base, adapter(base, keys, lambda k: f"diffusion_model.{k}")[0])
 
 
+def map_of(error: FitError, folder: Path) -> Path:
+    """The file that the fix of an error has the user write."""
+    row = re.search("`(spellings: .*)` to names.yaml", error.fix)
+    assert row is not None
+    (folder / "names.yaml").write_text(row[1])
+    return folder / "names.yaml"
+
+
 def test_error_of_an_unmatched_adapter_has_a_map_that_matches(tmp_path: Path) -> None:
     base = {f"trunk.{i}.mixer.wq.weight": rand(H, H, seed=i) for i in range(3)} | {"head.weight": rand(7, H)}
     for spelling in (
@@ -185,10 +193,7 @@ def test_error_of_an_unmatched_adapter_has_a_map_that_matches(tmp_path: Path) ->
         model, file = save(base, tmp_path / "base.safetensors"), save(tensors, tmp_path / "a.safetensors")
         with pytest.raises(UnmatchedModules, match=r"nearest of \[24, 24\] is trunk\.0\.mixer\.wq") as error:
             lora_merge.plan(model, file)
-        row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
-        assert row is not None
-        (tmp_path / "names.yaml").write_text(row[1])
-        result = lora_merge.merge_state_dict(base, tensors, map=tmp_path / "names.yaml")
+        result = lora_merge.merge_state_dict(base, tensors, map=map_of(error.value, tmp_path))
         torch.testing.assert_close({k: result[k] for k in base}, base | merged)
 
 
@@ -198,10 +203,7 @@ def test_map_of_an_error_has_a_row_for_every_pattern(tmp_path: Path) -> None:
     tensors, merged = adapter(base, keys, lambda k: k.replace("self_attn", "attention"))
     with pytest.raises(UnmatchedModules) as error:
         lora_merge.merge_state_dict(base, tensors)
-    row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
-    assert row is not None
-    (tmp_path / "names.yaml").write_text(row[1])
-    result = lora_merge.merge_state_dict(base, tensors, map=tmp_path / "names.yaml")
+    result = lora_merge.merge_state_dict(base, tensors, map=map_of(error.value, tmp_path))
     torch.testing.assert_close({k: result[k] for k in base}, base | merged)
 
 
@@ -227,8 +229,6 @@ def test_error_without_a_row_for_all_modules_says_what_is_true_for_any_base(tmp_
     with pytest.raises(FitError) as error:
         lora_merge.merge_state_dict(base, renamed)
     assert ", with a row for every such name, else use the base" in error.value.fix
-    row = re.search("`(spellings: .*)` to names.yaml", error.value.fix)
-    assert row is not None
-    (tmp_path / "names.yaml").write_text(row[1])
+    rows = map_of(error.value, tmp_path)
     with pytest.raises(UnmatchedModules, match="1 of 2"):
-        lora_merge.merge_state_dict(base, renamed, map=tmp_path / "names.yaml")
+        lora_merge.merge_state_dict(base, renamed, map=rows)
