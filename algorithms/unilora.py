@@ -2,7 +2,7 @@
 
 A[i, j] = θ[a_ij] · s_ij, and B likewise; θ is stored once for all layers. The indices a and scales s are stored with
 `save_indices`; otherwise they are drawn for all layers at once, in the order of the model's code, see
-lora_merge/matching/unstored.py. PEFT 0.21.2 tuners/unilora/model.py.
+lora_merge/matching/layer_order.py. PEFT 0.21.2 tuners/unilora/model.py.
 """
 
 from __future__ import annotations

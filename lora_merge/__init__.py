@@ -14,12 +14,11 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "algorithms")):  # 
 if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
-    from .api import merge, plan, replay, unmerge, verify
+    from .api import compare, inspect, merge, plan, replay, unmerge, verify
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
-    from .looking import compare, inspect
     from .memory.adapter_values import AdapterSum, OpenAdapter, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
@@ -37,8 +36,8 @@ _HOMES = {
     "replay": "api",
     "unmerge": "api",
     "verify": "api",
-    "inspect": "looking",
-    "compare": "looking",
+    "inspect": "api",
+    "compare": "api",
     "merge_state_dict": "memory.state_dict",
     "merge_into": "memory.merge_into",
     "MergedModel": "memory.merge_into",

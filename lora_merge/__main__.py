@@ -30,7 +30,7 @@ def start() -> None:
 
     collect_rarely()
     from .cli.main import main
-    from .cli.streams import SafeStream, open_descriptors
+    from .cli.stdio import SafeStream, open_descriptors
 
     open_descriptors()
     sys.stdout = out = SafeStream(sys.stdout)

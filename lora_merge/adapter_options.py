@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from .method_numbers import NAMES
+from .method_parameters import NAMES
 from .options import OPTIONS, Kind, Option
 
 DIALECTS: Final = "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."

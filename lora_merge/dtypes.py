@@ -1,12 +1,20 @@
-"""The table of all dtypes that a checkpoint stores: names, size and range. Imports no torch and no numpy."""
+"""The table of all dtypes that a checkpoint stores: names, size and range. Imports no torch and no numpy.
+
+Shapes of tensors. Imports nothing, so that whoever names a shape does not load the formulas.
+"""
 
 from __future__ import annotations
 
 from math import frexp, inf, nextafter, prod
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from .shapes import Shape
+Shape: TypeAlias = tuple[int, ...]
+
+
+def flat(shape: Shape) -> tuple[int, int]:
+    """Return (rows, cols) of a weight: axis 0, and all other axes flattened; a vector is a column."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 class Dtype(NamedTuple):

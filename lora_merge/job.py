@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
+from .adapter_arguments import adapter_path
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
-from .limits import Refused, Steps
-from .method_numbers import Numbers, numbers_of
-from .methods import SUM
+from .merge_methods import SUM
+from .method_parameters import Numbers, numbers_of
 from .options import (
     BLOCK_LIST,
     BLOCK_WEIGHTS,
@@ -35,7 +35,7 @@ from .options import (
     unlike,
 )
 from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
-from .spellings import adapter_path
+from .safe_regex import Refused, Steps
 from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"

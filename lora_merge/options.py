@@ -2,6 +2,8 @@
 
 The command line, jobs files, recipes and surveys of batches take names, defaults and help from the table. A test
 compares it with the lists that are written out for type checkers (`MergeOptions` in keywords.py, `Job`).
+
+Keywords of other libraries, for advice.
 """
 
 from __future__ import annotations
@@ -18,8 +20,16 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPES, FORMATS, TABLE
 from .errors import ResourceError, UsageError
-from .methods import DIVISORS, ELECTIONS, METHODS, SUM
-from .synonyms import MEANT
+from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
+
+MEANT: Final[Mapping[str, str]] = MappingProxyType({
+    **dict.fromkeys(("precision", "save_precision", "torch_dtype"), "dtype"),
+    **dict.fromkeys(("out", "output_path", "output_dir", "output_file", "save_to"), "output"),
+    **dict.fromkeys(("weight", "weights", "ratio", "ratios", "multiplier", "alpha", "lora_scale"), "strengths"),
+    **dict.fromkeys(("force", "exist_ok"), "overwrite"),
+})  # fmt: skip
+"""Keyword of other libraries → the one of the same meaning here."""
+
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""

@@ -45,13 +45,13 @@ BY_NAME: Final = 8  # files that are run where nothing is recorded
 ENDLESS: Final = "it never ends"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/combined proof/findings proof/grids proof/stored proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
-    "proof/reference/numbers proof/reference/layouts proof/reference/claims proof/reference/kinds proof/reference/methods "
-    "proof/reference/rebuilding proof/account proof/rebuilt",
-    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing "
-    "matching/incomplete matching/patch matching/relatives matching/side_by_side matching/stored_base matching/unstored",
-    "planning": "planning/cache planning/card planning/combining planning/containers planning/make_plan planning/outputs planning/plan planning/quantising planning/recipe",
-    "publishing": "disk/writer disk/locks disk/spool disk/files disk/publish disk/temporary planning/metadata disk/known_hashes disk/destination batch/run batch/resume",
+    "proof": "proof/verify proof/methods_again proof/proof_report proof/grids proof/weights proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading/read_again proof/sampling proof/loadable proof/header_changes files/seal proof/second_reading/modules proof/second_reading/rows "
+    "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods "
+    "proof/rebuilding proof/account proof/rebuilding",
+    "matching": "matching/match matching/formula matching/row_parts matching/formula adapters/conv1d matching/orientation matching/tied_embeddings matching/formula matching/weight_finder matching/conflicts matching/resizing "
+    "matching/missing_tensors matching/patch matching/layer_order matching/side_by_side matching/weight_finder matching/layer_order",
+    "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
+    "publishing": "disk/writer disk/locks disk/spool disk/files disk/publish disk/publish planning/header_entries disk/hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
@@ -59,14 +59,14 @@ NAMED: Final = (
     ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
-    ("lora_merge/adapters/peft/numbers.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
-    ("lora_merge/adapters/peft/numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
+    ("lora_merge/adapters/peft/methods.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
+    ("lora_merge/adapters/peft/methods.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
     ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
     ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
     ("lora_merge/proof/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),
-    ("lora_merge/cli/batch.py", "if not quiet or s.error is not None:", "if not quiet:"),
-    ("lora_merge/cli/batch.py", "            if s.error is not None and not again:", "            if s.error is None and not again:"),
+    ("lora_merge/cli/batch_command.py", "if not quiet or s.error is not None:", "if not quiet:"),
+    ("lora_merge/cli/batch_command.py", "            if s.error is not None and not again:", "            if s.error is None and not again:"),
     ("lora_merge/viewing/base.py", "if (why := quantised(index))", "if not (why := quantised(index))"),
 )  # fmt: skip
 """(file, text in it, what is put in its place): mistakes that once failed no test."""

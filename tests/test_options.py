@@ -11,14 +11,14 @@ from typing import Any, get_args
 import pytest
 
 import lora_merge
-from lora_merge import keywords
+from lora_merge import typed_options
 from lora_merge.batch.schema import Options
-from lora_merge.cli import main, proof
+from lora_merge.cli import main, verify_commands
 from lora_merge.engine.admission import plan_merge
 from lora_merge.job import Job, make_job
-from lora_merge.keywords import MergeOptions
 from lora_merge.options import OPTIONS, Option, beginning, shown
 from lora_merge.planning.recipe import blanks, recipe
+from lora_merge.typed_options import MergeOptions
 from tests.kit.adapters import kohya
 from tests.kit.cost import steps
 from tests.kit.files import save
@@ -55,7 +55,9 @@ def test_type_checkers_know_the_same_options() -> None:
     assert sorted(MergeOptions.__annotations__) == sorted(OPTIONS)
     for name, option in OPTIONS.items():
         if option.kind == "word":
-            assert get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(keywords))) == option.words
+            assert (
+                get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(typed_options))) == option.words
+            )
 
 
 def test_job_holds_every_option_with_its_default() -> None:
@@ -104,7 +106,7 @@ def test_commands_take_the_options_of_the_table() -> None:
         text = get_args(signature.parameters[name].annotation)[1]
         assert text.help == option.help
         assert option.flag in "".join(text.param_decls or ()) + text.default
-    taken = inspect.signature(proof.verify).parameters
+    taken = inspect.signature(verify_commands.verify).parameters
     assert {name for name in OPTIONS if name in taken} == {n for n, o in OPTIONS.items() if o.in_verify}
     assert {n for n, o in OPTIONS.items() if o.in_verify} <= {n for n, o in OPTIONS.items() if o.recorded != "never"}
 
@@ -134,7 +136,7 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
     assert {*inspect.signature(call).parameters} - {"options"} <= described
     known = {
         *MergeOptions.__annotations__,
-        *keywords.ResizeOptions.__annotations__,
+        *typed_options.ResizeOptions.__annotations__,
         "strengths",
     }
     assert described <= {*inspect.signature(call).parameters, *known}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.ranges import Ranges, Rows
+from lora_merge.row_ranges import Ranges, Rows
 from tests.kit.pairs import examples
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 30)).map(lambda r: (r[0], r[0] + r[1]))

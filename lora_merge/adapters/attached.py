@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..disk.files import StoredTensor
 from ..errors import InputError
 from ..files.checkpoint import Index, adapter_config, of_components
-from ..files.layouts import PEFT
+from ..files.folder_layouts import PEFT
 from ..text import Note, listed, plural, quoted
 from .peft.rules import METADATA
 

@@ -21,8 +21,8 @@ from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
-from ..limits import from_json
 from ..options import shown
+from ..safe_regex import from_json
 from ..text import Note
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

@@ -25,10 +25,10 @@ from ..errors import FitError, InputError, MergeError, UsageError
 from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
 from ..files.yaml_source import parse
-from ..limits import from_json
 from ..options import is_finite, shown
+from ..safe_regex import from_json
 from ..text import Note, listed
-from .file import SCALES, AdapterFile, Module, group, rank_of
+from .modules import SCALES, AdapterFile, Module, group, rank_of
 from .peft.rules import METADATA, UNTYPED, PeftRules, by_component, rules
 
 

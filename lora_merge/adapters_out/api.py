@@ -9,10 +9,10 @@ from typing_extensions import Unpack
 
 from ..boundary import public
 from ..job import Adapters, OneAdapter
-from ..keywords import AdapterOptions, AdapterReading, AverageOptions, ResizeOptions
-from ..methods import SUM
+from ..merge_methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
+from ..typed_options import AdapterOptions, AdapterReading, AverageOptions, ResizeOptions
 from .job import FACTORS, OTHER_DEFAULTS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
@@ -51,7 +51,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
     """
-    from .conversion.formatted import run
+    from .format_option import run
 
     own = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
     with interruptible(), watched(progress) as watcher:
@@ -89,7 +89,7 @@ def resize(
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
         'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
     """
-    from .conversion.formatted import run
+    from .format_option import run
 
     with interruptible(), watched(progress) as watcher:
         return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}), watcher)
@@ -182,7 +182,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.extract("sdxl.safetensors", "sdxl-tuned.safetensors", "tuned-lora.safetensors", rank=64)
     """
-    from ..planning.cache import CheckpointCache
+    from ..planning.checkpoint_cache import CheckpointCache
     from .extract.run import prepared, run
 
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
@@ -229,7 +229,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
     """
-    from .average.task import make_average
+    from .average import make_average
 
     own = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
     with interruptible(), watched(progress) as watcher:

@@ -19,35 +19,33 @@ from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError, UsageError
-from ..files.layouts import PEFT
-from ..matching.choose import ALPHA
-from ..models.module_blocks import network_of
+from ..files.folder_layouts import PEFT
+from ..matching.formula import ALPHA
+from ..models.blocks import network_of
 from ..models.names import Names
 from ..options import pairs, shown
 from ..paths import is_folder, names_folder, output_file
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
-from .conversion.assumed import NOWHERE, as_named, without_base
-from .conversion.expected import expect_held
-from .conversion.own import heads, in_memory, own_dialect, own_places
-from .conversion.planned import kept, planned_layer, with_demands
-from .conversion.renamed import all_factors, claimed, proven, renamed
-from .conversion.task import Conversion, Opened, Writing, bundled, weight_of
+from .adapter_dialect import heads, in_memory, own_dialect, own_places
+from .convert_job import Conversion, Opened, Writing, bundled, weight_of
+from .copy_factors import all_factors, claimed, proven, renamed
+from .decomposition.svd_memory import note
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
+from .form import expect_held, kept, planned_layer, with_demands
+from .groups import Filled, Place, filled, is_plain, places
 from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
-from .joining.targets import is_plain
 from .metadata.sizes import PlannedLayer, planned_size, tensors_of
-from .outcome.layer import Kept
-from .outcome.outcome import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
-from .outcome.planned import known_rank
-from .peft.folder import FLAG, config, differing_ranks, expect_one, task_type
-from .places import Filled, Place, filled, places
+from .module_tensors import Kept
+from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
+from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
+from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
+from .planned_layers import known_rank
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
-from .truncation.need import note
-from .written import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
+from .without_base import NOWHERE, as_named, without_base
 
 RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
 OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
@@ -124,7 +122,7 @@ def run(
         writing = _renamed(found, reader, draft, this.counted)
         if writing is None:
             load_library()
-            from .conversion.making import made
+            from .convert_modules import made
 
             draft = stack.enter_context(begin())
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
@@ -157,7 +155,7 @@ def _renamed(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Wr
         alike = proven(sources, claimed(task.job, part), reader, begin)
         if alike is not None:
             return alike
-        from .conversion.making import proof
+        from .convert_modules import proof
 
         return proof(found, reader, made, begin)(part)
 

@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapter_options import KEEP
-from ..adapters.file import Module
+from ..adapters.modules import Module
 from ..adapters.peft.methods import METHODS
 from ..adapters.suffixes import LORA, SUFFIXES
 from ..algorithms.loha import LOHA
 from ..algorithms.lokr import LOKR
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, LOOSE, UNSURE
-from ..models.spellings import Component
+from ..models.network import Component
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 

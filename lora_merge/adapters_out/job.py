@@ -15,9 +15,9 @@ from ..dtypes import FORMATS
 from ..errors import FitError, UsageError
 from ..files.checkpoint import CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
-from ..method_numbers import Numbers, numbers_of
-from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..models.chosen import parts
+from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
+from ..method_parameters import Numbers, numbers_of
+from ..models.part_factors import parts
 from ..options import OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from ..text import plural

@@ -15,27 +15,26 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..adapters.file import group
+from ..adapters.modules import group
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES
+from ..dtypes import ITEM_BYTES, flat
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Job
-from ..methods import MEAN, METHODS, SUM
+from ..merge_methods import MEAN, METHODS, SUM
 from ..models.weights import Weight
-from ..planning.combining import Combining
+from ..planning.combination import Combining
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combined import Made, costs_all, of_weight, together
+from ..proof.methods_again import Made, costs_all, of_weight, together
 from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.one_core import one_core
-from ..shapes import flat
+from .groups import Target
 from .job import AdapterJob
-from .joining.targets import Target
-from .side_by_side import PerThread, side_by_side
+from .parallel import PerThread, side_by_side
 from .sources import Sources
 
 T = TypeVar("T")

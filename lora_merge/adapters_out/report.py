@@ -8,10 +8,10 @@ from math import fsum, sqrt
 from pathlib import Path
 from typing import Any
 
-from ..models.module_blocks import block_name, in_order, network_of
+from ..models.blocks import block_name, in_order, network_of
 from ..text import Note, Shown, json_text, plural, size
 from .job import WHOLE
-from .truncation.effect import together
+from .rounding import together
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
-from ..adapters.file import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, FileValues, Module
 from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
@@ -18,23 +18,22 @@ from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import TRAINED, Index
 from ..files.file_uses import UNPLACED, adapter_folder
 from ..job import Adapter
-from ..matching.choose import check_settings, choose
-from ..matching.context import AdapterContext
-from ..matching.diagnosis import check_scales
-from ..matching.incomplete import gaps, incomplete
+from ..matching.fit_errors import check_scales
+from ..matching.formula import AdapterContext, check_settings, choose
+from ..matching.missing_tensors import gaps, incomplete
 from ..matching.orientation import ALL_UPRIGHT
 from ..matching.patch import PatchPart
-from ..models.chosen import Chosen
-from ..models.module_blocks import network_of
+from ..models.blocks import network_of
 from ..models.names import Names
+from ..models.part_factors import Chosen
 from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural
+from .groups import Target
 from .job import GIVE_BASE, AdapterJob
-from .joining.names import body_of, joined, shape_of
-from .joining.targets import Target
-from .written import Spelling
+from .output_file import Spelling
+from .output_names import body_of, joined, shape_of
 
 if TYPE_CHECKING:
     from ..planning.make_plan import Inputs
@@ -147,7 +146,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     """
     from ..planning.make_plan import match  # not needed without a base
     from ..planning.plan import weights
-    from .joining.naming import Naming
+    from .output_names import Naming
 
     matched = match(inputs, every_setting=every_setting)
     base, found = matched.inputs.base, matched.adapters

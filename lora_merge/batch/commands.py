@@ -83,9 +83,9 @@ def _adapter_task(request: Request, adapters: Sequence[Adapter], options: Mappin
     job = make_adapter_job(request.command, adapters, request.output, request.base, options)
 
     def does(what: str, *progress: Progress) -> AdapterReport:
-        from ..adapters_out.conversion import formatted
+        from ..adapters_out import format_option
 
-        found: AdapterReport = getattr(formatted, what)(job, *progress)
+        found: AdapterReport = getattr(format_option, what)(job, *progress)
         return found
 
     return Task(job, partial(does, "plan"), partial(does, "run"))
@@ -99,9 +99,9 @@ def _conversion(request: Request, options: Mapping[str, Any]) -> Task:
 
 
 def _extraction(request: Request, options: Mapping[str, Any]) -> Task:
+    from ..adapters_out.extract.extract_job import make_extraction
     from ..adapters_out.extract.run import plan, prepared, run
-    from ..adapters_out.extract.task import make_extraction
-    from ..planning.cache import CheckpointCache
+    from ..planning.checkpoint_cache import CheckpointCache
 
     if request.base is None:
         raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
@@ -115,7 +115,7 @@ def _extraction(request: Request, options: Mapping[str, Any]) -> Task:
 
 
 def _average(request: Request, options: Mapping[str, Any]) -> Task:
-    from ..adapters_out.average.task import make_average
+    from ..adapters_out.average import make_average
 
     made = make_average(request.adapters, request.output, request.base, options)
     return Task(made.job, made.plan, made.run)

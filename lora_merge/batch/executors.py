@@ -16,12 +16,12 @@ from typing import IO, Any, Final, TypeAlias
 
 from ..errors import DeviceFailed, MergeError, UsageError
 from ..options import shown
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..process import command
 from ..progress import Progress, Step
-from .groups import JobGroup, carry_out
 from .jobs_file import BatchJob
 from .report import JobReport, failed
+from .shared_reads import JobGroup, carry_out
 
 LIVES: Final = 2  # how many workers a job may take down with it before it is given up
 

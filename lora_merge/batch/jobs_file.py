@@ -1,12 +1,14 @@
 """Turns a jobs file into a list of jobs: reads it, checks it, multiplies every matrix out, tells all mistakes at once.
 
 No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
+
+Names of files without an ending that jobs write and later jobs of the same batch read.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,23 +19,23 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from ..adapter_arguments import in_jobs_file
 from ..adapter_options import TAKES
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
-from ..method_numbers import NAMES
-from ..methods import METHODS, SUM
+from ..merge_methods import METHODS, SUM
+from ..method_parameters import NAMES
 from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
-from ..paths import exists, expand, home, no_address, of_index
+from ..paths import ENDINGS, exists, expand, home, is_file, no_address, of_index, with_ending
 from ..planning.plan import protected
 from ..proof.unmerge import opposite
-from ..spellings import in_jobs_file
 from .commands import MERGE, UNMERGE, Request
-from .mistakes import REQUIRED, failure, nearest, problems
-from .paths import Search
+from .input_patterns import Search
 from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given
-from .short import read_jobs
+from .schema_errors import REQUIRED, failure, nearest, problems
+from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
@@ -388,3 +390,26 @@ class _Loader:
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         lines[SHOWN:] = [f"and {count - SHOWN} more"] if count > SHOWN else []
         return failure(self.value, self.name, lines, count)
+
+
+def with_endings(entries: Sequence[BatchJob]) -> tuple[BatchJob, ...]:
+    """Return the jobs; where the base of one is the output of another, both names have the ending of a file.
+
+    `make_job` has completed the names of jobs whose base is there.
+    """
+    waiting: dict[Path, list[BatchJob]] = defaultdict(list)
+    ready, found = deque[BatchJob](), {e.number: e for e in entries}
+    for e in entries:
+        if exists(e.job.base):
+            ready.append(e)
+        elif e.request is None:
+            waiting[e.job.base].append(e)
+    while waiting and ready:
+        made = ready.popleft().job.output
+        for name in (made, made.with_suffix("")) if made.suffix in ENDINGS else (made,):
+            for e in waiting.pop(name, ()):
+                file = made.suffix in ENDINGS or is_file(made)
+                job = replace(e.job, base=made, output=with_ending(e.job.output) if file else e.job.output)
+                found[e.number] = replace(e, job=job)
+                ready.append(found[e.number])
+    return tuple(found.values())

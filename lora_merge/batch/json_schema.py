@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from ..adapter_options import TAKES
 from .commands import MERGE, ONE, UNMERGE
 from .schema import CommandOptions, JobsFile
-from .short import FULL, JOB
+from .short_form import FULL, JOB
 
 Rule: TypeAlias = dict[str, Any]
 

@@ -12,11 +12,11 @@ from functools import cache
 from typing import Any, Final
 
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Gathered, Guard, Progress, Step, observed
-from .groups import JobGroup, carry_out
 from .jobs_file import BatchJob
 from .report import JobReport, failed
+from .shared_reads import JobGroup, carry_out
 
 RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
 POLL: Final = 0.5  # seconds between looks at what running tasks tell

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from ..adapter_arguments import in_jobs_file
 from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
 from ..process import here
 from ..report import Report
-from ..spellings import in_jobs_file
 from ..text import Shown, html_table, json_text, plural
 from .jobs_file import BatchJob
 

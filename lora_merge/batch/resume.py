@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.destination import failures
 from ..disk.files import FileState
-from ..disk.known_hashes import Known, remember, state
+from ..disk.hashes import Known, remember, state
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
-from ..limits import from_json
-from ..models.strengths import on_base
-from ..planning.cache import CheckpointCache
+from ..models.part_factors import on_base
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import open_inputs
-from ..planning.outputs import Contents, differing
+from ..planning.output_files import Contents, differing
 from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
 from ..proof.header_changes import changed_files
+from ..safe_regex import from_json
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def is_ours(output: Path) -> bool:
 
 def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     """Return what is wrong with an adapter that is there; empty if nothing is."""
-    from ..adapters_out.written import recipe
+    from ..adapters_out.output_file import recipe
 
     try:
         there = open_checkpoint(job.output)

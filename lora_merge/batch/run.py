@@ -13,20 +13,19 @@ from typing import Any
 from ..boundary import CallersFailure, public
 from ..disk.destination import protect
 from ..disk.locks import sweep
-from ..disk.temporary import remove_stale
+from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
-from ..keywords import Jobs
 from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
-from .chains import with_endings
+from ..typed_options import Jobs
 from .executors import Executor, Workers
 from .executors import executor as find
-from .groups import JobGroup
-from .jobs_file import BatchJob, load
+from .jobs_file import BatchJob, load, with_endings
+from .planning import TOGETHER, PlannedJob, check_space, survey
 from .report import JobReport, Reports, failed
-from .survey import TOGETHER, PlannedJob, check_space, survey
+from .shared_reads import JobGroup
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from pydantic import (
     create_model,
 )
 
+from ..adapter_arguments import right_form
 from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
-from ..spellings import right_form
 
 ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""

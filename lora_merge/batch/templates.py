@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Final
 
+from ..adapter_arguments import meant
 from ..options import Option, spelled
 from ..paths import ENDINGS, forbidden, split_strength
-from ..spellings import meant
-from .mistakes import nearest
 from .schema import LONGEST_PATH
+from .schema_errors import nearest
 
 FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 

@@ -20,8 +20,8 @@ from ..process import collect_rarely, deliver_pending, on_stop, signals_first
 from ..progress import Gathered, observed
 
 if TYPE_CHECKING:
-    from .groups import JobGroup
     from .jobs_file import BatchJob
+    from .shared_reads import JobGroup
 
 
 _sending = threading.Lock()
@@ -47,8 +47,8 @@ def _work() -> None:
     """Make groups until stdin ends. What anything prints goes to stderr: stdout carries reports alone."""
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..errors import DeviceFailed
-    from ..planning.cache import CheckpointCache
-    from .groups import carry_out
+    from ..planning.checkpoint_cache import CheckpointCache
+    from .shared_reads import carry_out
 
     collect_rarely()
     preload()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..disk.destination import failures
 from ..disk.files import StoredTensor
 from ..disk.publish import replacing
-from ..engine.placement import FILE_DTYPES, host
+from ..engine.tensor_moves import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.headers import layout

@@ -21,7 +21,7 @@ from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
 from ..disk.writer import Writer, failure
 from ..dtypes import spoken
 from ..engine.devices import place, precise, present, unusable
-from ..engine.placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
+from ..engine.tensor_moves import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
 from ..paths import exists
@@ -31,7 +31,7 @@ from ..proof.reference.floats import Array
 from ..text import size
 from ..version import __version__
 from ..viewing.facts import schema
-from .look import mark, panel, show, text
+from .terminal import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))

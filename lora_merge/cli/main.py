@@ -20,18 +20,15 @@ from ..options import OPTIONS
 from ..paths import exists, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
-from . import proof, tables, viewing
-from .batch import batch
-from .habits.options import check_options
-from .habits.words import ASKED, SHORT, check_command, check_once, check_spaces, checked_output
-from .helping import REFUSED, everywhere, examples, files, refused, with_groups
-from .look import debugging, show_error, styled, taken
-from .making import commands
-from .merge_look import Asked, carried_out, with_pictures
-from .parameters import HTML, PLOT, QUIET, read, take_text, with_options
-from .stages import watching
-from .text import echo, put
-from .values import named_adapters, named_base, named_parts, with_strengths
+from . import adapter_commands, inspect_commands, tables, verify_commands
+from .argument_values import named_adapters, named_base, named_parts, with_strengths
+from .batch_command import batch
+from .compat import ASKED, SHORT, check_command, check_once, check_options, check_spaces, checked_output
+from .help import REFUSED, everywhere, examples, files, refused, with_groups
+from .options import HTML, PLOT, QUIET, read, take_text, with_options
+from .progress_display import watching
+from .reports import Asked, carried_out, echo, put, with_pictures
+from .terminal import debugging, show_error, styled, taken
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -162,8 +159,8 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
     from ..planning.plan import sources
-    from .pictures.files import Pictures
-    from .streams import reporting
+    from .picture_files import Pictures
+    from .stdio import reporting
 
     pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
@@ -200,7 +197,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (commands, tables, viewing, proof):
+for room in (adapter_commands, tables, inspect_commands, verify_commands):
     room.add_to(app)
 
 

@@ -14,10 +14,10 @@ import typer
 from ..errors import UsageError
 from ..text import Lines, json_text, plural
 from ..viewing.facts import schema
-from .habits.words import completed
-from .helping import examples
-from .look import show, styled, table
-from .text import put
+from .compat import completed
+from .help import examples
+from .reports import put
+from .terminal import show, styled, table
 
 JSON: Final = typer.Option("--json", help="The same as one JSON object.")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from ..dtypes import Shape
 from ..errors import InputError
-from ..shapes import Shape
 from ..text import Note
 
 

@@ -3,21 +3,177 @@
 One digest cannot use several cores, so with a fast disk the whole merge waits for it. A single merge therefore starts
 to hash the base while torch is imported, and later reads that part of the base a second time. Several merges that
 share a base have enough other work: they read the base once. Digests of earlier runs are reused (known_hashes.py).
+
+SHA-256 of large files, remembered between runs: the digest of a base is a third of the work of its merge.
+
+A file counts as unchanged while its device, inode, size and both its times are the same, as in git. This holds only on
+the file systems in `KEEP_TIMES`. A proof (`verify`, `replay`) does not use remembered digests: it reads the bytes.
+
+Entries that another user could have written are ignored: the folder and the file must belong to the user or root, and
+nobody else may write to them. Each entry is signed, together with some bytes of its file, with a key that only the
+user can read. An entry that was edited, or that comes from another machine or another file, is ignored.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import hmac
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from types import TracebackType
 from typing import Final
 
-from .files import Memory, Source
-from .known_hashes import Known, remember, state
+from ..errors import MergeError
+from ..safe_regex import from_json
+from .files import Memory, Source, open_regular
+from .pages import PAGE
+from .publish import put_file
 from .reader import Reader
+from .system import is_read_only, user_id
+from .volumes import KEEP_TIMES, file_system
+
+SMALLEST: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
+SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
+MOST: Final = 4096  # files; the oldest entries are removed
+LARGEST: Final = 4 << 20  # bytes of the file with the entries; several times what `MOST` entries need
+PRIVATE: Final = 0o600  # mode of the files in the cache folder
+
+SAMPLES: Final = 16  # blocks of a file that the signature of its entry covers
+KEY_BYTES: Final = 32
+
+_ENTRY: Final = re.compile("[0-9a-f]{64} [0-9a-f]{64}")
+
+
+def cache_file() -> Path:
+    """Return the path of the file with the entries, in the user's cache folder; RuntimeError without a home folder.
+
+    The cache folder may be emptied at any time. It is `$XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on
+    macOS and `%LOCALAPPDATA%` on Windows.
+    """
+    from platformdirs import user_cache_path  # imported here: small merges do not need it
+
+    folder = user_cache_path("lora-merge", appauthor=False)
+    if not folder.is_absolute() or folder.parent == Path(folder.anchor, ".cache"):  # the home of users without one is /
+        raise RuntimeError("there is no home folder")
+    return folder / "sha256.json"
+
+
+def state(path: Path) -> str | None:
+    """Return a text that changes with the file; None if the file is small, just changed or not on `KEEP_TIMES`."""
+    try:
+        s = path.stat()
+        settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
+        if s.st_size < SMALLEST or not settled or file_system(path) not in KEEP_TIMES:
+            return None
+        if is_read_only(path):
+            return None
+    except OSError:
+        return None
+    return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
+
+
+class Known:
+    """The remembered digests. They are read once, at the first call of `digest`."""
+
+    @cached_property
+    def _remembered(self) -> tuple[dict[str, str], bytes | None]:
+        return recall(), _key()
+
+    def digest(self, path: Path) -> str | None:
+        """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
+        now = state(path)
+        if now is None:
+            return None
+        entries, key = self._remembered
+        if now not in entries or key is None:
+            return None
+        entry, digest = entries[now], entries[now][:64]
+        with suppress(MergeError, OSError):  # an unreadable file is reported when the merge reads it
+            if hmac.compare_digest(entry, _signed(key, path, now, digest)):
+                return digest
+        return None
+
+
+def recall() -> dict[str, str]:
+    """Return file state → signed digest; empty if nothing can be read, or if another user could have written it."""
+    try:
+        if not _ours(cache_file().parent) or not _ours(cache_file()):
+            return {}
+        with open_regular(cache_file()) as f:
+            text = f.read(LARGEST + 1)
+        known = from_json(text if len(text) <= LARGEST else b"")
+    except (MergeError, OSError, ValueError, RuntimeError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {k: v for k, v in known.items() if isinstance(v, str) and _ENTRY.fullmatch(v)}
+
+
+def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
+    """Save new digests (file → state, digest). If they cannot be written, nothing is saved and nothing is reported."""
+    if not learnt:
+        return
+    with suppress(OSError, RuntimeError, MergeError):
+        folder = cache_file().parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _ours(folder, 0):
+            return
+        old = recall()
+        folder.chmod(0o700)  # `recall` has returned nothing if others could write here
+        key = _key() or _new_key(folder)
+        new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
+        kept = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
+        put_file(cache_file(), json.dumps(dict(kept)).encode(), mode=PRIVATE)
+
+
+def _ours(path: Path, others: int = 0o022) -> bool:
+    """Return whether the user or root owns the path, and others have none of these permissions, as ssh requires."""
+    s = path.stat() if path.is_dir() else path.lstat()  # a folder may lie on another disk, behind a link
+    user = user_id()
+    return user is None or (s.st_uid in (0, user) and not s.st_mode & others)
+
+
+def _key() -> bytes | None:
+    """Return the user's secret key; None if there is none, or if another user could have read or made it."""
+    try:
+        path = cache_file().with_name("key")
+        if not _ours(path.parent) or not _ours(path, 0o077):
+            return None
+        with open_regular(path) as f:
+            key = f.read(KEY_BYTES + 1)
+    except (MergeError, OSError, RuntimeError):
+        return None
+    return key if len(key) == KEY_BYTES else None
+
+
+def _new_key(folder: Path) -> bytes:
+    key = secrets.token_bytes(KEY_BYTES)
+    put_file(folder / "key", key, mode=PRIVATE)
+    return key
+
+
+def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
+    """Return the digest and its signature: an HMAC over the file's state, the digest and some bytes of the file.
+
+    The bytes are `SAMPLES` blocks of 4 KiB, evenly spread over the file: 64 KiB for any size.
+    """
+    code = hmac.new(key, f"{now} {digest} ".encode(), "sha256")
+    with open_regular(path) as f:
+        last = max(0, os.fstat(f.fileno()).st_size - PAGE)
+        for n in range(SAMPLES):
+            f.seek(last * n // (SAMPLES - 1))
+            code.update(f.read(PAGE))
+    return f"{digest} {code.hexdigest()}"
+
 
 PIECE: Final = 32 * 2**20  # bytes hashed at once beside threads of Python; shorter pieces wait too often for the GIL
 GAP: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read

@@ -8,11 +8,11 @@ from ..disk.writer import Room, require_space
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import ResourceError
 from ..job import Job
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..text import size
-from .blocks import blocks
+from .row_blocks import blocks
 from .windows import unshared_bytes, window_room
 
 

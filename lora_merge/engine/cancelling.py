@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from .measuring.placement import strided
+from .tensor_moves import strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

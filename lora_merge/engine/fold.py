@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import torch
 
 from ..algorithms import Algorithm, dora
-from .by_rows.rows import Rows
-from .combining import combined, combined_rows
-from .measuring.placement import strided
+from .combination import combined, combined_rows
+from .row_matrix import Rows
+from .tensor_moves import strided
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..method_numbers import Numbers
-    from .blocks import Block
+    from ..method_parameters import Numbers
+    from .row_blocks import Block
 
 
 @dataclass(frozen=True)

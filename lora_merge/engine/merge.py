@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..disk.hashes import RunningHashes
-from ..disk.publish import put_file, replacing
+from ..disk.publish import named, put_file, replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
-from ..disk.temporary import named
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
 from ..models.names import names
-from ..planning.card import card, card_path
-from ..planning.metadata import final_headers
-from ..planning.outputs import Card, contents
+from ..planning.header_entries import final_headers
+from ..planning.model_card import card, card_path
+from ..planning.output_files import Card, contents
 from ..planning.plan import Plan, coverage, files
 from ..planning.recipe import sha256
 from ..process import deliver_pending
@@ -30,7 +29,7 @@ from ..proof.verify import verify
 from ..report import Report
 from ..text import Note
 from ..version import __version__
-from .measuring.effect import check_effect
+from .change_effect import check_effect
 from .pipeline import Pipeline, Written
 
 Result = TypeVar("Result")

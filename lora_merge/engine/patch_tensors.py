@@ -13,16 +13,16 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
 from ..disk.files import Memory, StoredTensor
+from ..dtypes import Shape
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
-from ..shapes import Shape
-from .blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
-from .device.adapters import AdaptersOnDevice
 from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
-from .placement import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
-from .rebuilding import Kin, from_base
+from .gpu_adapters import AdaptersOnDevice
+from .peft_initialisation import Kin, from_base
+from .row_blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
+from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
 from .tensors import DeviceCache, Fetch, Item, base_values, gathered, stored_numbers, weight_values
 
 KEPT_WHOLE: Final = LARGE

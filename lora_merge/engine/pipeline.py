@@ -19,22 +19,22 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+from ..change_statistics import Measures
 from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
-from ..measure import Measures
-from ..planning.metadata import final_headers
+from ..planning.header_entries import final_headers
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import APART, Progress, Step
 from ..text import Note
-from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
-from .storing.checksums import Checksums
+from .file_checksums import Checksums
+from .stages import Outcome, Pool, WindowBuffers, WindowTask, drive
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
-    from .fold_window import WindowMerger
+    from .window_merger import WindowMerger
 
 PIECE: Final = 8 << 20  # bytes of a call that writes: a slow disk takes half a second for them
 HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
@@ -153,7 +153,7 @@ class Pipeline:
     def _make(self) -> WindowMerger:
         import torch
 
-        from .fold_window import WindowMerger
+        from .window_merger import WindowMerger
 
         if self.current_device is not None:  # each thread has a current device of its own
             torch.cuda.set_device(self.current_device)

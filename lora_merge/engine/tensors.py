@@ -21,9 +21,8 @@ from ..dtypes import ITEM_BYTES, TABLE
 from ..errors import InputError
 from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
-from .blocks import Block
-from .device.casts import rounds_to_eight_bits
-from .placement import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, stage
+from .row_blocks import Block
+from .tensor_moves import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, rounds_to_eight_bits, stage
 from .windows import Fold
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]

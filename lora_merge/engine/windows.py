@@ -21,7 +21,7 @@ from ..errors import ResourceError
 from ..files.codecs.base import Encoding
 from ..job import Job
 from ..planning.plan import OutputTensor, Plan
-from .blocks import Block, blocks
+from .row_blocks import Block, blocks
 
 WINDOW_BYTES: Final = 32 * 2**20  # reaches full disk speed; larger windows measured no faster, and take more memory
 SMALLEST_WINDOW: Final = 2**20

@@ -20,12 +20,23 @@ from ..text import Note, listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, beside, quantised, recognised, together
 from .codecs.told import SIDES, of_cache, smoothed, with_side_file
+from .file_signatures import missing
+from .folder_layouts import (
+    PEFT,
+    STEMS,
+    Weights,
+    choose,
+    components,
+    entries,
+    require_all,
+    shard_of,
+    unnamed,
+    weights_in,
+)
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
 from .json_files import bad_index, read_index, read_json
-from .layouts import PEFT, STEMS, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
-from .lookalikes import missing
 from .safetensors import parse_file
 
 PEFT_STEM: Final = "adapter_model"

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..disk.files import Header
+from ..dtypes import Shape
 from ..errors import InputError
 from ..paths import WEIGHTS
-from ..shapes import Shape
 from ..text import Note, listed
 from .checkpoint import CONFIGS, Index, read_header
+from .folder_layouts import is_usual_name
 from .json_files import read_json
-from .layouts import is_usual_name
 
 Use: TypeAlias = Literal["read", "copied", "left out"]
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ..disk.pages import PAGE
-from ..dtypes import bytes_of
+from ..dtypes import Shape, bytes_of
 from ..errors import InputError
-from ..shapes import Shape
 from .gguf.layout import is_gguf, texts_of, with_texts
 from .safetensors import HEADER_LIMIT
 

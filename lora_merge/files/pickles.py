@@ -28,7 +28,7 @@ from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
-from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested
+from .file_signatures import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested
 from .pickle_scan import NotRun, scan
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..dtypes import ITEM_BITS
 from ..errors import InputError
 from ..text import quoted
-from .lookalikes import refusal
+from .file_signatures import refusal
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
 

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from ..disk.files import StoredTensor, unreadable
-from ..dtypes import TABLE
+from ..dtypes import TABLE, Shape
 from ..errors import InputError
-from ..limits import from_json
 from ..paths import real_path
-from ..shapes import Shape
+from ..safe_regex import from_json
 from ..text import listed
 from .checkpoint import Index
 from .codecs.told import SECTIONS
 from .file_uses import NO_WEIGHTS, NOT_LISTED, FileUse, Folder, duplicate, folder_reason, is_weights, lists_only
+from .folder_layouts import entries
 from .json_files import json_value, read_index
-from .layouts import entries
 
 MODULES: Final = "modules.json"
 """File in which sentence-transformers lists the parts of a model: its transformer, pooling, dense layers."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from ..disk.files import open_regular, unreadable
 from ..errors import InputError
 from .checkpoint import Index
-from .layouts import SUFFIXES, entries
+from .folder_layouts import SUFFIXES, entries
 
 TOML: Final = ".toml"
 ENDINGS: Final = (".json", ".yaml", ".yml", TOML)

@@ -14,8 +14,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Final, NamedTuple
 
-from ..adapters.conv1d import known_types
-from ..adapters.file import Module
+from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
 from ..algorithms import DoesNotFit
 from ..models.components import WITHIN
@@ -23,7 +22,8 @@ from ..models.names import Names
 from ..models.prefixes import innermost
 from ..models.weights import WeightView
 from ..text import NUMBER, Note
-from .context import fit
+from .formula import fit
+from .orientation import known_types
 
 SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
 """Marks that stand for the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video

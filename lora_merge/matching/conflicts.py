@@ -14,13 +14,13 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..adapters.file import Values
+from ..adapters.modules import Values
 from ..errors import InputError
 from ..job import Job
-from ..methods import SUM
+from ..merge_methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
-from ..ranges import Ranges
+from ..row_ranges import Ranges
 from ..text import Note, listed
 from .patch import Match, Patch
 

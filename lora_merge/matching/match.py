@@ -12,40 +12,35 @@ from functools import partial
 from math import prod
 from typing import Final, NamedTuple
 
-from ..adapters.conv1d import base_types
-from ..adapters.file import Module, two_in_one_slot
+from ..adapters.modules import Module, two_in_one_slot
 from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
+from ..dtypes import Shape
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
-from ..models.strengths import Strengths
+from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
-from ..ranges import Rows
-from ..shapes import Shape
+from ..row_ranges import Rows
 from ..text import Note, listed
-from .choose import ALPHA, choose, is_fixed
 from .conflicts import TWICE, DuplicateCheck
-from .context import AdapterContext
-from .diagnosis import IDLE, STRANGE, check_scales, check_variant, raise_problems
-from .incomplete import Gap, gaps, incomplete
-from .orientation import Base
+from .fit_errors import IDLE, STRANGE, check_scales, check_variant, raise_problems
+from .formula import ALPHA, LEFT_OUT, TUNED_BIAS, TURNED_BIAS, AdapterContext, choose, is_fixed
+from .layer_order import related, unstored
+from .missing_tensors import Gap, gaps, incomplete
+from .orientation import Base, base_types
 from .pairs import pairs
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
-from .places import Places
-from .relatives import related
-from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
 from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, as_rows, bias_beside, grown, is_copy, is_zero, sizes, with_values
 from .row_parts import chosen_rows
 from .side_by_side import as_trained
-from .stored_base import stored_base
-from .tied_heads import AGAIN, AdapterPair, separate, shared_layers
-from .unstored import unstored
+from .tied_embeddings import AGAIN, AdapterPair, separate, shared_layers
+from .weight_finder import Places, stored_base
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from ..adapters.file import Module, two_of_a_kind
+from ..adapters.modules import Module, two_of_a_kind
 from ..algorithms.lora import LORA
 from ..algorithms.lora_transposed import LORA_TRANSPOSED
 from ..disk.files import StoredTensor

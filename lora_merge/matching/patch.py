@@ -9,11 +9,11 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
-from ..adapters.file import AdapterFile, Module
+from ..adapters.modules import AdapterFile, Module
 from ..algorithms import ALGORITHMS, dora
 from ..disk.files import StoredTensor
+from ..dtypes import Shape
 from ..models.weights import RowSlice, WeightView
-from ..shapes import Shape
 from ..text import Note
 
 OFF: Final = "its strength is 0"

@@ -15,18 +15,17 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from ..adapters.file import AdapterFile, Module, Values
+from ..adapters.modules import AdapterFile, Module, Values
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE
+from ..dtypes import WHOLE, Shape, flat
 from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
-from ..shapes import Shape, flat
 from ..text import Note
 from .patch import REPLACED, Match, Patch, PatchPart
 

@@ -14,13 +14,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from ..adapters.file import Module
+from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
 from ..disk.files import StoredTensor
 from ..errors import InputError, ShapeMismatch
 from ..models.fused import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
-from ..ranges import Rows
+from ..row_ranges import Rows
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (

@@ -14,15 +14,14 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Final
 
-from ..adapters.file import Values
+from ..adapters.modules import Values
 from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView
 from ..text import Note
-from .context import AdapterContext
+from .formula import DYLORA, AdapterContext
 from .patch import Patch
-from .remarks import DYLORA
 
 FEWEST: Final = 3  # layers that the trainers split: q, k and v
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..adapters.file import AdapterFile
+from ..adapters.modules import AdapterFile
 from ..adapters.peft.rules import STORED_VALUES
 from ..adapters.suffixes import split_parameter
 from ..disk.files import Header, StoredTensor

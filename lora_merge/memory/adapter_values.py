@@ -11,24 +11,24 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..adapter_options import KEEP
-from ..adapters_out.changes import Evaluator
+from ..adapters_out.change import Evaluator
+from ..adapters_out.combined_change import combine as combined
+from ..adapters_out.combined_change import decomposing, spectrum
 from ..adapters_out.job import make_adapter_job
-from ..adapters_out.joining.names import body_of, joined
-from ..adapters_out.layers import combine as combined
-from ..adapters_out.layers import decomposing, spectrum
+from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
 from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.devices import place
-from ..engine.placement import host
+from ..engine.tensor_moves import host
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
-from ..keywords import AdapterReading
 from ..options import factor
 from ..text import Shown
+from ..typed_options import AdapterReading
 from .loaded_adapter import LoadedAdapter
 from .state_index import check_weight
 

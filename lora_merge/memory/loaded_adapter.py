@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile, FileValues, Module, group
+from ..adapter_arguments import adapter_path
+from ..adapters.modules import AdapterFile, FileValues, Module, group
 from ..adapters.stated import rules_of
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader
-from ..engine.blocks import BlockPart
+from ..dtypes import flat
 from ..engine.devices import place
 from ..engine.fold import change
 from ..engine.patch_tensors import PatchTensors
-from ..engine.placement import DeviceStream, finite, host, stage
+from ..engine.row_blocks import BlockPart
+from ..engine.tensor_moves import DeviceStream, finite, host, stage
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import InputError, TooLarge, UsageError, misfit
 from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
-from ..matching.choose import choose
-from ..matching.context import AdapterContext
+from ..matching.formula import AdapterContext, choose
 from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
 from ..planning.plan import OutputTensor
-from ..shapes import flat
-from ..spellings import adapter_path
 from ..text import Shown
 from .state_index import check_weight, index_of
 

@@ -19,14 +19,14 @@ from torch.nn import Module
 from typing_extensions import Self, Unpack
 
 from ..boundary import public
-from ..engine.placement import host
+from ..engine.tensor_moves import host
 from ..engine.tensors import as_bytes, raw
 from ..engine.torch_state import undisturbed
 from ..errors import DeviceFailed, FitError, InputError, UsageError
-from ..keywords import PythonOptions
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
 from ..text import Shown, listed, plural
+from ..typed_options import PythonOptions
 from .live_model import Pipeline, live_model, live_tensors
 from .merging import KEEP, MemoryAdapters, prepare, warn_of
 from .spans import repeats, shared

@@ -17,40 +17,39 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile, group
+from ..adapter_arguments import adapter_path
+from ..adapters.modules import AdapterFile, group
+from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..disk.spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, FORMATS
-from ..engine.blocks import Block, blocks, portions
-from ..engine.buffers import Outcome
-from ..engine.device.choice import fastest
-from ..engine.devices import one_core, places, threads
-from ..engine.fold_blocks import BlockMerger
-from ..engine.measuring.effect import check_effect
-from ..engine.measuring.replaced import replaced, replaced_measures
+from ..engine.block_folder import BlockMerger
+from ..engine.change_effect import check_effect
+from ..engine.change_norms import replaced, replaced_measures
+from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
-from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
-from ..engine.storing.new_codes import made_again
-from ..engine.storing.recoding import new_parts, refitted
+from ..engine.quantised_output import made_again
+from ..engine.recoding import new_parts, refitted
+from ..engine.row_blocks import Block, blocks, portions
+from ..engine.stages import Outcome
+from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
 from ..engine.tensors import Fetch, Item, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands
-from ..measure import Measures
 from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
-from ..spellings import adapter_path
 from ..text import listed, one_line, plural
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
 if TYPE_CHECKING:
-    from ..keywords import PythonOptions
+    from ..typed_options import PythonOptions
 
 KEEP: Final = "keep"
 """The value of `device` with which results stay where the tensors of the base are."""

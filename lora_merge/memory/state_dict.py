@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from ..boundary import public
 from ..engine.torch_state import undisturbed
-from ..keywords import PythonOptions
 from ..progress import Progress, watched
 from ..text import one_line
+from ..typed_options import PythonOptions
 from .merging import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..adapters.file import FileValues
+from ..adapters.modules import FileValues
 from ..disk.files import Memory, StoredTensor
-from ..engine.placement import FILE_DTYPES, host
+from ..engine.tensor_moves import FILE_DTYPES, host
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.pickles import raw_bytes

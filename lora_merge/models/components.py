@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
+from ..dtypes import Shape
 from ..errors import InputError
-from ..shapes import Shape
 from .architectures import Architecture, nearly, recognise, shipped
-from .forms import form, parameter_forms
-from .spellings import Component
+from .name_table import form, parameter_forms
+from .network import Component
 
 CONTAINERS: Final = tuple(
     (re.compile(pattern), role)

@@ -14,7 +14,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from .cutting import MOST_EXPERTS
+from .name_table import MOST_EXPERTS
 from .weights import RowSlice, WeightView, rows_of, stacked, transposed
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from ..shapes import Shape
+from ..dtypes import Shape
 
 Split: TypeAlias = tuple[int, ...]
 """Rows of every layer in a fused weight, in order."""

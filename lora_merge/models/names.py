@@ -17,17 +17,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from ..dtypes import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
-from ..shapes import Shape
 from ..text import Note
+from .adapter_architecture import architectures, described, seen
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .experts import as_matrices
 from .fused import Split, parts_of, splits
-from .guess import architectures, described, seen
+from .network import Component
 from .prefixes import DENOISERS, PREFIXES, TRAINING, innermost, numbers, prefixed, unwrapped, wrapper_notes
-from .spellings import Component
 from .weights import WeightView, stacked, transposed, whole
 
 OTHER_ROWS: Final = (

@@ -16,8 +16,8 @@ from typing import Final
 
 from ..errors import PartWithoutEffect, UsageError
 from ..job import BLOCKS
-from ..limits import Refused, Steps
 from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
+from ..safe_regex import Refused, Steps
 from ..text import listed
 from .blocks import Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE

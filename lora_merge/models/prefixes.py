@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from ..files.layouts import PEFT
+from ..files.folder_layouts import PEFT
 from ..text import NUMBER, Note, listed
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"

@@ -14,9 +14,9 @@ from math import prod
 from typing import NamedTuple
 
 from ..disk.files import StoredTensor
+from ..dtypes import Shape, flat
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
-from ..shapes import Shape, flat
 
 
 class Weight(NamedTuple):

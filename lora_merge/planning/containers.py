@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ..adapters.file import AdapterFile, group
+from ..adapters.modules import AdapterFile, group
 from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, spoken
+from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, Shape, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
@@ -25,7 +25,6 @@ from ..files.headers import layout
 from ..job import Job
 from ..models.weights import Weight
 from ..paths import typed
-from ..shapes import Shape
 from ..text import Note, quoted
 from .plan import OutputTensor
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..adapters.file import AdapterFile, FileValues, Values
+from ..adapters.modules import AdapterFile, FileValues, Values
 from ..adapters.stated import rules_of
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, WHOLE, spoken
+from ..dtypes import FLOATS, WHOLE, Shape, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import CONFIGS, Index
 from ..files.codecs.base import Packing
@@ -35,30 +35,28 @@ from ..files.side_files import (
 )
 from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
 from ..job import Adapter, Job
-from ..limits import Steps
-from ..matching.choose import check_settings
 from ..matching.conflicts import with_overlap_notes
-from ..matching.context import AdapterContext
+from ..matching.formula import AdapterContext, check_settings
 from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
 from ..matching.resizing import check_addable, replace_in_turn, values_as_changes
-from ..matching.tied_heads import check_separations
+from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
-from ..methods import ADDED, METHODS, UNDIRECTED
+from ..merge_methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
-from ..models.strengths import Strengths, check_effect, on_base
+from ..models.part_factors import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..paths import is_split
-from ..shapes import Shape
+from ..safe_regex import Steps
 from ..text import Note
-from .cache import CheckpointCache
-from .checksums import entry, summed
-from .combining import Combining
+from .checkpoint_cache import CheckpointCache
+from .combination import Combining
 from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
-from .metadata import kept_entries
+from .header_entries import kept_entries
+from .output_checksums import entry, summed
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
-from .quantising import quantising
+from .quantisation import quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read

@@ -1,9 +1,15 @@
-"""The plan of a merge: place and origin of every output byte. `make_plan.py` makes it."""
+"""The plan of a merge: place and origin of every output byte. `make_plan.py` makes it.
+
+Weights that servers join, such as q, k and v: in some formats they need one scale of the whole weight.
+
+vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
+https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/compressed_tensors/schemes, modelopt.py.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
@@ -12,20 +18,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..disk.files import StoredTensor
+from ..dtypes import Shape, flat
 from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job
 from ..matching.patch import Match, PatchPart
-from ..methods import METHODS, SUM, Method
+from ..merge_methods import METHODS, SUM, Method
+from ..models.fused import together
 from ..models.weights import Weight, unstored
-from ..shapes import Shape, flat
 from ..text import Shown, by_component, by_pattern, plural, size, stored
-from .quantising import NOTHING, Quantising
+from .quantisation import NOTHING, Quantising
 
 if TYPE_CHECKING:
-    from .combining import Combining
+    from .combination import Combining
 
 CARD: Final = "README.md"
 """The name of the model card in a folder."""
@@ -332,3 +339,9 @@ def protected(job: Job) -> tuple[Path, ...]:
     tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")
     found = (*adapters, *map(configuration, adapters), job.map, tokenizer)
     return tuple(path for path in found if path is not None)
+
+
+def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, ...]]:
+    """Return name of a weight → the weights that servers join, itself included, where they need one scale."""
+    own = {target.name: target for target in targets if target.packing.encoding.joined}
+    return {name: tuple(own[other] for other in group) for name, group in together(own).items()}

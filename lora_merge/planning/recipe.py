@@ -16,8 +16,8 @@ from ..files.checkpoint import Index, configuration
 from ..files.seal import SEAL, ZEROS
 from ..files.side_files import output_name
 from ..job import TOKENIZERS, Job
-from ..limits import from_json
 from ..options import OPTIONS, Kind
+from ..safe_regex import from_json
 from ..text import by_component
 
 KEY: Final = "lora_merge.recipe"

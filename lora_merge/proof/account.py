@@ -17,6 +17,7 @@ import numpy as np
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import Shape
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name
@@ -25,9 +26,8 @@ from ..matching.patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch
 from ..models.weights import RowSlice
 from ..options import BLOCK_LIST
 from ..planning.plan import Plan
-from ..shapes import Shape
 from ..text import listed, quoted
-from .findings import NAMED, REPORT
+from .proof_report import NAMED, REPORT
 from .reference.floats import Array, decode
 
 FOR_ALL: Final = "base_model."

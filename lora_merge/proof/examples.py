@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..shapes import Shape, flat
+from ..dtypes import Shape, flat
 from .reference import FormulaInput
 from .reference.floats import Array
 

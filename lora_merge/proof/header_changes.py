@@ -13,9 +13,9 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.headers import metadata_of, with_metadata
 from ..files.seal import SEAL, ZEROS, intact, sealed
-from ..limits import from_json
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
+from ..safe_regex import from_json
 from ..text import Note, listed, quoted
 
 FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})

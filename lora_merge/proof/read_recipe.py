@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..algorithms import COUNT
-from ..disk.temporary import NAME_LIMIT
+from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, make_job

@@ -13,22 +13,22 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS
+from ..change_statistics import Checked
 from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES, spoken
+from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
-from ..matching.relatives import basis_weights
-from ..measure import Checked
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combined import Made, PatchRows, costs_all, of_weight, stored_rows, together, uniform
-from .findings import Bound, Exact, Findings, measure
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
-from .rebuilt import rebuilt_slots
+from .methods_again import Made, PatchRows, costs_all, of_weight, stored_rows, together, uniform
+from .proof_report import Bound, Exact, Findings, measure
+from .rebuilding import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, decode, held
 from .sampling import runs, sample, shuffled
-from .stored import Coded, Stored
+from .weights import Coded, Stored
 
 EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time

@@ -12,20 +12,19 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS, FORMATS
+from ..dtypes import DTYPES, FLOATS, FORMATS, Shape
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute, current_folders
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
-from ..planning.outputs import contents, differing, misleading
+from ..planning.output_files import contents, differing, misleading
 from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
-from ..shapes import Shape
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, different, find
 from .grids import ROUNDING

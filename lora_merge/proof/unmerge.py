@@ -16,10 +16,10 @@ from ..dtypes import COMPUTE_DTYPES, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
-from ..methods import SUM
+from ..merge_methods import SUM
 from ..options import OPTIONS
 from ..paths import absolute, current_folders
-from ..planning.cache import CheckpointCache
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..text import Note, listed, quoted

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..change_statistics import RETAINED, Checked
 from ..disk.files import FileState, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
@@ -23,24 +24,23 @@ from ..disk.system import CAN_ADVISE, RANDOM, advise
 from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
-from ..measure import RETAINED, Checked
 from ..models.blocks import groups
 from ..models.names import names
-from ..planning.checksums import DIGITS, summed, sums_of
+from ..planning.output_checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
 from ..text import Note, by_component, listed, plural, quoted
 from .account import account
-from .findings import REPORT, Findings, remedy
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
+from .proof_report import REPORT, Findings, remedy
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import decode
 from .reference.one_core import one_core
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
-from .second_reading import read_again
-from .stored import Coded, coded_output
+from .second_reading.read_again import read_again
+from .weights import Coded, coded_output
 
 AGAIN: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
 TINY: Final = 2.0**-1022  # the divisor in place of 0

@@ -10,19 +10,19 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from ..adapters.file import AdapterFile, FileValues, Module, rank_of, weight_shapes
+from ..adapters.modules import AdapterFile, FileValues, Module, rank_of, weight_shapes
 from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_row_part
 from ..algorithms import DoesNotFit
 from ..disk.reader import Reader
+from ..dtypes import Shape
 from ..errors import MergeError
 from ..files.checkpoint import Index
-from ..matching.incomplete import Gap, gaps
-from ..models.module_blocks import block_name, in_order, network_of
+from ..matching.missing_tensors import Gap, gaps
+from ..models.blocks import block_name, in_order, network_of
 from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
-from ..shapes import Shape
 from ..text import by_pattern
 from .training import entry, training
 

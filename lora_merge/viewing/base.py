@@ -12,7 +12,7 @@ from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import MergeError
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.lookalikes import foreign
+from ..files.file_signatures import foreign
 from ..models.blocks import blocks
 from ..models.names import Names, names
 from ..planning.recipe import KEY, parsed

@@ -13,13 +13,12 @@ from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
-from .facts import schema
+from .facts import COUNT, Fact, by_block, cut_rows, line, schema, table
 from .inspect import is_adapter
 from .pages.heat_map import short
-from .words.rows import COUNT, Fact, by_block, cut_rows, line, table
 
 if TYPE_CHECKING:
-    from .difference import Difference
+    from .compare_models import Difference
 
 SCHEMA: Final = schema("compare")
 
@@ -39,7 +38,7 @@ def compare(
                          "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if all(kinds):
-        from .alike import adapters_alike
+        from .compare_adapters import adapters_alike
 
         return {**head, "kind": "adapters", **adapters_alike(first, second, base, pictures=pictures)}
     if base is not None:
@@ -51,7 +50,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     """Return the differences of two models: in all, by part and block, by tensor."""
     from ..models.blocks import groups
     from ..models.names import names
-    from .difference import Difference, difference_pictures, differences
+    from .compare_models import Difference, difference_pictures, differences
     from .pictures import evenly
 
     lookup = names(a)

@@ -1,12 +1,120 @@
-"""The result of inspect, compare and verify: a table of plain values that shows itself as text."""
+"""The result of inspect, compare and verify: a table of plain values that shows itself as text.
+
+Facts in words: rows of a name and a value. Text, terminals and pages show the same rows.
+
+The JSON Schemas of what the program prints and of the jobs files that it reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+from ..files.json_files import read_json
 from ..text import Lines, html_table, json_text
-from .words.rows import Fact
+
+COUNT: Final = (1000, ("", "K", "M", "G", "T"))
+"""For `size`: things are counted in thousands."""
+
+WIDTH: Final = 200  # characters of a value
+LONGER: Final = {"undo": 3 * WIDTH, "warning": 5 * WIDTH, "note": 2 * WIDTH}
+"""Name of a row → characters of its value, where that is more."""
+
+SLACK: Final = 40
+"""Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
+
+TABLE: Final = 40  # rows of a table
+DIGITS: Final = "0123456789"
+
+
+class Fact(NamedTuple):
+    """A fact in words. Without a name it is a row of the table that the fact above begins."""
+
+    name: str
+    value: str
+    right: str = ""  # the second cell of a row of a table
+
+    def __str__(self) -> str:
+        """Return the row as a line of text."""
+        return f"{self.name:<13} {self.value}" if self.name else f"  {self.value}  {self.right}".rstrip()
+
+
+def line(name: str, value: object) -> Fact:
+    """Return a fact; the words of its name may have underscores between them."""
+    return Fact(name.replace("_", " "), str(value))
+
+
+def table(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
+    """Yield rows of two columns, at most TABLE, and how many are left out."""
+    found = [(cut(str(a), 80), b) for a, b in rows]
+    wide = max((len(a) for a, _ in found[:TABLE]), default=0)
+    yield from (Fact("", a.ljust(wide), b) for a, b in found[:TABLE])
+    if len(found) > TABLE:
+        yield Fact("", f"… and {len(found) - TABLE} more (--json has all)")
+
+
+def by_block(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
+    """Yield a table of blocks below the number of them, if there are any."""
+    if found := list(rows):
+        yield line("by block", len(found))
+        yield from table(found)
+
+
+def cut_rows(rows: Iterable[Fact]) -> Iterator[Fact]:
+    """Yield rows whose long values are cut."""
+    return (row._replace(value=cut(row.value, LONGER.get(row.name, WIDTH))) if row.name else row for row in rows)
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    """Return the beginning of a long text, and how much is left out."""
+    return (
+        text if len(text) <= width + SLACK else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
+    )
+
+
+def runs(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[list[str], str]]:
+    """Yield (names, value) of rows of one value whose names count on, such as `IN00` to `IN11`, as one."""
+    parted = [(name, head := name.rstrip(DIGITS), name[len(head) :], value) for name, value in rows]
+    for (_, _, value), some in groupby(enumerate(parted), lambda one: _run(one[0], *one[1])):
+        yield [name for _, (name, *_) in some], value
+
+
+def _run(at: int, _: str, head: str, digits: str, value: str) -> tuple[str, object, str]:
+    return head, digits and int(digits) - at, value
+
+
+def spoken_run(names: Sequence[str]) -> str:
+    """Return names that count on as one, as `--strength-for` takes them: `IN00–IN11`, `double_blocks.0–9`."""
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    return f"{first}–{last if last.isalnum() else last[len(last.rstrip(DIGITS)) :]}"
+
+
+def between(of: Mapping[str, float]) -> str:
+    """Return `4 to 32, median 16`; one number where all are equal, nothing where there are none."""
+    if not of:
+        return ""
+    low, high = of["min"], of["max"]
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {of['median']:.4g}"
+
+
+def counted(found: Mapping[str, Any]) -> str:
+    """Return numbers of things by kind: `unet 192, te 72`."""
+    return ", ".join(f"{name} {n}" for name, n in found.items())
+
+
+def strengths(found: Mapping[str, Mapping[str, int]]) -> str:
+    """Return strengths by part: `unet 0.8× (48), te 0× (16)`."""
+    return ", ".join(f"{part} {s}× ({n})" for part, counts in found.items() for s, n in counts.items())
+
+
+def percent(share: float) -> str:
+    """Return a share: `1.43%`, `0.0012%`; never zero for what is not."""
+    return f"{share:.2%}" if share >= 0.0005 or not share else f"{100 * share:.2g}%"
+
 
 SCHEMA: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""
@@ -58,3 +166,22 @@ class Facts(Mapping[str, Any]):
     def _repr_html_(self) -> str:
         rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows(self._found)]
         return html_table(str(self._found.get("path", self._found.get("schema", ""))), rows)
+
+
+FILES: Final = (
+    "report", "adapter", "plan", "error", "proof", "adapter-proof", "job-report", "job-plan", "inspect", "files",
+    "compare", "parts", "algorithms", "architectures", "doctor",
+)  # fmt: skip
+"""Names of files in `schemas/`."""
+
+JOBS: Final = "jobs"
+KINDS: Final = (*FILES, JOBS)
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of one of KINDS; that of jobs files is made from their fields."""
+    if kind == JOBS:
+        from ..batch.json_schema import jobs_schema
+
+        return jobs_schema()
+    return read_json(Path(__file__).parent / "schemas" / f"{kind}.json")

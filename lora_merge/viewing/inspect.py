@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..adapters.file import AdapterFile, group, looks_like_adapter
+from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.file_uses import Folder, adapter_folder
@@ -17,9 +17,9 @@ from ..planning.plan import Plan
 from ..progress import Progress, unwatched
 from ..text import Note, listed
 from .adapter import adapter_facts
+from .adapter_on_base import fit
 from .base import base_facts, dtypes
 from .facts import schema
-from .fit import fit
 from .hashes import hashes_of, stored_hashes
 
 SCHEMA = schema("inspect", 2)

@@ -11,30 +11,28 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..adapters.file import AdapterFile, Module, rank_of
+from ..adapters.modules import AdapterFile, Module, rank_of
+from ..change_statistics import RETAINED, Measure, Measures, Share, total
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
-from ..engine.blocks import Block
+from ..engine.change_norms import measure
 from ..engine.devices import place
-from ..engine.measuring.replaced import measure
 from ..engine.patch_tensors import PatchTensors
-from ..engine.placement import TORCH_DTYPES, convert, stage
-from ..engine.storing.recoding import Codes, read_back, refitted
+from ..engine.recoding import Codes, read_back, refitted
+from ..engine.row_blocks import Block
+from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
 from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
-from ..measure import RETAINED, Measure, Measures, Share, total
-from ..models.blocks import groups
-from ..models.module_blocks import block_name, in_order
+from ..models.blocks import block_name, groups, in_order
 from ..models.names import names
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
-from ..proof.findings import remedy
+from ..proof.proof_report import remedy
 from ..text import listed, plural
 from .adapter import kind_of, spread
-from .changes import merged_blocks, replaced_by
-from .deltas import Delta, Deltas
+from .module_change import Delta, Deltas, merged_blocks, replaced_by
 from .pictures import evenly, merge_pictures, of_matrix
 from .pictures import pictures as pictured
 

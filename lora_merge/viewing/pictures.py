@@ -10,13 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..adapters.file import group
+from ..adapters.modules import group
 from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
-from .changes import changes, replaced_by
-from .deltas import NOISE, SMALL, Delta, Deltas
+from .module_change import NOISE, SMALL, Delta, Deltas, changes, replaced_by
 
 SHOWN: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts

@@ -8,12 +8,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from ..text import by_reason, json_text, listed, plural, size
-from .formats import of_format, of_plain
-from .hashes import spoken
-from .pages.heat_map import short
-from .training import FIELDS, TRIGGERS, of_dataset
-from .words.merges import retained
-from .words.rows import (
+from .facts import (
     COUNT,
     WIDTH,
     Fact,
@@ -29,6 +24,11 @@ from .words.rows import (
     strengths,
     table,
 )
+from .formats import of_format, of_plain
+from .hashes import spoken
+from .merge_facts import retained
+from .pages.heat_map import short
+from .training import FIELDS, TRIGGERS, of_dataset
 
 SHOWN: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",

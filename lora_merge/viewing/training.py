@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..files.checkpoint import Index
-from ..limits import from_json
 from ..options import is_finite
+from ..safe_regex import from_json
 from ..text import plural
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {

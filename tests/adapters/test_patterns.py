@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge import limits
+from lora_merge import safe_regex
+from lora_merge.adapters.peft.module_patterns import Ends
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.errors import InputError, UsageError
 from lora_merge.job import Adapter
-from lora_merge.limits import Refused, Steps, pattern
 from lora_merge.models.names import Names
-from lora_merge.models.strengths import Strengths
-from lora_merge.module_patterns import Ends
+from lora_merge.models.part_factors import Strengths
+from lora_merge.safe_regex import Refused, Steps, pattern
 from tests.kit.command_line import run
 from tests.kit.cost import slowness
 
@@ -64,7 +64,7 @@ def test_pattern_matches_what_pythons_engine_matches(text: str, searched: list[s
         want = (compiled.search if anywhere else compiled.match)(name) is not None
         assert mine.matches(name, Steps(), anywhere=anywhere) == want
         start = (2 << len(name)) - 1 if anywhere else 1
-        walked = limits._Walk(name, Steps(), {}).through(mine.tree, start, mine.flags)
+        walked = safe_regex._Walk(name, Steps(), {}).through(mine.tree, start, mine.flags)
         assert (walked != 0) == want
 
 
@@ -128,7 +128,7 @@ def test_no_pattern_takes_long(name: str) -> None:
         assert not pattern(text).matches(path, steps, anywhere=anywhere)
         assert Ends([text]).first(path, steps) is None
     assert time.process_time() - started < 2
-    assert steps.left > 0.5 * limits.STEPS
+    assert steps.left > 0.5 * safe_regex.STEPS
 
 
 @given(expressions, st.lists(loops, min_size=1, max_size=5), st.integers(1, 300))
@@ -208,8 +208,8 @@ def test_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: s
 @pytest.mark.slow
 def test_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    parse = limits.pattern
-    monkeypatch.setattr(limits, "pattern", lambda text: asked.append(text) or parse(text))
+    parse = safe_regex.pattern
+    monkeypatch.setattr(safe_regex, "pattern", lambda text: asked.append(text) or parse(text))
     table = Ends([rf"layers\.{i}\.(q|k)" for i in range(3000)])
     steps = Steps()
     for i in range(20):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.adapters import suffixes
-from lora_merge.adapters.file import group
+from lora_merge.adapters.modules import group
 from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
 from lora_merge.algorithms import ALGORITHMS

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out import written
-from lora_merge.adapters_out.average.weights import average_weights
+from lora_merge.adapters_out import output_file
+from lora_merge.adapters_out.average import average_weights
 from lora_merge.errors import FitError, MergeError, UsageError
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -138,7 +138,7 @@ def test_averaged_factors_are_those_of_musubi_bit_for_bit(
 def test_room_for_averaged_factors_is_that_of_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """α stays as it is stored, whatever the dtype of the factors."""
     seen: list[int] = []
-    monkeypatch.setattr(written, "require_space", lambda _, size: seen.append(size))
+    monkeypatch.setattr(output_file, "require_space", lambda _, size: seen.append(size))
     output = tmp_path / "mean.safetensors"
     lora_merge.average(snapshots(tmp_path), output, space="factors", dtype="bf16")
     assert seen[0] == sum(t.nbytes for t in load_file(output).values())

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.truncation.storing import Grams
-from lora_merge.cli.making.look import lines
+from lora_merge.adapters_out.decomposition.storage_rounding import Grams
+from lora_merge.cli.reports import adapter_report_lines
 from lora_merge.errors import InputError, MergeError, UsageError
 from tests.kit.files import save
 from tests.kit.flux import flux, of_flux
@@ -140,7 +140,9 @@ def test_bundled_embeddings_stay_where_they_have_a_place(tmp_path: Path) -> None
         report = lora_merge.convert(tmp_path / "a.safetensors", out, to=to)
         assert (key in load_file(out)) == (to != "diffusers")
         assert (key in report.coverage["a.safetensors"]["ignored"]) == (to == "diffusers")
-        assert any(f"left out: {key}" in line for line in lines(report, verbose=False)) == (to == "diffusers")
+        assert any(f"left out: {key}" in line for line in adapter_report_lines(report, verbose=False)) == (
+            to == "diffusers"
+        )
 
 
 @pytest.mark.few(3)

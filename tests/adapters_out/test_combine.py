@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.adapters_out.job import make_adapter_job
-from lora_merge.adapters_out.outcome.planned import plan
+from lora_merge.adapters_out.planned_layers import plan
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.viewing.inspect import inspect
 from tests.kit.command_line import run

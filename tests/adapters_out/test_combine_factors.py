@@ -17,8 +17,8 @@ from hypothesis.extra import numpy as arrays
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.layers import stacked
-from lora_merge.adapters_out.outcome.single import Distinct, is_finite, narrowed, products
+from lora_merge.adapters_out.combined_change import stacked
+from lora_merge.adapters_out.rounding import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.kit.cost import steps
 from tests.kit.files import strays

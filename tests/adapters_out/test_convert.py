@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.places import places
+from lora_merge.adapters_out.groups import places
 from lora_merge.errors import FitError, TooLarge, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.conversion import making
-from lora_merge.adapters_out.conversion.formatted import plan
-from lora_merge.adapters_out.conversion.kept import kept
-from lora_merge.adapters_out.conversion.made import Made
+from lora_merge.adapters_out import convert_modules
+from lora_merge.adapters_out.copied_tensors import Made, kept
+from lora_merge.adapters_out.format_option import plan
 from lora_merge.adapters_out.job import make_adapter_job
-from lora_merge.adapters_out.outcome.layer import Kept
+from lora_merge.adapters_out.module_tensors import Kept
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
 from tests.kit.flux import flux, of_flux
@@ -166,7 +165,7 @@ def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monk
             tensors[".lora_B.weight"].view(-1)[0] += 64
         return kept(replace(made, tensors=tensors), put)
 
-    monkeypatch.setattr(making, "kept", faulty)
+    monkeypatch.setattr(convert_modules, "kept", faulty)
     with pytest.raises(VerificationFailed, match="otherwise than the input"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()

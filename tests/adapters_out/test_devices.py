@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.extract import batches, making
+from lora_merge.adapters_out.decomposition import matrix_svd
+from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
+from lora_merge.adapters_out.extract import extract_modules
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
-from lora_merge.adapters_out.truncation import dense
-from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
-from lora_merge.engine.by_rows.rows import Rows
-from lora_merge.engine.placement import Placement
+from lora_merge.engine.row_matrix import Rows
+from lora_merge.engine.tensor_moves import Placement
 from lora_merge.errors import ResourceError
 from tests.kit.pretended_cuda import Pretended, pretended_cuda
 from tests.kit.spectra import SPECTRA, example
@@ -49,7 +49,7 @@ def test_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_weights_of_one_shape_go_there_together(cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
+    monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     changes, rule = [example("slow", seed).float() for seed in range(3)], Rule(COUNT, 7)
     for found, change in zip(of_stack([Rows.of(m) for m in changes], [rule] * 3, 0.0, GPU), changes, strict=True):
         alone = of_dense(Rows.of(change), rule)
@@ -96,9 +96,11 @@ def test_weights_of_one_shape_are_decomposed_together_within_the_memory_of_the_d
     save_file(base, base_file)
     save_file(tuned, tuned_file)
     sizes: list[int] = []
-    whole = making.of_stack
-    monkeypatch.setattr(making, "of_stack", lambda found, *rest: sizes.append(len(found)) or whole(found, *rest))
-    room = 2 * 140 * 130 * batches.ON_DEVICE
+    whole = extract_modules.of_stack
+    monkeypatch.setattr(
+        extract_modules, "of_stack", lambda found, *rest: sizes.append(len(found)) or whole(found, *rest)
+    )
+    room = 2 * 140 * 130 * extract_modules.ON_DEVICE
     for name, device, vram in (("cpu", "cpu", None), ("all", "cuda", None), ("two", "cuda", room)):
         lora_merge.extract(base_file, tuned_file, tmp_path / name, rank=4, device=device, max_vram=vram, format="kohya")
         monkeypatch.setattr("lora_merge.adapters_out.extract.run.threads", lambda _: 1)
@@ -113,7 +115,7 @@ def test_number_of_threads_changes_no_byte(
     checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count in (1, 3):
-        monkeypatch.setattr("lora_merge.adapters_out.side_by_side.threads", lambda _, count=count: count)
+        monkeypatch.setattr("lora_merge.adapters_out.parallel.threads", lambda _, count=count: count)
         lora_merge.extract(*checkpoints, tmp_path / f"{count}.safetensors", rank=4, device="cpu")
     one, three = ((tmp_path / f"{count}.safetensors").read_bytes() for count in (1, 3))
     assert one == three

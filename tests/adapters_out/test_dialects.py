@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.places import Place, places
-from lora_merge.models.assumed import Change, NotTold, OtherModel, assumed, candidates, complete
+from lora_merge.adapters_out.groups import Place, places
+from lora_merge.models.inferred_base import Change, NotTold, OtherModel, assumed, candidates, complete
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.architectures import ALL

@@ -11,14 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out import averaged_tensors as averages
+from lora_merge.adapters_out import conversion_proof
 from lora_merge.adapters_out import proof as written_proof
-from lora_merge.adapters_out.average import tensors as averages
-from lora_merge.adapters_out.conversion import proof as conversion_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
-from lora_merge.adapters_out.extract import proving
+from lora_merge.adapters_out.extract import extraction_proof
 from lora_merge.adapters_out.extract.kronecker import factored
 from lora_merge.errors import FitError, InputError, UsageError
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.flux import flux
@@ -489,7 +489,7 @@ def test_proof_reads_whole_matrices_as_the_file_stores_them(
 ) -> None:
     """No formula widens them, which would take several times the memory of a weight; a wrong number is seen."""
     given = (folder / "base.safetensors", folder / "all.safetensors", tmp_path / "o.safetensors")
-    monkeypatch.setattr(proving, "added", None)
+    monkeypatch.setattr(extraction_proof, "added", None)
     report = lora_merge.extract(*given, algorithm="full")
     assert report.verified is not None and report.verified["ok"]
     tensors = load_file(given[2])
@@ -510,7 +510,7 @@ def test_full_proof_of_a_written_adapter_computes_every_layer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str]
 ) -> None:
     """Without --full it is a sample. The recipe states all options, so that others are refused, and not dropped."""
-    for module in (written_proof, conversion_proof, proving, averages):
+    for module in (written_proof, conversion_proof, extraction_proof, averages):
         monkeypatch.setattr(module, "BUDGET", 1)
     lora, base = folder / "lora.safetensors", folder / "base.safetensors"
     inputs = {"extract": [base, folder / "tuned.safetensors"], "convert": [lora, "--base", base], "resize": [lora],

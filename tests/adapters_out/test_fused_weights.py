@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.average.task import make_average
+from lora_merge.adapters_out.average import make_average
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.places import places
+from lora_merge.adapters_out.groups import places
 from lora_merge.models.names import names
 from tests.kit.files import index, metadata, save
 from tests.kit.flux import flux, of_flux

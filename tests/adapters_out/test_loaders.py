@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.places import places
+from lora_merge.adapters_out.groups import places
 from lora_merge.models.names import names
 from tests.kit.architectures import header
 from tests.kit.diffusers_models import CONFIGS

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from lora_merge.adapters_out.decomposition.svd_memory import bytes_for
 from lora_merge.adapters_out.rank_rules import Rule
-from lora_merge.adapters_out.truncation.need import bytes_for
 from tests.kit.tensors import rand
 
 OUT, COLS = 3072, 768

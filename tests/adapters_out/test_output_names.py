@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.joining.names import expect_one_layout
+from lora_merge.adapters_out.output_names import expect_one_layout
 from lora_merge.errors import UsageError
-from lora_merge.models.assumed import Change
+from lora_merge.models.inferred_base import Change
 from tests.kit.adapters import kohya
 from tests.kit.dialects import EVERY, base, matrices
 from tests.kit.flux import flux, of_flux

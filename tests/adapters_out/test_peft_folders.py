@@ -15,7 +15,7 @@ import lora_merge
 from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
 from lora_merge.errors import FitError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from tests.kit.tensors import Tensors, rand
 
 peft = pytest.importorskip("peft")

@@ -7,8 +7,8 @@ from threading import Barrier, Lock
 import pytest
 import torch
 
-from lora_merge.adapters_out import side_by_side as module
-from lora_merge.adapters_out.side_by_side import side_by_side
+from lora_merge.adapters_out import parallel as module
+from lora_merge.adapters_out.parallel import side_by_side
 from tests.kit.cost import steps
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from lora_merge.adapters_out.decomposition import krylov, matrix_svd
+from lora_merge.adapters_out.decomposition.factors import of_factors, orthonormal
+from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
+from lora_merge.adapters_out.decomposition.singular_triples import Triples
+from lora_merge.adapters_out.decomposition.storage_rounding import apart_from, squares_of, stored
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
-from lora_merge.adapters_out.truncation import dense, krylov
-from lora_merge.adapters_out.truncation.dense import of_dense, of_stack
-from lora_merge.adapters_out.truncation.factored import of_factors, orthonormal
-from lora_merge.adapters_out.truncation.storing import apart_from, squares_of, stored
-from lora_merge.adapters_out.truncation.triples import Triples
-from lora_merge.engine.by_rows.rows import Rows
+from lora_merge.engine.row_matrix import Rows
 from tests.kit.spectra import SPECTRA, example
 
 
@@ -66,7 +66,7 @@ def test_directions_that_cancel_are_not_stored() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spectrum", [*SPECTRA])
 def test_search_is_within_its_promise(spectrum: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
+    monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     delta = example(spectrum).to(dtype)
     found = of_dense(Rows.of(delta), Rule(COUNT, 7))
     best = optimum(delta, 7)
@@ -80,7 +80,7 @@ def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
     spectrum: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the largest singular values tell the rank, the others are not computed."""
-    monkeypatch.setattr(dense, "WIDTH", 12)
+    monkeypatch.setattr(matrix_svd, "WIDTH", 12)
     delta, rule = example(spectrum), parse(text)
     every = np.linalg.svd(delta.numpy(), compute_uv=False)
     every = every[every > 1e-9]
@@ -152,7 +152,7 @@ def test_norms_of_products_keep_their_digits() -> None:
 
 def test_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding noise has one; without enough rounds each such layer took ten times as long."""
-    monkeypatch.setattr(dense, "exactly", lambda *_: pytest.fail("the exact way"))
+    monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     noise = torch.randn(800, 800, generator=torch.Generator().manual_seed(1))
     found = of_dense(Rows.of(noise), Rule(COUNT, 16))
     values = np.linalg.svd(noise.double().numpy(), compute_uv=False)

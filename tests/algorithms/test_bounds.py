@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.algorithms import ALGORITHMS, COUNT, SEED, Bounds, DoesNotFit, below
-from lora_merge.engine.placement import whole
+from lora_merge.engine.tensor_moves import whole
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.proof.examples import EXAMPLES, tensors, weight
 from lora_merge.proof.examples import given as asked

@@ -14,8 +14,8 @@ from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
 from lora_merge.matching.match import MatchBuilder
-from lora_merge.planning import cache, make_plan
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning import checkpoint_cache, make_plan
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.proof.account import Account, account
 from tests.algorithms.row_files import MODULES, write
 
@@ -70,7 +70,7 @@ def _unwritten(outputs: Any, *arguments: Any) -> Any:
 
 
 WAYS: dict[str, Break] = {
-    "it is never grouped": _around(cache, "group", _ungrouped),
+    "it is never grouped": _around(checkpoint_cache, "group", _ungrouped),
     "it is never placed": _around(MatchBuilder, "place", _unplaced),
     "it is counted and not applied": _around(MatchBuilder, "_add", _counted_only),
     "its uses are dropped": _around(make_plan, "match_adapter", _unused),

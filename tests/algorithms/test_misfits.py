@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.adapters.file import Module
+from lora_merge.adapters.modules import Module
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from lora_merge.disk.files import StoredTensor
-from lora_merge.matching.incomplete import gaps
+from lora_merge.matching.missing_tensors import gaps
 from tests.algorithms.adapter_examples import Example
 from tests.algorithms.peft_examples import ALL_EXAMPLES as EXAMPLES
 from tests.algorithms.peft_examples import every

@@ -19,7 +19,7 @@ import lora_merge
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import MergeError
-from lora_merge.matching.unstored import _targets
+from lora_merge.matching.layer_order import _targets
 from lora_merge.models.module_order import in_order, tables
 from tests.algorithms.peft_models import MODELS, SMALL
 from tests.kit.peft_oracle import assert_close, save, train

@@ -20,7 +20,7 @@ import lora_merge
 from lora_merge import algorithms
 from lora_merge.adapters import suffixes as conventions
 from lora_merge.algorithms import ALGORITHMS, Algorithm
-from lora_merge.engine.placement import Placement, move
+from lora_merge.engine.tensor_moves import Placement, move
 from tests.algorithms.adapter_examples import Example
 from tests.algorithms.peft_examples import ALL_EXAMPLES, unseen
 from tests.algorithms.pipeline import stack

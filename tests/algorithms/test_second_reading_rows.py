@@ -18,10 +18,10 @@ from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
 from lora_merge.matching.patch import PatchPart
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
-from lora_merge.proof.second_reading import Reading, read_again
+from lora_merge.proof.second_reading.read_again import Reading, read_again
 from tests.algorithms.row_files import write
 
 NO_OTHERS = ()

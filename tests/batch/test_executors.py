@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.batch import executors, groups
+from lora_merge.batch import executors, shared_reads
 from lora_merge.batch import ray as on_ray
 from lora_merge.batch import run as batch
 from lora_merge.batch.executors import EXECUTORS, Workers, executor
-from lora_merge.batch.groups import JobGroup, carry_out
 from lora_merge.batch.jobs_file import BatchJob
 from lora_merge.batch.report import JobReport, failed
 from lora_merge.batch.run import make_batch
+from lora_merge.batch.shared_reads import JobGroup, carry_out
 from lora_merge.batch.worker import Task
 from lora_merge.errors import DeviceFailed, MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.progress import Step
 from tests.conftest import Nursery
 from tests.kit.adapters import kohya
@@ -490,11 +490,11 @@ def test_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
 
 def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plan_job = groups.plan_job
-    monkeypatch.setattr(groups, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
+    plan_job = shared_reads.plan_job
+    monkeypatch.setattr(shared_reads, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
     some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
     entries = tuple(s.entry for s in make_batch(some).planned)
-    assert all(r.ok for r in groups.carry_out(JobGroup(entries, workers=4), CheckpointCache()))
+    assert all(r.ok for r in shared_reads.carry_out(JobGroup(entries, workers=4), CheckpointCache()))
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 
 

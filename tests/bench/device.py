@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import COMPUTE_DTYPES, ITEM_BYTES
-from lora_merge.engine.buffers import WindowBuffers, WindowTask
-from lora_merge.engine.fold_window import WindowMerger
+from lora_merge.engine.stages import WindowBuffers, WindowTask
+from lora_merge.engine.window_merger import WindowMerger
 from lora_merge.engine.windows import Fold, slots, window_bytes, windows
 from lora_merge.job import make_job
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import Plan
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_merge.disk.pages import aligned_buffer
 from lora_merge.disk.reader import Reader
 from lora_merge.disk.writer import Writer
-from lora_merge.engine.buffers import Pool, drive
+from lora_merge.engine.stages import Pool, drive
 from lora_merge.engine.windows import SLOTS, WINDOW_BYTES
 from lora_merge.files.checkpoint import open_checkpoint
 

@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lora_merge.disk.reader import Reader
-from lora_merge.engine import devices, placement
-from lora_merge.engine.device import adapters, windows
-from lora_merge.engine.device.registered import RegisteredBuffers
-from lora_merge.engine.placement import DeviceStream, Placement
+from lora_merge.engine import devices, gpu_adapters, gpu_windows, tensor_moves
+from lora_merge.engine.gpu_windows import RegisteredBuffers
+from lora_merge.engine.tensor_moves import DeviceStream, Placement
 from lora_merge.job import make_job
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from tests.bench import inputs
 from tests.bench.device import GB, Folding
@@ -100,20 +99,20 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         return made
 
     with (
-        patch.object(placement, "WHOLE", {"cpu", "meta"}), patch.object(devices, "WHOLE", {"cpu", "meta"}),
-        patch.object(placement, "queues", lambda device: device.type == "meta"),
-        patch.object(placement, "_stream", lambda *_: nothing),
-        patch.object(placement, "_pinned", lambda count, dtype: torch.empty(count, dtype=dtype)),
-        patch.object(placement, "odd", lambda t, odd=placement.odd: not t.is_meta and odd(t)),
+        patch.object(tensor_moves, "WHOLE", {"cpu", "meta"}), patch.object(devices, "WHOLE", {"cpu", "meta"}),
+        patch.object(tensor_moves, "queues", lambda device: device.type == "meta"),
+        patch.object(tensor_moves, "_stream", lambda *_: nothing),
+        patch.object(tensor_moves, "_pinned", lambda count, dtype: torch.empty(count, dtype=dtype)),
+        patch.object(tensor_moves, "odd", lambda t, odd=tensor_moves.odd: not t.is_meta and odd(t)),
         patch.object(torch.cuda, "current_stream", lambda _: nothing),
-        patch.object(windows, "fit", lambda *_: True), patch.object(adapters, "fit", lambda *_: True),
+        patch.object(gpu_windows, "fit", lambda *_: True), patch.object(gpu_adapters, "fit", lambda *_: True),
         patch.object(RegisteredBuffers, "has", lambda *_: True), patch.object(torch.cuda, "Event", lambda **_: nothing),
         patch.object(torch.cuda, "stream", nullcontext), patch.object(torch.cuda, "device", nullcontext),
         patch.object(DeviceStream, "turn", counted), patch.object(Tensor, "copy_", downwards(counts)),
         patch.object(torch, "tensor", brought),
-        patch("lora_merge.engine.device.memory.lanes", lambda *_: 3),
-        patch("lora_merge.engine.fold_window.places", places),
-        patch("lora_merge.engine.fold_window.threads", lambda *_: 3),
+        patch("lora_merge.engine.device_memory.lanes", lambda *_: 3),
+        patch("lora_merge.engine.window_merger.places", places),
+        patch("lora_merge.engine.window_merger.threads", lambda *_: 3),
     ):  # fmt: skip
         yield
 

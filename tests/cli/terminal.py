@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lora_merge.cli import main as program
-from lora_merge.cli.streams import SafeStream
+from lora_merge.cli.stdio import SafeStream
 
 pty, fcntl, termios = (
     pytest.importorskip(name, reason="no pseudo terminals here") for name in ("pty", "fcntl", "termios")

@@ -9,7 +9,7 @@ import pytest
 
 import lora_merge
 from lora_merge.cli import main as program
-from lora_merge.cli import stages
+from lora_merge.cli import progress_display
 from lora_merge.progress import Step
 from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_terminal_shows_the_stages_and_then_a_panel(
     folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(stages, "BEAT", 0.0001)
+    monkeypatch.setattr(progress_display, "BEAT", 0.0001)
     monkeypatch.chdir(folder)
     found = played_here([command, *COMMANDS[command], "-o", f"{command}.safetensors"], monkeypatch, columns=100)
     assert found.code == 0, found.text
@@ -97,7 +97,7 @@ def test_output_gets_its_ending_or_its_name(
 
 
 def test_replay_and_proof_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "BEAT", 0.0001)
+    monkeypatch.setattr(progress_display, "BEAT", 0.0001)
     monkeypatch.chdir(folder)
     assert run("resize", "style.safetensors", "--rank", 2, "-o", "small.safetensors").code == 0
     found = played_here(["replay", "small.safetensors", "-o", "twice.safetensors"], monkeypatch)

@@ -16,7 +16,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import doctor
 from lora_merge.cli import main as program
 from lora_merge.cli.doctor import MIXTURES, deviation, examine, lines
-from lora_merge.engine.placement import Placement
+from lora_merge.engine.tensor_moves import Placement
 from lora_merge.proof.reference import REFERENCE, Reference
 from tests.kit.command_line import run
 

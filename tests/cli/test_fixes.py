@@ -16,10 +16,10 @@ import yaml
 
 import lora_merge
 from lora_merge import errors
+from lora_merge.adapter_arguments import in_jobs_file
 from lora_merge.batch.schema import JobEntry
-from lora_merge.cli.habits.options import FOREIGN
-from lora_merge.models.chosen import or_leave_out
-from lora_merge.spellings import in_jobs_file
+from lora_merge.cli.compat import FOREIGN
+from lora_merge.models.part_factors import or_leave_out
 from lora_merge.text import expression
 from tests.kit import gguf_files
 from tests.kit.adapters import kohya

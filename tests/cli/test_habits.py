@@ -14,8 +14,7 @@ import pytest
 
 import lora_merge
 from lora_merge.cli import main as program
-from lora_merge.cli.habits.options import FOREIGN
-from lora_merge.cli.habits.words import COMMANDS
+from lora_merge.cli.compat import COMMANDS, FOREIGN
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job

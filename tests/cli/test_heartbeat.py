@@ -16,7 +16,7 @@ import pytest
 import lora_merge
 from lora_merge import progress
 from lora_merge.cli import main as program
-from lora_merge.cli import stages
+from lora_merge.cli import progress_display
 from lora_merge.disk import reader
 from tests.kit.adapters import kohya
 from tests.kit.files import save
@@ -70,7 +70,7 @@ def test_no_command_reads_weights_while_nothing_moves(
         still.extend([file.name] * (not hearts))
         fill(buffer, file, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stages, "beating", beating)
+    monkeypatch.setattr(progress_display, "beating", beating)
     monkeypatch.setattr(reader, "_fill", counted)
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(sys, "argv", ["lora-merge", *words.split()])

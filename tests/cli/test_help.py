@@ -12,8 +12,8 @@ import pytest
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import main as program
-from lora_merge.cli.helping import BY_NAME, GROUPS
-from lora_merge.cli.look import FLAG
+from lora_merge.cli.help import BY_NAME, GROUPS
+from lora_merge.cli.terminal import FLAG
 from lora_merge.errors import UsageError
 from lora_merge.models.architectures import shipped
 from lora_merge.options import OPTIONS

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.cli.main import app
-from lora_merge.cli.streams import SafeStream
+from lora_merge.cli.stdio import SafeStream
 from lora_merge.errors import InputError, MergeError
 from lora_merge.text import CONTROLS, Lines, one_line
 from tests.kit.files import save

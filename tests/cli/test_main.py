@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.cli import streams
-from lora_merge.cli import text as cli_text
+from lora_merge.cli import reports as cli_text
+from lora_merge.cli import stdio
 from lora_merge.disk import publish
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
@@ -707,7 +707,7 @@ def test_place_that_no_report_can_have_is_refused_before_the_work(
     (tmp_path / "none").symlink_to("nowhere")
     (tmp_path / "file").touch(mode=0o777)
     if place == "tty":
-        monkeypatch.setattr(streams, "_stream", lambda _: failed(errno.ENXIO))
+        monkeypatch.setattr(stdio, "_stream", lambda _: failed(errno.ENXIO))
     out = tmp_path / "o.safetensors"
     code, _, err = run(model, model, "-o", out, "--report", tmp_path / place)
     assert (code, "cannot be written there" in err) == (2, True), err
@@ -747,7 +747,7 @@ def test_pipe_with_a_reader_gets_the_report_or_the_failure(
 def test_reader_that_stops_costs_the_report_alone(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "PATIENCE", 0.01)
+    monkeypatch.setattr(stdio, "PATIENCE", 0.01)
     pipe = tmp_path / "p"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -822,7 +822,7 @@ def test_report_in_a_folder_that_allows_no_new_file_is_written_in_place(
                 patch.setattr(publish, "create", lambda *_, **__: failed())
             else:
                 patch.setattr(os, "access", lambda path, *rest: path != folder and really(path, *rest))
-            report = streams.ReportFile(str(place))
+            report = stdio.ReportFile(str(place))
             report.protect([], [])
             report.begin()
         report.replace(f'{{"n": {n}}}')

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from lora_merge import progress
-from lora_merge.cli import stages
-from lora_merge.cli.look import CUT, REFLOWING
-from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, Jobs, interval
+from lora_merge.cli import progress_display
+from lora_merge.cli.progress_display import BEAT, MOST, PROOF, Display, Jobs, interval
+from lora_merge.cli.terminal import CUT, REFLOWING
 from lora_merge.errors import UsageError
 from lora_merge.progress import APART, GRACE, Gathered, Progress, Stage, Step, watched
 from lora_merge.viewing.compare import compare
@@ -270,7 +270,7 @@ def test_proof_alone_has_the_whole_bar() -> None:
 
 
 def test_progress_is_not_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with stages.watching(quiet=False) as display:
+    with progress_display.watching(quiet=False) as display:
         assert display is None
     assert capsys.readouterr() == ("", "")
 
@@ -411,7 +411,7 @@ def test_intervals(seconds: float, text: str) -> None:
 def test_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    monkeypatch.setattr(stages, "BEAT", 0.001)
+    monkeypatch.setattr(progress_display, "BEAT", 0.001)
     save(sd1(), tmp_path / "base.safetensors")
     save(kohya(sd1()), tmp_path / "style.safetensors")
     monkeypatch.chdir(tmp_path)

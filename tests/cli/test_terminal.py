@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.cli import merge_look
+from lora_merge.cli import reports
 from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run_anew
@@ -54,7 +54,7 @@ def test_undoing_does_not_bring_back_what_was_replaced(monkeypatch: pytest.Monke
     assert not any("replaced is gone" in row for row in played_here(MERGE, monkeypatch).screen)
     found = played_here([*MERGE, "--overwrite"], monkeypatch, columns=160)
     assert "the output that was replaced is gone" in " ".join(" ".join(found.screen).replace("│", "").split())
-    assert merge_look.quoted("-o.safetensors") == "./-o.safetensors"
+    assert reports.quoted("-o.safetensors") == "./-o.safetensors"
 
 
 def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.disk import known_hashes
-from lora_merge.disk.known_hashes import MOST, cache_file, recall, remember, state
+from lora_merge.disk import hashes
+from lora_merge.disk.hashes import MOST, cache_file, recall, remember, state
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import prove
@@ -23,7 +23,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import save, sha
 from tests.kit.models import sd1
 
-LATER = known_hashes.SETTLED + 1
+LATER = hashes.SETTLED + 1
 DIGEST = "0123456789abcdef" * 4
 
 
@@ -33,9 +33,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = sd1()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "style.safetensors")
-    monkeypatch.setattr(known_hashes, "SMALLEST", 1)
-    monkeypatch.setattr(known_hashes, "SETTLED", -1.0)
-    monkeypatch.setattr(known_hashes, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(hashes, "SMALLEST", 1)
+    monkeypatch.setattr(hashes, "SETTLED", -1.0)
+    monkeypatch.setattr(hashes, "file_system", lambda _: "ext4")
     return tmp_path
 
 
@@ -101,17 +101,17 @@ def test_changed_file_is_hashed_again(files: Path, change: Callable[[Path], None
 
 
 def test_hash_of_a_file_changed_just_now_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_hashes, "SETTLED", 3600.0)
+    monkeypatch.setattr(hashes, "SETTLED", 3600.0)
     merged(files)
     assert not recall()
     now = time.time
-    monkeypatch.setattr(known_hashes.time, "time", lambda: now() + 3700)
+    monkeypatch.setattr(hashes.time, "time", lambda: now() + 3700)
     merged(files)
     assert len(recall()) == 2
 
 
 def test_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_hashes, "SMALLEST", (files / "base.safetensors").stat().st_size)
+    monkeypatch.setattr(hashes, "SMALLEST", (files / "base.safetensors").stat().st_size)
     merged(files)
     assert list(recall()) == [state(files / "base.safetensors")]
 
@@ -121,7 +121,7 @@ def test_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.Mo
 def test_hash_on_a_disk_without_true_times_is_not_remembered(
     files: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(known_hashes, "file_system", lambda _: kind)
+    monkeypatch.setattr(hashes, "file_system", lambda _: kind)
     assert merged(files) == sha(files / "base.safetensors")
     assert not recall()
 
@@ -166,7 +166,7 @@ def test_strange_file_in_place_of_the_hashes_is_ignored(files: Path) -> None:
     assert merged(files) == sha(files / "base.safetensors")
     assert recall() == {}  # nothing but files and links is replaced
     cache_file().unlink()
-    cache_file().write_text("{" + " " * known_hashes.LARGEST + "}")
+    cache_file().write_text("{" + " " * hashes.LARGEST + "}")
     assert recall() == {}
     merged(files)
     assert len(recall()) == 2
@@ -176,7 +176,7 @@ def test_strange_file_in_place_of_the_hashes_is_ignored(files: Path) -> None:
 def test_files_that_others_can_read_or_write_are_replaced_by_private_ones(files: Path, name: str) -> None:
     """Their permissions are not taken over, as those of an output that is replaced are."""
     cache_file().parent.mkdir(mode=0o700, parents=True)
-    cache_file().with_name(name).write_bytes(bytes(known_hashes.KEY_BYTES))
+    cache_file().with_name(name).write_bytes(bytes(hashes.KEY_BYTES))
     cache_file().with_name(name).chmod(0o666)
     merged(files)
     assert {p.name: p.stat().st_mode & 0o777 for p in cache_file().parent.iterdir()} == {
@@ -201,7 +201,7 @@ def test_hashes_work_without_a_cache_folder(files: Path, monkeypatch: pytest.Mon
     assert merged(files) == sha(files / "base.safetensors")
     assert recall() == {}
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(known_hashes, "cache_file", _homeless)
+    monkeypatch.setattr(hashes, "cache_file", _homeless)
     assert merged(files) == sha(files / "base.safetensors")
 
 
@@ -212,7 +212,7 @@ def _homeless() -> Path:
 @pytest.fixture
 def unsigned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of files that are not there."""
-    monkeypatch.setattr(known_hashes, "_signed", lambda _key, _path, _state, digest: f"{digest} {digest}")
+    monkeypatch.setattr(hashes, "_signed", lambda _key, _path, _state, digest: f"{digest} {digest}")
 
 
 def learnt(**digests: str) -> dict[Path, tuple[str, str]]:
@@ -298,7 +298,7 @@ FORGERIES: dict[str, Callable[[Path], object]] = {
 def signed(base: Path) -> None:
     """A wrong entry, but one that would be believed."""
     remember({base: (str(state(base)), DIGEST)})
-    assert known_hashes.Known().digest(base) == DIGEST
+    assert hashes.Known().digest(base) == DIGEST
 
 
 def forged_link() -> bool:
@@ -315,7 +315,7 @@ def test_forged_memory_is_none(files: Path, forgery: str) -> None:
     base, jobs = files / "base.safetensors", files / "jobs.yaml"
     merged(files)
     FORGERIES[forgery](base)
-    assert known_hashes.Known().digest(base) in (None, sha(base))
+    assert hashes.Known().digest(base) in (None, sha(base))
     assert merged(files) == sha(base)
     jobs.write_text(
         "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: out.safetensors}\n"
@@ -323,27 +323,27 @@ def test_forged_memory_is_none(files: Path, forgery: str) -> None:
     rewritten(base)
     FORGERIES[forgery](base)
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["failed"], "it is the output of another base"
-    assert known_hashes.Known().digest(base) in (None, sha(base))
+    assert hashes.Known().digest(base) in (None, sha(base))
 
 
 def test_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing that stat(2) tells has changed, some of the bytes are still looked at."""
     base = files / "base.safetensors"
-    monkeypatch.setattr(known_hashes, "state", lambda path: path.name)
+    monkeypatch.setattr(hashes, "state", lambda path: path.name)
     monkeypatch.setattr("lora_merge.disk.hashes.state", lambda path: path.name)
     assert merged(files) == sha(base)
     rewritten(base)
     assert merged(files) == sha(base)
 
 
-@pytest.mark.parametrize("block", [0, 7, known_hashes.SAMPLES - 1])
+@pytest.mark.parametrize("block", [0, 7, hashes.SAMPLES - 1])
 def test_signature_covers_blocks_from_the_first_to_the_last(block: int, tmp_path: Path) -> None:
-    content, size = bytearray(1 << 20), known_hashes.PAGE
+    content, size = bytearray(1 << 20), hashes.PAGE
     signed = []
     for value in (0, 1):
-        content[(len(content) - size) * block // (known_hashes.SAMPLES - 1) + size - 1] = value
+        content[(len(content) - size) * block // (hashes.SAMPLES - 1) + size - 1] = value
         (tmp_path / "x").write_bytes(content)
-        signed.append(known_hashes._signed(b"key", tmp_path / "x", "now", DIGEST))
+        signed.append(hashes._signed(b"key", tmp_path / "x", "now", DIGEST))
     assert signed[0] != signed[1]
 
 

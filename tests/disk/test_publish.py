@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.disk import publish, temporary
+from lora_merge.disk import publish
+from lora_merge.disk import publish as temporary
 from lora_merge.disk.locks import claimed
 from lora_merge.errors import MergeError
 

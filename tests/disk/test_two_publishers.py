@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from lora_merge.disk import destination, publish, temporary
+from lora_merge.disk import destination, publish
+from lora_merge.disk import publish as temporary
 from lora_merge.errors import MergeError, UsageError
 
 FILES = {publish.__file__, destination.__file__, temporary.__file__}

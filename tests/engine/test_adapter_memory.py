@@ -11,11 +11,11 @@ import torch
 import lora_merge
 from lora_merge.disk.files import StoredTensor
 from lora_merge.disk.reader import Reader
-from lora_merge.engine.blocks import BLOCK_ELEMENTS, blocks
+from lora_merge.engine.row_blocks import BLOCK_ELEMENTS, blocks
 from lora_merge.engine.tensors import RECENT, SHARE, DeviceCache, TensorCache
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from tests.kit.files import load, save
 from tests.kit.tensors import rand

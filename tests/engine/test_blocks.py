@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.adapters.file import Module
+from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.engine import blocks
-from lora_merge.engine.fold_blocks import BlockMerger
+from lora_merge.engine import row_blocks
+from lora_merge.engine.block_folder import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import FILE_DTYPES, Placement
+from lora_merge.engine.tensor_moves import FILE_DTYPES, Placement
 from lora_merge.engine.tensors import Item
-from lora_merge.matching.choose import Patch
+from lora_merge.matching.formula import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView
 from lora_merge.planning.plan import OutputTensor
@@ -44,7 +44,7 @@ def held(name: str, tensor: torch.Tensor) -> StoredTensor:
 @pytest.mark.parametrize("case", list(CASES))
 def test_cutting_and_spreading_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for largest in (1, 40, 100, 2**20):
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+        monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", largest)
         for parts in (1, 2, 3):
             check_blocks(case, parts, largest)
 
@@ -74,7 +74,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     for piece, start in zip(pieces, edges, strict=False):
         uses = (PatchPart(patch, piece, start, STRENGTH),)
         target = OutputTensor(piece.key, piece.key, "F64", base[piece.key], 0, stored[piece.key].nbytes, uses)
-        for block in blocks.blocks(target):
+        for block in row_blocks.blocks(target):
             into = torch.empty(block.last - block.first, cols, dtype=torch.float64)
             folder.fold([Item(block, stored[piece.key][block.first : block.last], into)])
             found.append(into)

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.engine import blocks
-from lora_merge.engine.by_rows import rows
+from lora_merge.engine import row_blocks, row_matrix
 from lora_merge.engine.fold import StackedPatch
 from tests.kit.methods import FUSED, KINDS, MODULES, flux, module
 from tests.kit.tensors import rand
@@ -47,8 +46,8 @@ def test_changes_by_rows_are_the_whole_changes(
     whole = lora_merge.merge_state_dict(base, given, **options)
     cuts, cut = [], StackedPatch.part
     monkeypatch.setattr(StackedPatch, "part", lambda self, some: cuts.append(some) or cut(self, some))
-    monkeypatch.setattr(blocks, "BY_ROWS", 0)
-    monkeypatch.setattr(rows, "PIECE", 3 * 8)
+    monkeypatch.setattr(row_blocks, "BY_ROWS", 0)
+    monkeypatch.setattr(row_matrix, "PIECE", 3 * 8)
     got = lora_merge.merge_state_dict(base, given, **options)
     for key, value in whole.items():
         torch.testing.assert_close(got[key], value, rtol=1e-11, atol=1e-13, msg=key)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.engine import blocks
-from lora_merge.engine.fold_blocks import STAGED
+from lora_merge.engine import row_blocks
+from lora_merge.engine.block_folder import STAGED
 from tests.kit.cuda import DEVICE, FEW, Layers, close, expect_windows_apart, lora, oft
 from tests.kit.files import load, save
 from tests.kit.tensors import rand
@@ -42,8 +42,8 @@ def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, stored: str, co
 def test_weights_of_several_blocks_are_what_they_are_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = Layers(name, "F16")
     want = layers.folded("cpu", "F64")
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 40)
-    assert len(list(blocks.blocks(layers.targets[0]))) > 1
+    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", 40)
+    assert len(list(row_blocks.blocks(layers.targets[0]))) > 1
     assert (layers.folded(DEVICE, "F32") - want).abs().max() <= 2e-4 * want.abs().max()
 
 
@@ -145,7 +145,7 @@ def test_out_of_memory_halves_the_batches(tmp_path: Path) -> None:
 
 def test_weight_that_never_fits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block of 128 MiB in fp32."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2**26)
+    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", 2**26)
     base, adapter = {"a.weight": rand(4096, 8192).half()}, {"a.lora_up.weight": rand(4096, 8)}
     files = save(base, tmp_path / "b"), save(adapter | {"a.lora_down.weight": rand(8, 8192)}, tmp_path / "a")
     with room_for(2**25), pytest.raises(lora_merge.MergeError, match="out of memory"):

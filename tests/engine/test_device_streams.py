@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
-from lora_merge.engine import fold_blocks  # it keeps the functions that tests replace: load it before
-from lora_merge.engine.blocks import Block
-from lora_merge.engine.device.memory import SPILLED, WORKSPACE
+from lora_merge.engine import block_folder  # it keeps the functions that tests replace: load it before
+from lora_merge.engine.device_memory import SPILLED, WORKSPACE
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.placement import DeviceStream, Placement, _pinned, land, stage
+from lora_merge.engine.row_blocks import Block
+from lora_merge.engine.tensor_moves import DeviceStream, Placement, _pinned, land, stage
 from tests.kit import lanes
 from tests.kit.files import load, save
 from tests.kit.lanes import META, Device, Event, expect_no_races
@@ -63,10 +63,10 @@ def test_devices_memory_in_use_stays_within_the_bound(
     """Factors, temporaries and adapters included, and what cuBLAS keeps for every lane."""
     compute = torch.float64 if options.get("compute_dtype") == "fp64" else torch.float32
     at = Placement(torch.device("meta"), compute)
-    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (at,))
+    monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (at,))
     of, bound = {"lora": (3, 3 * 2**26), "full": (1, 3 * 2**26)}.get(kind, (1, 2**27))
-    monkeypatch.setattr("lora_merge.engine.device.memory.lanes", lambda *_: of)
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: of)
+    monkeypatch.setattr("lora_merge.engine.device_memory.lanes", lambda *_: of)
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: of)
     shape = (2048, 1024)
     base = {f"layer.{n}.weight": torch.zeros(shape, dtype=torch.bfloat16) for n in range(4)}
     adapter = {f"layer.{n}.{k}": torch.ones(s) for n in range(4) for k, s in SLOTS[kind](*shape).items()}
@@ -83,10 +83,10 @@ def test_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_th
 ) -> None:
     """A magnitude for each column needs the whole weight at once."""
     alone = bound > 2**26
-    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.device.memory.lanes", lambda *_: 3)
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.lanes", lambda *_: 3)
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.device_memory.lanes", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.block_folder.lanes", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
     shapes = {"lora_up.weight": (4096, 4), "lora_down.weight": (4, 1024), "dora_scale": (1, 1024)}
     base = {f"layer.{n}.weight": rand(4096, 1024, seed=n).bfloat16() for n in range(4)}
     adapter = {f"layer.{n}.{k}": torch.ones(s) for n in range(4) for k, s in shapes.items()}
@@ -114,7 +114,7 @@ def test_auto_folds_on_the_cpu_what_no_gpu_has_room_for(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
@@ -236,13 +236,13 @@ def test_factor_in_memory_goes_up_once_for_all_blocks_and_bounds_count(monkeypat
         staged.extend(tuple(t.shape) for t in tensors)
         return stage(tensors, *more)
 
-    def sized(merger: fold_blocks.BlockMerger, block: Block) -> int:
+    def sized(merger: block_folder.BlockMerger, block: Block) -> int:
         bounds.append((block.last - block.first, block.cols))
         return most(merger, block)
 
-    most = fold_blocks.BlockMerger._most
+    most = block_folder.BlockMerger._most
     monkeypatch.setattr("lora_merge.engine.patch_tensors.stage", counted)
-    monkeypatch.setattr(fold_blocks.BlockMerger, "_most", sized)
+    monkeypatch.setattr(block_folder.BlockMerger, "_most", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
     assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.cli.text import conclude
+from lora_merge.cli.reports import report_lines
+from lora_merge.engine import devices
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.device import choice
-from lora_merge.engine.device.adapters import AdaptersOnDevice
+from lora_merge.engine.gpu_adapters import AdaptersOnDevice
 from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
@@ -225,13 +225,13 @@ def test_auto_takes_a_gpu_only_where_it_is_faster(
     case: tuple[int, dict[str, Any], str], sdxl: Any, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores, options, device = case
-    monkeypatch.setattr(choice, "threads", lambda _: cores)
+    monkeypatch.setattr(devices, "threads", lambda _: cores)
     plan = sdxl(**options)
-    found = choice.choose([plan])
+    found = devices.choose([plan])
     assert found.device == device
     assert bool(found.why) is ("device" not in options)
-    monkeypatch.setattr(choice, "started", lambda _: True)
-    assert choice.choose([plan]).device == device
+    monkeypatch.setattr(devices, "started", lambda _: True)
+    assert devices.choose([plan]).device == device
     assert not cuda.counts, "nothing is started to choose"
 
 
@@ -252,7 +252,7 @@ def test_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: 
     assert report.device == "cpu" and "on cuda with its start" in report.device_choice
     assert not cuda.counts
     told: list[str] = []
-    conclude(report, told.append, [], as_json=False, verbose=True)
+    report_lines(report, told.append, [], as_json=False, verbose=True)
     assert any(line.startswith("device   cpu: about 0.0 s on the CPU") for line in told)
 
 
@@ -384,10 +384,10 @@ def test_devices_of_other_kinds_get_what_they_have(
 ) -> None:
     """Neither has streams here; Metal has no fp64 either, and both leave fp8 and decompositions to the host."""
     cuda.lacks = frozenset({*EIGHT, *({torch.float64} if kind == "mps" else ())})
-    monkeypatch.setattr("lora_merge.engine.placement.queues", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda _: False)
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 1)
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 1)
     kinds = (torch.float16, torch.float64, *EIGHT)
     base = {f"m.{n}.weight": rand(24, 16, seed=n).to(kinds[n % 4]) for n in range(8)}
     adapter: Tensors = {}
@@ -415,7 +415,7 @@ def test_adapters_that_do_not_fit_a_device_are_uploaded_for_each_window(
     """A device that is full is told; one with a small bound is not even tried."""
     lora_merge.merge(*files, tmp_path / "want", device="cpu")
     with monkeypatch.context() as patch:
-        patch.setattr("lora_merge.engine.device.memory.WORKSPACE", 0)
+        patch.setattr("lora_merge.engine.device_memory.WORKSPACE", 0)
         report = lora_merge.merge(*files, tmp_path / "got", device="cuda", max_vram="300KiB")
     alike(tmp_path / "got", tmp_path / "want")
     assert not report.notes and cuda.counts["aten::baddbmm_"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring.sampling import Sampling
+from lora_merge.engine.change_sample import Sampling
 from lora_merge.errors import FitError
-from lora_merge.methods import COMBINATIONS, METHODS
+from lora_merge.merge_methods import COMBINATIONS, METHODS
 from tests.kit.files import load, save
 from tests.kit.pretended_cuda import Pretended
 from tests.kit.tensors import Tensors, rand

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring import run_sample
-from lora_merge.engine.measuring.row_sample import RowSample
-from lora_merge.engine.measuring.sampling import Sampling
+from lora_merge.change_statistics import Measured
+from lora_merge.engine import change_sample
+from lora_merge.engine.change_sample import RowSample, Sampling
 from lora_merge.files.safetensors import parse_file
-from lora_merge.measure import Measured
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
 from tests.kit.measured import NAMES, STRENGTHS, assert_same, lora, numbers_of
@@ -84,11 +83,11 @@ def test_blocks_in_a_row_are_sampled_by_every_fourth(
     *, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums stand for every number, whether parts of a weight have many blocks, one, or a short last one."""
-    monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
+    monkeypatch.setattr("lora_merge.engine.row_blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
     monkeypatch.setattr(Sampling.__init__, "__defaults__", (8, 1, runs, frozenset()))
-    monkeypatch.setattr("lora_merge.engine.fold_window.checked", lambda _: frozenset())
+    monkeypatch.setattr("lora_merge.engine.window_merger.checked", lambda _: frozenset())
     for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST", 64)):
-        monkeypatch.setattr(run_sample, name, size)
+        monkeypatch.setattr(change_sample, name, size)
     name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
     save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")
     save(

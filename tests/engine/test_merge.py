@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapters.file import FileValues
+from lora_merge.adapters.modules import FileValues
 from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.buffers import WindowTask
-from lora_merge.engine.fold_blocks import BlockMerger
-from lora_merge.engine.fold_window import WindowMerger
+from lora_merge.engine.block_folder import BlockMerger
 from lora_merge.engine.pipeline import Pipeline
-from lora_merge.engine.placement import TORCH_DTYPES
+from lora_merge.engine.stages import WindowTask
+from lora_merge.engine.tensor_moves import TORCH_DTYPES
+from lora_merge.engine.window_merger import WindowMerger
 from lora_merge.engine.windows import SLOTS, window_bytes, windows
 from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.files.checkpoint import open_checkpoint
@@ -683,7 +683,7 @@ def test_system_without_memory_is_told(
     def refused(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("lora_merge.engine.fold_window.WindowMerger.begin", refused)
+    monkeypatch.setattr("lora_merge.engine.window_merger.WindowMerger.begin", refused)
     with pytest.raises(ResourceError, match="not enough memory"):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
     assert not list(tmp_path.glob("*out*"))
@@ -703,7 +703,7 @@ def test_memory_too_small_for_torch_is_refused(files: tuple[Path, Path], tmp_pat
 def test_unexpected_failure_is_reported_as_one(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.engine.fold_window.WindowMerger.begin", lambda *_: 1 / 0)
+    monkeypatch.setattr("lora_merge.engine.window_merger.WindowMerger.begin", lambda *_: 1 / 0)
     with pytest.raises(lora_merge.MergeError, match="unexpected failure: ZeroDivisionError") as error:
         lora_merge.merge(*files, tmp_path / "out.safetensors")
     assert error.value.exit_code == 1

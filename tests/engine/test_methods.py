@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.batch.schema import Options
-from lora_merge.engine import blocks
+from lora_merge.engine import row_blocks
 from lora_merge.engine.fold import RULES
 from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, MergeError, VerificationFailed
-from lora_merge.methods import METHODS
+from lora_merge.merge_methods import METHODS
 from lora_merge.options import MethodName
 from lora_merge.planning.plan import coverage
 from lora_merge.planning.recipe import KEY
@@ -57,7 +57,7 @@ def test_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[Any],
     base = flux(fused=fused)
     adapters = [(module(kind, name, seed=10 * n), s) for n, (kind, name, s) in enumerate(chosen)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+        patch.setattr(row_blocks, "BLOCK_ELEMENTS", largest)
         got = lora_merge.merge_state_dict(base, adapters, method="compose", compute_dtype="fp64")
     for key, value in in_steps(base, adapters).items():
         torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-11, msg=key)

@@ -20,10 +20,10 @@ from torch import Tensor
 import lora_merge
 from lora_merge.batch.schema import Options
 from lora_merge.cli import main as program
-from lora_merge.cli import proof as cli_proof
+from lora_merge.cli import verify_commands as cli_proof
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import FLOATS
-from lora_merge.engine.placement import PIECE, convert, odd
+from lora_merge.engine.tensor_moves import PIECE, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.options import OnOverflow

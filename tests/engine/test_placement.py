@@ -26,12 +26,11 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.engine.device.choice import Choice
-from lora_merge.engine.devices import place, places, precise, threads, unusable
+from lora_merge.engine.block_folder import BlockMerger
+from lora_merge.engine.devices import Choice, place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.fold_blocks import BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
+from lora_merge.engine.tensor_moves import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
 from lora_merge.engine.tensors import Item
 from tests.kit.files import save
 from tests.kit.oracles import assert_rounded
@@ -134,9 +133,9 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lora_merge.memory.state_index._in_memory", lambda _: True)  # fakes have no values
-    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.stop_where", lambda _: None)
-    monkeypatch.setattr("lora_merge.engine.measuring.row_sample.RowSample.measured", lambda *_, **__: ())
+    monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.block_folder.stop_where", lambda _: None)
+    monkeypatch.setattr("lora_merge.engine.change_sample.RowSample.measured", lambda *_, **__: ())
 
 
 @pytest.mark.few(2)
@@ -158,7 +157,7 @@ def _shapes() -> Tensors:
 
 def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Plan from shapes, then fold the given tensors wherever they are."""
-    from lora_merge.engine.blocks import blocks
+    from lora_merge.engine.row_blocks import blocks
     from lora_merge.job import make_job
     from lora_merge.memory.merging import _adapters  # the plan of merge_state_dict, without its fetching of values
     from lora_merge.memory.state_index import index_of
@@ -364,7 +363,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     with pytest.raises(lora_merge.MergeError, match="fp64"):
         place("mps", "F64")
     weights, adapter = save(model(torch.float32), tmp_path / "b"), save(linear(torch.float32), tmp_path / "a")
-    monkeypatch.setattr("lora_merge.engine.fold_window.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
     report = lora_merge.merge(weights, adapter, tmp_path / "o", compute_dtype="fp64")
     assert report.device == "cpu"
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
@@ -396,7 +395,7 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
 def test_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for count, within in ((1, 1), (1, 2), (4, 1)):
-        monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_, count=count: count)
+        monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_, count=count: count)
         before = torch.get_num_threads()
         torch.set_num_threads(within)
         results.append(_merge(tmp_path, f"{count}-{within}"))
@@ -428,7 +427,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 1)
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 1)
     assert _merge(tmp_path, "parts") == whole
     assert len(failed) == 1, "the size that fits is found once"
     options = {"device": "cpu", "verify": False, "overwrite": True}
@@ -459,7 +458,7 @@ def test_block_that_does_not_fit_beside_others_is_folded_alone(tmp_path: Path, m
             used.release()
 
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 4)
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 4)
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)

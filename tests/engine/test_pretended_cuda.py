@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.algorithms.base import Algorithm
-from lora_merge.engine.device import choice
-from lora_merge.engine.placement import odd
+from lora_merge.engine import devices
+from lora_merge.engine.tensor_moves import odd
 from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
 from lora_merge.process import here
 from tests.kit.files import load, save
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    taken = lambda plans: choice.Choice(plans[0].job.device)  # noqa: E731  # small merges are faster on the CPU
-    monkeypatch.setattr("lora_merge.engine.fold_window.choose", taken)
+    taken = lambda plans: devices.Choice(plans[0].job.device)  # noqa: E731  # small merges are faster on the CPU
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", taken)
     with pretended_cuda(monkeypatch) as found:
         yield found
 
@@ -90,7 +90,7 @@ def test_reads_before_the_copy_ends_are_found(
 ) -> None:
     """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
     The device's own look at them would wait for it."""
-    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)
     monkeypatch.setattr("lora_merge.engine.devices.unusable", lambda _: "")
     monkeypatch.setattr("lora_merge.engine.devices._load_decompositions", lambda _: None)
     monkeypatch.setattr(Stream, "synchronize", lambda _: None)
@@ -109,7 +109,7 @@ def test_numbers_too_large_are_seen_on_the_device_and_counted(
     """Without one more look at them on the host."""
     looked: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        "lora_merge.engine.placement.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t)
+        "lora_merge.engine.tensor_moves.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t)
     )
     limit = {"keep": 65520.0, "fp8_e4m3fn": 464.1, "fp8_e5m2": 61440.0}[dtype]
     up, down = torch.zeros(96, 1), torch.zeros(1, 64)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.engine.blocks import blocks
-from lora_merge.engine.device.windows import DeviceWindows
+from lora_merge.engine.block_folder import BlockMerger
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import BlockMerger
+from lora_merge.engine.gpu_windows import DeviceWindows
 from lora_merge.engine.patch_tensors import PatchTensors
+from lora_merge.engine.row_blocks import blocks
 from lora_merge.engine.windows import Fold
 from tests.kit import cuda as gpu
 from tests.kit.pretended_cuda import Pretended, pretended_cuda

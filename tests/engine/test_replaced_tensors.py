@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.engine.measuring import replaced
+from lora_merge.engine import change_norms
 from lora_merge.viewing.inspect import inspect
 from tests.kit.files import load, save
 from tests.kit.tensors import rand
@@ -98,8 +98,8 @@ def test_embeddings_with_other_numbers_of_rows_are_measured_beside_a_lora(rows: 
 def test_large_tensor_is_sampled_by_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand for all numbers, also where the rest of the tensor is short."""
     for name, value in (("LEAST", 512), ("RUN", 64), ("EVERY", 8)):
-        monkeypatch.setattr(replaced, name, value)
-    monkeypatch.setattr(replaced.measure, "__defaults__", (8,))
+        monkeypatch.setattr(change_norms, name, value)
+    monkeypatch.setattr(change_norms.measure, "__defaults__", (8,))
     source = base(tmp_path, rows=1001)
     new = load(source)[EMBEDDINGS].float() + 0.5
     adapter = saved_whole(tmp_path / "a", new)
@@ -154,7 +154,7 @@ def test_merge_without_such_tensors_reads_nothing_for_them(tmp_path: Path, monke
     def fail(*_: object) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(replaced, "measure", fail)
+    monkeypatch.setattr(change_norms, "measure", fail)
     q = "model.layers.0.self_attn.q_proj"
     adapter = save({f"{q}.lora_A.weight": rand(2, 64), f"{q}.lora_B.weight": rand(64, 2)}, tmp_path / "a.safetensors")
     assert lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors").numbers["tensors"]

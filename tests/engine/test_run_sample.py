@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.measuring import run_sample
-from lora_merge.engine.measuring.sampling import Sampling
+from lora_merge.engine import change_sample
+from lora_merge.engine.change_sample import Sampling
 from tests.kit.files import load, save
 from tests.kit.pretended_cuda import Pretended
 from tests.kit.tensors import rand
@@ -50,9 +50,9 @@ def test_sums_of_all_runs_are_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Where each run is looked at, all numbers are, but for runs that lie across the end of a weight."""
-    monkeypatch.setattr(run_sample, "PERIOD", run_sample.RUN)
-    monkeypatch.setattr(run_sample, "LEAST", 2 * run_sample.RUN)
-    monkeypatch.setattr(run_sample, "HELD", 2**17)  # added up while windows are merged, and at their end
+    monkeypatch.setattr(change_sample, "PERIOD", change_sample.RUN)
+    monkeypatch.setattr(change_sample, "LEAST", 2 * change_sample.RUN)
+    monkeypatch.setattr(change_sample, "RUN_NUMBERS", 2**17)  # added up while windows are merged, and at their end
     got: dict[str, Any] = {}
     if device == "cpu":  # in memory, where no proof wants rows
         options: Any = {"device": "cpu", "dtype": dtype, "numbers": got}
@@ -71,7 +71,7 @@ def test_sums_of_all_runs_are_exact(
 def missing(want: dict[str, Any], got: dict[str, Any]) -> int:
     """How many numbers were not looked at: those of at most two runs, at the ends of the weight."""
     left: int = want["elements"] - got["elements"]
-    assert 0 <= left <= 2 * run_sample.RUN
+    assert 0 <= left <= 2 * change_sample.RUN
     return left
 
 
@@ -84,7 +84,7 @@ def test_sample_of_runs_is_near_the_sums_of_all(
     assert {*got} == {*want}
     for name, one in got.items():
         assert one["of"] == want[name]["of"]
-        least = run_sample.RUN * (one["of"] // run_sample.PERIOD - 1)
+        least = change_sample.RUN * (one["of"] // change_sample.PERIOD - 1)
         assert max(least, 1) <= one["elements"] <= max(2 * one["of"] // 64, 2**13)
         assert one["change"] == pytest.approx(want[name]["change"], rel=0.5), name
     assert report.verified is not None
@@ -93,12 +93,12 @@ def test_sample_of_runs_is_near_the_sums_of_all(
 
 def test_runs_whose_squares_are_too_large_are_left_out(tmp_path: Path, cuda: Pretended) -> None:
     weight = rand(512, 256)
-    weight[: 2 * run_sample.PERIOD // 256] = 1e30
+    weight[: 2 * change_sample.PERIOD // 256] = 1e30
     lora = {"c.lora_up.weight": rand(512, 4, seed=1), "c.lora_down.weight": rand(4, 256, seed=2)}
     paths = save({"c.weight": weight}, tmp_path / "b"), save(lora, tmp_path / "a")
     one = lora_merge.merge(*paths, tmp_path / "got", device="cuda").numbers["tensors"]["c.weight"]
-    assert one["elements"] == (512 * 256 // run_sample.PERIOD - 2) * run_sample.RUN
-    rest = weight[2 * run_sample.PERIOD // 256 :]
+    assert one["elements"] == (512 * 256 // change_sample.PERIOD - 2) * change_sample.RUN
+    rest = weight[2 * change_sample.PERIOD // 256 :]
     assert one["weight"] == pytest.approx(float(rest.square().mean() * weight.numel()) ** 0.5, rel=0.15)
     assert cuda.counts["up"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_merge.algorithms import Shape
 from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.disk.reader import read_bytes
-from lora_merge.engine.placement import TORCH_DTYPES
+from lora_merge.engine.tensor_moves import TORCH_DTYPES
 from lora_merge.engine.tensors import as_bytes, parts_of
 from lora_merge.files.codecs import CODECS
 from lora_merge.files.codecs.base import CODES, DRAW, Checkpoint, Encoding, Packing
@@ -27,7 +27,7 @@ from lora_merge.files.codecs.making import FILES, FOLDERS
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
-from lora_merge.proof.stored import Coded
+from lora_merge.proof.weights import Coded
 from tests.files import quantised_forms
 from tests.files.other_forms import FORMS as BY_LIBRARIES
 from tests.files.quantised_forms import FORMS, Form, note, rows

@@ -12,7 +12,7 @@ import torch
 
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
-from lora_merge.engine import blocks
+from lora_merge.engine import row_blocks
 from lora_merge.files.codecs import arithmetic, ggml, ggml_blocks, nearest
 from lora_merge.files.codecs.base import CODES, Encoding, Packing
 from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
@@ -49,10 +49,10 @@ def test_packed_rows_are_stored_as_their_bytes(numbers: int, size: int, row: int
 @pytest.mark.parametrize("rows", [1, 100, 128, 1000])
 @pytest.mark.parametrize("largest", [1, 640, 2**20])
 def test_rows_that_are_encoded_together_are_not_cut(rows: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", largest)
     stored = StoredTensor("w", "U8", (rows, 4), Path("f"), 0, 4 * rows)
     weight = Weight((rows, 8), stored, Packing(in_units(2, 1, 128 * 8), stored))
-    cut = list(blocks.blocks(OutputTensor("w", "w", "F32", weight, 0, 32 * rows)))
+    cut = list(row_blocks.blocks(OutputTensor("w", "w", "F32", weight, 0, 32 * rows)))
     assert (cut[0].first, cut[-1].last) == (0, rows)
     assert all(a.last == b.first and b.first % 128 == 0 for a, b in pairwise(cut))
     assert len(cut) == (1 if largest == 2**20 else -(-rows // 128))
@@ -70,15 +70,15 @@ def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_na
 
 @pytest.mark.parametrize("size", [1, 6, 16, 32])
 def test_largest_magnitude_of_each_block(size: int) -> None:
-    blocks = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(arithmetic.largest_of_each(blocks), blocks.abs().amax(1))
+    row_blocks = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(arithmetic.largest_of_each(row_blocks), row_blocks.abs().amax(1))
 
 
 @pytest.mark.parametrize("size", [1, 16, 32])
 def test_ends_of_each_block_whatever_their_signs(size: int) -> None:
     numbers = torch.randn(6, size, generator=torch.Generator().manual_seed(0))
-    blocks = torch.cat([numbers, numbers.abs(), -numbers.abs()])
-    for some in (blocks, blocks.double()):
+    row_blocks = torch.cat([numbers, numbers.abs(), -numbers.abs()])
+    for some in (row_blocks, row_blocks.double()):
         low, high = arithmetic.ends_of_each(some, torch.empty_like(some))
         assert torch.equal(low, some.amin(1))
         assert torch.equal(high, some.amax(1))

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.limits import from_json
 from lora_merge.planning.recipe import parsed
+from lora_merge.safe_regex import from_json
 from tests.kit.files import blob
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 
-from lora_merge.disk import publish, temporary
+from lora_merge.disk import publish
+from lora_merge.disk import publish as temporary
 from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
 from lora_merge.dtypes import ITEM_BITS, bytes_of

@@ -132,7 +132,7 @@ def test_every_row_of_a_weight_that_is_changed_in_part_is_rounded_so(
     source, path = save(weights, tmp_path / "base.safetensors"), save(lora, tmp_path / "lora.safetensors")
     found = []
     for number, most in enumerate((2**20, 2 * cols)):
-        monkeypatch.setattr("lora_merge.engine.blocks.BLOCK_ELEMENTS", most)
+        monkeypatch.setattr("lora_merge.engine.row_blocks.BLOCK_ELEMENTS", most)
         out = tmp_path / f"{number}.safetensors"
         memory = "8MiB" if number else "1GiB"
         lora_merge.merge(source, path, out, dtype=dtype, rounding="stochastic", max_memory=memory)

@@ -18,7 +18,7 @@ import torch
 from torch.cuda import _sanitizer
 
 import lora_merge
-from lora_merge.engine.placement import DeviceStream
+from lora_merge.engine.tensor_moves import DeviceStream
 from tests.kit.files import save
 from tests.kit.tensors import rand
 

@@ -79,7 +79,7 @@ CONVERTERS = (
 
 def native_views(diffusers: Mapping[str, Shape]) -> dict[str, WeightView]:
     """Native key → the rows of a diffusers base that our tables say it is made of."""
-    from lora_merge.models.cutting import spelled
+    from lora_merge.models.name_table import spelled
 
     found = names(index(diffusers))
     part = found.parts[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lora_merge.engine.combining import combined
-from lora_merge.method_numbers import Numbers
+from lora_merge.engine.combination import combined
+from lora_merge.method_parameters import Numbers
 
 SHAPE = (12, 20)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.adapters.file import Module
+from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.engine import blocks
+from lora_merge.engine import row_blocks
+from lora_merge.engine.block_folder import STAGED, BlockMerger
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import STAGED, BlockMerger
 from lora_merge.engine.patch_tensors import PatchTensors
-from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
+from lora_merge.engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.engine.tensors import Item
-from lora_merge.matching.choose import Patch
+from lora_merge.matching.formula import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView
 from lora_merge.planning.plan import OutputTensor
@@ -96,7 +96,7 @@ class Layers:
             folder = BlockMerger(at, tensors, pool, staged=staged)
             folder.fold([
                 Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
-                for t, into in zip(self.targets, found, strict=True) for b in blocks.blocks(t)
+                for t, into in zip(self.targets, found, strict=True) for b in row_blocks.blocks(t)
             ])  # fmt: skip
         assert not folder.notes, "nothing was folded elsewhere"
         return torch.stack(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from lora_merge.adapters_out.dialects import DIALECTS, Dialect
-from lora_merge.adapters_out.places import Place, places
+from lora_merge.adapters_out.groups import Place, places
 from lora_merge.models.names import Names, names
 from lora_merge.models.weights import WeightView
 from tests.kit.architectures import header

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.engine import tensors as factors
-from lora_merge.engine.blocks import BLOCK_ELEMENTS
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.placement import Placement, _stream
+from lora_merge.engine.row_blocks import BLOCK_ELEMENTS
+from lora_merge.engine.tensor_moves import Placement, _stream
 from tests.kit.files import save
 from tests.kit.tensors import rand
 
@@ -159,8 +159,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
-    monkeypatch.setattr("lora_merge.engine.placement.queues", lambda device: device.type == "meta")
-    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
+    monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda device: device.type == "meta")
+    monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)  # there are no values
     for module in ("windows", "adapters"):
         monkeypatch.setattr(f"lora_merge.engine.device.{module}.fit", lambda *_: True)
     for name, value in {"Stream": lambda _: Stream(found), "Event": Event, "stream": turn, "current_stream": lambda _: caller,
@@ -188,9 +188,9 @@ def expect_no_races(kind: str, most: int, device: Device, tmp_path: Path, monkey
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 3)
-    monkeypatch.setattr("lora_merge.engine.fold_window.DeviceCache", DeviceCache)
+    monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.window_merger.DeviceCache", DeviceCache)
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from lora_merge.shapes import Shape
+from lora_merge.dtypes import Shape
 
 STACK = re.compile(
     r"(.*?(?<!ut_)(?<!mb_)(?<![np]_)(?:blocks|layers|refiner|norms)(?:\.image|\.image_cond)?\.)(\d+)(?=\.)"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import lora_merge.batch.run
 import lora_merge.cli.main
-import lora_merge.engine.fold_window
 import lora_merge.engine.merge
 import lora_merge.engine.pipeline
+import lora_merge.engine.window_merger
 import lora_merge.proof.replay
 from lora_merge.models.architectures import shipped
 

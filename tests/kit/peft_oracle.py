@@ -21,12 +21,12 @@ from lora_merge.adapters.suffixes import split
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Loaded
 from lora_merge.algorithms.dora import rescale
 from lora_merge.disk.reader import Reader
-from lora_merge.engine.rebuilding import cast
+from lora_merge.engine.peft_initialisation import cast
 from lora_merge.job import make_job
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.proof.account import account
-from lora_merge.proof.second_reading import read_again
+from lora_merge.proof.second_reading.read_again import read_again
 
 
 class Layers(nn.Module):

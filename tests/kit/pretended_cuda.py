@@ -23,9 +23,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lora_merge.engine.device.casts import EIGHT, rounds_to_eight_bits
 from lora_merge.engine.devices import _failed, _loaded
-from lora_merge.engine.placement import _stream
+from lora_merge.engine.tensor_moves import EIGHT, _stream, rounds_to_eight_bits
 
 aten = torch.ops.aten
 FACTORIES = ("empty.memory_format", "empty_strided", "eye", "eye.m", "arange", "arange.start", "arange.start_step",

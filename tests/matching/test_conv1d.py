@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora_merge
-from lora_merge.adapters.conv1d import Layer, base_types, conv1d_by_base, conv1d_by_shapes
+from lora_merge.matching.orientation import Layer, base_types, conv1d_by_base, conv1d_by_shapes
 from tests.kit.files import load_all
 
 transformers = pytest.importorskip("transformers")

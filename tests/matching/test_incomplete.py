@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.adapters.file import Module
+from lora_merge.adapters.modules import Module
 from lora_merge.disk.files import StoredTensor
-from lora_merge.matching.incomplete import _end_of_key
+from lora_merge.matching.missing_tensors import _end_of_key
 from tests.kit.files import save
 from tests.kit.tensors import rand
 

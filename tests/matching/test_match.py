@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapters.file import FileValues, group
+from lora_merge.adapters.modules import FileValues, group
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
-from lora_merge.matching.choose import choose
-from lora_merge.matching.context import AdapterContext
+from lora_merge.matching.formula import AdapterContext, choose
 from lora_merge.models.weights import whole
-from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from tests.kit.files import save
 from tests.kit.tensors import rand

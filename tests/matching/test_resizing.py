@@ -9,7 +9,7 @@ import torch
 
 import lora_merge
 from lora_merge.cli.main import main
-from lora_merge.engine import blocks
+from lora_merge.engine import row_blocks
 from lora_merge.errors import FitError, InputError
 from lora_merge.matching.resizing import bias_beside, sizes
 from lora_merge.models.weights import RowSlice, WeightView
@@ -136,7 +136,7 @@ def test_larger_weight_is_cut_into_blocks_as_all_others_are(
     lora = {"m.a.lora_up.weight": up, "m.a.lora_down.weight": down, "m.a.reshape_weight": torch.tensor([9, 5, 2, 3])}
     lora |= {"m.a.dora_scale": rand(9, 1, 1, 1, seed=4).abs() + 1} if dora else {}
     at_once = lora_merge.merge_state_dict(base, lora, device="cpu")["m.a.weight"]
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", largest)
     in_blocks = lora_merge.merge_state_dict(base, lora, device="cpu")["m.a.weight"]
     torch.testing.assert_close(in_blocks, at_once)
     paths = save(base, tmp_path / "b.safetensors"), save(lora, tmp_path / "a.safetensors")

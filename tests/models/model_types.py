@@ -1,4 +1,4 @@
-"""Adds the types of models that the installed transformers knows to lora_merge/adapters/model_types.json.
+"""Adds the types of models that the installed transformers knows to lora_merge/matching/model_types.json.
 
     python -m tests.models.model_types
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lora_merge.adapters import conv1d as beside
+from lora_merge.matching import orientation as beside
 
 FILE = Path(beside.__file__).with_name("model_types.json")
 

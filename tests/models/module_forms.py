@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lora_merge.models import forms as beside
-from lora_merge.models.forms import form
+from lora_merge.models import name_table as beside
+from lora_merge.models.name_table import form
 from lora_merge.models.names import names
 from tests.kit.architectures import ALL, header
 from tests.kit.files import index

@@ -471,7 +471,7 @@ def test_longest_and_the_most_literal_row_wins() -> None:
 @pytest.mark.few(26)
 @pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
 def test_shipped_files_are_sound(file: str) -> None:
-    from lora_merge.models.guess import parsed
+    from lora_merge.models.adapter_architecture import parsed
 
     architecture = load(FOLDER / f"{file}.yaml")
     assert architecture.layouts

@@ -9,12 +9,11 @@ import pytest
 
 from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
-from lora_merge.limits import Steps
-from lora_merge.models.blocks import SHORT_LISTS, blocks
+from lora_merge.models.blocks import CURVES, PRESETS, SHORT_LISTS, blocks
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
-from lora_merge.models.presets import CURVES, PRESETS
-from lora_merge.models.strengths import Strengths
+from lora_merge.models.part_factors import Strengths
+from lora_merge.safe_regex import Steps
 from tests.kit.blocks import HEADERS, blocks_of, names_of, shapes_of
 
 ALL = sorted(f"{p.parent.name}/{p.name.removesuffix('.json.gz')}" for p in HEADERS.rglob("*.json.gz"))

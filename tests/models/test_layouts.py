@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.dtypes import Shape
 from lora_merge.models.architectures import shipped
-from lora_merge.shapes import Shape
 from tests.kit.architectures import CONVERTERS, RECORDED, header, native_of, recorded
 from tests.kit.layouts import few_blocks
 from tests.kit.tensors import Tensors

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName
-from lora_merge.models.cutting import Views, canonical, put, spelled
-from lora_merge.models.forms import INNER, PARAMETERS, NameTable, form, other_names
+from lora_merge.models.name_table import INNER, PARAMETERS, NameTable, Views, canonical, form, other_names, put, spelled
 from lora_merge.models.names import Names, names, written
+from lora_merge.models.network import Component
 from lora_merge.models.prefixes import PREFIXES
-from lora_merge.models.spellings import Component
 from lora_merge.models.weights import WeightView
 from tests.kit.files import index
 from tests.kit.pairs import examples

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.adapters.file import group, weight_shape, weight_shapes
+from lora_merge.adapters.modules import group, weight_shape, weight_shapes
 from lora_merge.algorithms import Shape
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
-from lora_merge.matching.diagnosis import explain, missing_networks, variant_doubt
+from lora_merge.matching.fit_errors import explain, missing_networks, variant_doubt
 from lora_merge.models.components import components
 from lora_merge.models.experts import as_matrices
 from lora_merge.models.names import denoiser_of, guess, names

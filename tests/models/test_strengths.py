@@ -8,10 +8,10 @@ import pytest
 
 from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
-from lora_merge.limits import Steps
 from lora_merge.models.names import Names
+from lora_merge.models.part_factors import Strengths, on_base
 from lora_merge.models.parts import Parts
-from lora_merge.models.strengths import Strengths, on_base
+from lora_merge.safe_regex import Steps
 from tests.kit.blocks import names_of
 
 BASES = {name: names_of(f"single-file/{name}") for name in ("sd1", "sdxl", "sd3", "flux1-dev-all-in-one")}

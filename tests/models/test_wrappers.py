@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lora_merge
-from lora_merge.adapters.file import looks_like_adapter
+from lora_merge.adapters.modules import looks_like_adapter
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.proof.replay import prove

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import lora_merge
-from lora_merge.planning.card import BEGIN, END
+from lora_merge.planning.model_card import BEGIN, END
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import metadata, save

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import lora_merge
-from lora_merge.cli.text import dry
+from lora_merge.cli.reports import dry
 from lora_merge.errors import FitError, UsageError
 from lora_merge.viewing.inspect import inspect
 from tests.kit.command_line import run

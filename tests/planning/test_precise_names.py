@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from lora_merge.planning.quantising import NARROWEST, UNIT, precise
+from lora_merge.planning.quantisation import NARROWEST, UNIT, precise
 
 HEADERS = Path(__file__).parents[1] / "headers"
 TABLES = sorted(p for p in HEADERS.glob("*/*.json.gz") if "in-memory" not in p.name and p.parent.name != "single-file")

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapters.file import AdapterFile
-from lora_merge.cli.text import show_proof
+from lora_merge.adapters.modules import AdapterFile
+from lora_merge.cli.reports import proof_lines
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.patch import OFF, ZEROS, Match
-from lora_merge.planning import cache, make_plan
+from lora_merge.planning import checkpoint_cache, make_plan
 from lora_merge.proof.replay import prove
 from tests.kit.adapters import unread
 from tests.kit.files import save
@@ -49,7 +49,7 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     account = report.verified["account"]
     assert prove(out, full=True)["account"] == account
     said: list[str] = []
-    show_proof({**report.verified, "numbers": report.numbers}, said.append)
+    proof_lines({**report.verified, "numbers": report.numbers}, said.append)
     assert [line.startswith("unused") for line in said].count(True) == bool(account["unused"])
     assert isinstance(account, dict)
     return account
@@ -137,13 +137,13 @@ def test_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatc
 
 def test_tensor_that_the_reader_of_headers_overlooks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library lists the file's tensors, not this project's own reader."""
-    original = cache.group
+    original = checkpoint_cache.group
 
     def group(index: Any) -> AdapterFile:
         rest = {name: info for name, info in index.tensors.items() if not name.startswith("m.b")}
         return original(replace(index, tensors=rest))
 
-    monkeypatch.setattr(cache, "group", group)
+    monkeypatch.setattr(checkpoint_cache, "group", group)
     with pytest.raises(VerificationFailed, match="was not read"):
         merged(tmp_path, pair("m.a") | pair("m.b"))
 

@@ -54,7 +54,7 @@ def test_sample_estimates_the_whole(tmp_path: Path) -> None:
 
 
 def test_tensors_in_number_are_counted_and_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_merge.measure.MOST_LISTED", 3)
+    monkeypatch.setattr("lora_merge.change_statistics.MOST_LISTED", 3)
     save(sd1(), tmp_path / "base.safetensors")
     lora(tmp_path / "lora.safetensors", NAMES, 0.1, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "lora", "out")))

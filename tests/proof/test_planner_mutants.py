@@ -22,19 +22,19 @@ from lora_merge.adapters.peft import config as peft_config
 from lora_merge.adapters.peft import rules as peft
 from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
-from lora_merge.matching import places as matching
-from lora_merge.matching.choose import _Chooser
+from lora_merge.matching import weight_finder as matching
 from lora_merge.matching.conflicts import DuplicateCheck
+from lora_merge.matching.formula import _Chooser
 from lora_merge.matching.orientation import Orientation
 from lora_merge.matching.patch import Match, PatchPart
 from lora_merge.models.names import Names
-from lora_merge.models.strengths import Strengths
+from lora_merge.models.part_factors import Strengths
 from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
-from lora_merge.planning import cache as opened
+from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
 from lora_merge.proof.replay import prove
-from lora_merge.proof.second_reading import Reading
+from lora_merge.proof.second_reading.read_again import Reading
 from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 
 Break = Callable[[MonkeyPatch], None]

@@ -15,8 +15,8 @@ from lora_merge.algorithms import ALGORITHMS, Loaded
 from lora_merge.algorithms.kmeans import kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
+from lora_merge.proof.rebuilding import CHECKS, Remade
 from lora_merge.proof.reference.floats import Array, held
-from lora_merge.proof.reference.rebuilding import CHECKS, Remade
 from lora_merge.proof.replay import prove
 from tests.kit.files import save
 from tests.kit.tensors import rand

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli.doctor import computed
-from lora_merge.engine.placement import Placement
+from lora_merge.engine.tensor_moves import Placement
 from lora_merge.proof.examples import EXAMPLES, given, weight
 from lora_merge.proof.reference import REFERENCE
-from lora_merge.proof.reference.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
+from lora_merge.proof.second_reading.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
 from tests.kit.pairs import examples
 
 

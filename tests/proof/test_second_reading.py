@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapters.file import group
+from lora_merge.adapters.modules import group
 from lora_merge.algorithms import Shape
-from lora_merge.cli.text import show_proof
+from lora_merge.cli.reports import proof_lines
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
@@ -27,13 +27,13 @@ from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
-from lora_merge.proof.reference.claims import _spans as spans
-from lora_merge.proof.reference.places import Place, Places
-from lora_merge.proof.reference.places import Rows as StoredRows
-from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
-from lora_merge.proof.second_reading import PART, Reading, compare
-from lora_merge.ranges import Rows
+from lora_merge.proof.second_reading.claims import _spans as spans
+from lora_merge.proof.second_reading.modules import groups
+from lora_merge.proof.second_reading.read_again import PART, Reading, compare
+from lora_merge.proof.second_reading.rows import Place, Places
+from lora_merge.proof.second_reading.rows import Rows as StoredRows
+from lora_merge.row_ranges import Rows
 from tests.kit.adapters import kohya, unread
 from tests.kit.files import index, load, load_all, save
 from tests.kit.models import sd1
@@ -394,7 +394,7 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
     assert matching["modules"] == matching["proven"] + 1 > 20
     for proof in ({**report.verified, "numbers": report.numbers}, prove(out), prove(out, full=True)):
         said: list[str] = []
-        show_proof(proof, said.append)
+        proof_lines(proof, said.append)
         assert said[-1] == (f"matching proven a second way for {matching['proven']} of {matching['modules']} modules; "
                             "1 checked by numbers but not by place: lora_unet_time_embed_0; the second reading does not "
                             "know how their tensors are called (1)")  # fmt: skip
@@ -407,7 +407,7 @@ def test_known_modules_are_reported_on_demand(*, verbose: bool) -> None:
     every = {"ratio": 0.01, "changed": 0.5}
     proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0, "bound": {"compute_dtype": "fp32"},
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}, "account": {"unused": 0}}  # fmt: skip
-    show_proof(proof, said.append, verbose=verbose)
+    proof_lines(proof, said.append, verbose=verbose)
     assert said[4:] == ["matching proven a second way for 9 of 9 modules"] * verbose
 
 

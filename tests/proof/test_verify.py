@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 import lora_merge
 import lora_merge.engine.merge
-from lora_merge.cli.text import show_proof
-from lora_merge.engine.placement import convert
+from lora_merge.cli.reports import proof_lines
+from lora_merge.engine.tensor_moves import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.proof import recompute
@@ -346,9 +346,9 @@ def test_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scal
     numbers = report.numbers
     assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
     said: list[str] = []
-    show_proof({**report.verified, "numbers": numbers, "counted": True}, said.append)
+    proof_lines({**report.verified, "numbers": numbers, "counted": True}, said.append)
     assert said[2].endswith("less than 90% of it is in 1 weight, least in block.weight")
-    show_proof({**report.verified, "numbers": numbers}, said.append)
+    proof_lines({**report.verified, "numbers": numbers}, said.append)
     assert said[-1].endswith(f"in the {report.verified['rows']} rows that were read")
     rounded = lora_merge.merge(*paths[:2], tmp_path / "drawn.safetensors", dtype=dtype, rounding="stochastic")
     assert rounded.verified is not None

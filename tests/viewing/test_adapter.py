@@ -13,9 +13,9 @@ import torch
 
 import lora_merge
 from lora_merge.viewing.adapter import block_name
+from lora_merge.viewing.facts import TABLE, WIDTH
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TOLD, lines
-from lora_merge.viewing.words.rows import TABLE, WIDTH
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
 from tests.kit.models import sd1

@@ -12,9 +12,9 @@ import torch
 import lora_merge
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.merge_facts import ENLARGED, retained
 from lora_merge.viewing.pages.page import content
 from lora_merge.viewing.text import lines
-from lora_merge.viewing.words.merges import ENLARGED, retained
 from tests.kit.command_line import run
 from tests.kit.files import save
 from tests.kit.tensors import rand

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.change_statistics import Measure, Measures
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.measure import Measure, Measures
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
 from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.merge_facts import effect, recomputed, unchanged
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import Content
 from lora_merge.viewing.pages.heat_map import places, short
 from lora_merge.viewing.text import match_summary, rows, summary
-from lora_merge.viewing.words.merges import effect, recomputed, unchanged
 from tests.kit.browser import shown
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save

@@ -14,11 +14,11 @@ from jsonschema import Draft202012Validator
 import lora_merge
 from lora_merge.adapters_out.report import AdapterReport
 from lora_merge.cli.main import app
-from lora_merge.cli.text import dry
+from lora_merge.cli.reports import dry
 from lora_merge.report import Report
 from lora_merge.viewing.compare import compare
+from lora_merge.viewing.facts import KINDS, schema_of
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.schemas import KINDS, schema_of
 from tests.kit.command_line import run
 from tests.viewing.conftest import Scene
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.engine import blocks, combining
-from lora_merge.engine.by_rows.rows import Rows
+from lora_merge.engine import combination, row_blocks
+from lora_merge.engine.row_matrix import Rows
 from lora_merge.errors import ResourceError, VerificationFailed
-from lora_merge.method_numbers import Numbers
-from lora_merge.methods import COMBINATIONS, DIVISORS, SUM
-from lora_merge.proof import combined
+from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
+from lora_merge.method_parameters import Numbers
+from lora_merge.proof import methods_again
 from lora_merge.proof.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -93,7 +93,7 @@ def test_bytes_depend_on_no_window_and_replay_makes_them_again(
     assert run(base, *adapters, "-o", tmp_path / "a.safetensors", "--method", method, *words)[::2] == (0, "")
     options: Any = {**numbers(method), "method": method, "max_memory": "8MiB"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_ELEMENTS", 40)
+        patch.setattr(row_blocks, "BLOCK_ELEMENTS", 40)
         lora_merge.merge(base, adapters, tmp_path / "b.safetensors", **options)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     lora_merge.replay(tmp_path / "a.safetensors", tmp_path / "c.safetensors", search=[base.parent])
@@ -124,7 +124,7 @@ def test_full_proof_finds_a_wrong_threshold(wrong: str, files: tuple[Path, Path,
     base, *adapters = files
     options: Any = {"method": "ties", "density": 0.4, "verify": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combining, "largest", MUTANTS[wrong](combining.largest))
+        patch.setattr(combination, "largest", MUTANTS[wrong](combination.largest))
         lora_merge.merge(base, adapters, tmp_path / "o.safetensors", **options)
     with pytest.raises(VerificationFailed, match=f"of {CHANGED} merged tensors are not what"):
         prove(tmp_path / "o.safetensors", full=True, search=[base.parent])
@@ -134,10 +134,10 @@ def changes(count: int) -> list[torch.Tensor]:
     return [rand(12, 20, seed=n).double() for n in range(count)]
 
 
-def proof_rows(change: torch.Tensor) -> combined.Rows:
+def proof_rows(change: torch.Tensor) -> methods_again.Rows:
     """A change as the proof has it, five rows at a time."""
     numbers = change.numpy()
-    return combined.Rows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
+    return methods_again.Rows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -146,8 +146,8 @@ def test_implementations_agree(method: str) -> None:
     strengths, seeds = [1.0, 0.5, -0.7][: len(given)], ["a", "b", "c"]
     for more in ({}, {"elect": "count", "normalise": "weight"}, {"normalise": "none", "scale": 0.5}):
         n = Numbers(**{**numbers(method), **more})
-        one = combining.combined(method, [g.clone() for g in given], strengths, n, seeds)
-        parts, slack = combined.combined(
+        one = combination.combined(method, [g.clone() for g in given], strengths, n, seeds)
+        parts, slack = methods_again.combined(
             COMBINATIONS[method], [proof_rows(g) for g in given], strengths, n, seeds, rows=np.arange(12), vector=False
         )
         assert (slack <= 1e-6).all()
@@ -182,7 +182,7 @@ def test_changes_of_one_weight_meet_whatever_makes_them(
         right = before.clone()
         if own:
             given = [proof_rows(t.flatten(1)) for _, t in own]
-            parts, _ = combined.combined(COMBINATIONS[method], given, [s for s, _ in own], Numbers(**options),
+            parts, _ = methods_again.combined(COMBINATIONS[method], given, [s for s, _ in own], Numbers(**options),
                                          [""] * len(own), rows=np.arange(len(before)), vector=False)  # fmt: skip
             right += torch.from_numpy(np.sum(parts, axis=0)).view(before.shape)
         torch.testing.assert_close(got[key], right, rtol=1e-9, atol=1e-11, msg=key)
@@ -208,7 +208,7 @@ def test_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> None
     got = load(tmp_path / "o.safetensors")
     for key in ("a.weight", "a.bias"):
         given = [(v[key] - base[key]).double().view(len(base[key]), -1) for v in values]
-        right = combining.combined("ties", given, [1.0, 1.0], Numbers(density=0.5), ["", ""], vector=False)
+        right = combination.combined("ties", given, [1.0, 1.0], Numbers(density=0.5), ["", ""], vector=False)
         torch.testing.assert_close(got[key], (base[key] + right.view_as(base[key])).float())
     assert prove(tmp_path / "o.safetensors", full=True)["tensors"] == 3
     lora_merge.combine(files[1:], tmp_path / "c.safetensors", base=files[0], method="ties", density=0.5,

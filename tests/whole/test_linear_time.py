@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 import lora_merge
-from lora_merge.engine import fold_window as making  # noqa: F401  # with torch: the import is not what is counted
+from lora_merge.engine import window_merger as making  # noqa: F401  # with torch: the import is not what is counted
 from tests.bench import many
 from tests.bench.measure import Run
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import keywords
+from lora_merge import typed_options
 from lora_merge.adapters_out.job import OWN
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
@@ -151,8 +151,8 @@ def test_editors_know_every_keyword(call: Any) -> None:
 def test_editors_know_every_field_of_a_job() -> None:
     from lora_merge.batch import schema
 
-    for table, model in ((keywords.JobTable, schema.JobEntry), (keywords.Defaults, schema.Defaults),
-                         (keywords.JobsTable, schema.JobsFile), (keywords.AdapterTable, schema.AdapterEntry)):  # fmt: skip
+    for table, model in ((typed_options.JobTable, schema.JobEntry), (typed_options.Defaults, schema.Defaults),
+                         (typed_options.JobsTable, schema.JobsFile), (typed_options.AdapterTable, schema.AdapterEntry)):  # fmt: skip
         assert {*table.__annotations__} == {*model.model_fields}
 
 
@@ -244,13 +244,13 @@ def test_tensors_and_batches_tell_how_far_they_are(
 
 
 def test_verify_has_the_options_of_the_table() -> None:
-    assert {*typing.get_type_hints(keywords.VerifyOptions, None, {"torch": torch})} == {
+    assert {*typing.get_type_hints(typed_options.VerifyOptions, None, {"torch": torch})} == {
         name for name, option in OPTIONS.items() if option.in_verify
     }
 
 
 def test_combine_has_the_options_of_its_table() -> None:
-    assert OWN.keys() <= {"rank", "method", "include", "to", *keywords.ResizeOptions.__annotations__}
+    assert OWN.keys() <= {"rank", "method", "include", "to", *typed_options.ResizeOptions.__annotations__}
 
 
 @pytest.mark.release

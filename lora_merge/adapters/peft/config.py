@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
-from ...limits import Refused
-from ...module_patterns import Ends, Matching
 from ...options import beginning
-from ...ranges import Rows
+from ...row_ranges import Rows
+from ...safe_regex import Refused
+from .module_patterns import Ends, Matching
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"

@@ -34,16 +34,15 @@ from ...algorithms import ALGORITHMS, Shapes
 from ...algorithms.lora import LORA
 from ...algorithms.whole import SET
 from ...errors import InputError
-from ...files.layouts import PEFT
-from ...limits import from_json
+from ...files.folder_layouts import PEFT
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
-from ...ranges import Rows
+from ...row_ranges import Rows
+from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
-from .methods import METHODS, MLX, OTHERS, SHARED, Method
-from .numbers import alpha_doubt, check_count, rank_doubt
+from .methods import METHODS, MLX, OTHERS, SHARED, Method, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"

@@ -14,7 +14,7 @@ from typing import Final
 
 from ...algorithms import DoesNotFit
 from ...algorithms.lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
-from ...files.layouts import PEFT
+from ...files.folder_layouts import PEFT
 from ...models.prefixes import TRAINING
 from .config import PeftConfig
 

@@ -1,9 +1,12 @@
-"""One weight of both checkpoints → its difference, formed by rows where the weight is large."""
+"""One weight of both checkpoints → its difference, formed by rows where the weight is large.
+
+The rounding errors of stored numbers, which a difference of two checkpoints holds beside what was trained.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -14,17 +17,45 @@ from torch import Tensor
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES
-from ...engine.by_rows.rows import Rows
-from ...engine.placement import finite, pieces
+from ...engine.row_matrix import Rows
+from ...engine.tensor_moves import finite, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
 from ...errors import InputError
 from ...files.checkpoint import Index
-from ...models.chosen import or_leave_out
+from ...models.part_factors import or_leave_out
 from ...models.weights import RowSlice, Weight, WeightView
-from ..layers import beyond_fp64
-from ..truncation.effect import NOTHING, Totals, squares_of_rows, totals_of
-from .pair import Pair
-from .rounding import DIGITS, NARROW, SAMPLE, mean_square
+from ..combined_change import beyond_fp64
+from ..rounding import NOTHING, Totals, squares_of_rows, totals_of
+from .pairs import Pair
+
+DIGITS: Final[Mapping[str, tuple[int, int]]] = {
+    "F64": (53, -1021),
+    "F32": (24, -125),
+    "F16": (11, -13),
+    "BF16": (8, -125),
+}
+"""Dtype → (bits of its significand, the exponent that `frexp` gives its smallest normal number)."""
+
+NARROW: Final = frozenset({"F16", "BF16"})
+"""Dtypes of 16 bits, in which a difference may be mostly rounding."""
+
+SAMPLE: Final = 2**16
+"""The most numbers of a weight by which its rounding errors are told."""
+
+
+def mean_square(values: Rows, dtypes: frozenset[str]) -> float | None:
+    """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
+    if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
+        return None
+    digits, least = DIGITS[next(iter(dtypes))]
+    total = 0.0
+    for _, some in values.blocks():
+        wide = some.double() if some.dtype == torch.float64 else some.float()
+        steps = torch.frexp(wide).exponent.clamp_min(least) - least  # counted by size, as there are few sizes
+        counts = torch.bincount(steps.reshape(-1)).double()
+        total += float((counts * 4.0 ** (torch.arange(len(counts), dtype=torch.float64) + least - digits)).sum())
+    return total / max(values.numel(), 1) / 12
+
 
 HELD: Final = 2**24
 """Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""

@@ -12,12 +12,12 @@ from math import isqrt, prod
 import torch
 
 from ...algorithms.lokr import LOKR
-from ...engine.by_rows.rows import Rows
-from ..outcome.layer import Layer
+from ...engine.row_matrix import Rows
+from ..decomposition.matrix_svd import of_dense
+from ..decomposition.storage_rounding import stored
+from ..module_tensors import Layer
 from ..rank_rules import COUNT, Rule
-from ..truncation.dense import of_dense
-from ..truncation.effect import squares_of_rows
-from ..truncation.storing import stored
+from ..rounding import squares_of_rows
 
 Choose = Callable[[list[float], float], int]
 

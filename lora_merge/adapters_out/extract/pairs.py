@@ -1,25 +1,115 @@
-"""The pairs of a weight of the tuned checkpoint and one of the base, in the words of the output's dialect. No torch."""
+"""The pairs of a weight of the tuned checkpoint and one of the base, in the words of the output's dialect. No torch.
+
+One parameter of both checkpoints. No torch.
+
+Parameters that the two checkpoints do not have in the same form: new rows, new modules, and heads that one of them
+shares with its embeddings. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
+from ...dtypes import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
-from ...models.chosen import Chosen, or_leave_out
 from ...models.names import AVERAGES, Names
+from ...models.part_factors import Chosen, or_leave_out
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
-from ...shapes import flat
 from ...text import Note, listed, plural
 from ..dialects import Dialect
-from ..places import Place, places
-from .pair import Pair
-from .unequal import added, enlarged, said_of_new, said_of_rows, separated
+from ..groups import Place, places
+
+
+class Pair(NamedTuple):
+    """One parameter: its place in the base, in the words of the dialect, and its rows in the tuned checkpoint."""
+
+    place: Place
+    tuned: WeightView
+    fresh: bool = False  # whether its new value is stored, as the base lacks it or has other rows; `place` is in tuned
+    before: WeightView | None = None  # the rows that the base has of a fresh one
+    head: str = ""  # the key of a head whose weight the base shares with its embeddings
+
+    @property
+    def name(self) -> str:
+        """The parameter as reports and errors name it."""
+        return self.place.label
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers in fp32: what the work on it is measured by."""
+        return 4 * prod(self.place.view.shape)
+
+
+def separated(
+    base: tuple[Index, Names], tuned: tuple[Index, Names], here: Sequence[Place], there: Sequence[Place]
+) -> list[Pair]:
+    """Return the pair of a head that one checkpoint shares with its embeddings and the other has apart, if there is
+    one: the shared tensor is the head's weight there."""
+    mine, theirs = (tied(side[1], side[0].tensors, side[0].config) for side in (base, tuned))
+    if (mine is None) == (theirs is None) or (mine is not None and mine.stored):
+        return []
+    shared, sharing, alone = (mine, here, there) if mine else (theirs, there, here)
+    assert shared is not None, "one of both is"
+    head, table = _head(shared, alone), next((p for p in sharing if _stored(p) == shared.info.name), None)
+    if head is None or table is None:
+        return []
+    if mine is None:
+        return [Pair(head, table.view)]
+    return [Pair(head._replace(view=table.view), head.view, head=f"{mine.key or mine.head}.weight")]
+
+
+def _head(pair: TiedPair, there: Iterable[Place]) -> Place | None:
+    names = {f"{name}.weight" for name in (pair.head, pair.key) if name}
+    return next((p for p in there if _stored(p) in names), None)
+
+
+def _stored(place: Place) -> str:
+    return place.view.row_slices[0].key
+
+
+def enlarged(old: WeightView, new: WeightView) -> bool:
+    """Return whether a whole tensor has other rows, as embeddings and heads have after new tokens."""
+    plain = all(len(v.row_slices) == 1 and not v.row_slices[0].transposed for v in (old, new))
+    return plain and old.shape[1:] == new.shape[1:] and len(old.shape) == len(new.shape) > 0
+
+
+def added(extra: Sequence[Place], here: Sequence[Place]) -> list[Pair]:
+    """Return the parameters of modules that the base lacks as a whole, such as a new head; none of a layer behind the
+    last one of a stack, as no program has a place for it."""
+    known = {(p.prefix, p.module) for p in here}
+    stacks = {stack for p in here for stack in _stacks(p.prefix + p.module)}
+    return [
+        Pair(p, p.view, fresh=True)
+        for p in extra
+        if (p.prefix, p.module) not in known and not p.bare and not p.view.row_slices[0].transposed
+        and len(p.view.row_slices) == 1 and stacks.isdisjoint(_stacks(p.prefix + p.module))
+    ]  # fmt: skip
+
+
+def _stacks(name: str) -> list[str]:
+    return [name[: found.start()] for found in re.finditer(r"\.\d+(?=\.|$)", name)]
+
+
+def said_of_rows(place: Place, view: WeightView) -> Note:
+    """Return the note about a parameter with other rows."""
+    rows = view.shape[0]
+    return Note(f"{place.name}: {place.view.shape[0]} rows become {rows}, stored whole; before PEFT loads it, give the "
+                f"base as many: resize_token_embeddings({rows})")  # fmt: skip
+
+
+def said_of_new(new: Sequence[Pair]) -> list[Note]:
+    """Return the note about modules that the base lacks, if there are any."""
+    names = dict.fromkeys(p.place.module for p in new)
+    return [Note(f"the base lacks {listed(names, 3)}, stored whole; PEFT loads it into a class of models that has it")
+            ] if names else []  # fmt: skip
+
 
 FLOATING: Final = ("F", "BF", "C64")
 """First letters of the dtypes of weights; integers are indices, such as position ids."""

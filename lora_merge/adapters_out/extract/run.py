@@ -17,42 +17,37 @@ from ...disk.destination import check_output
 from ...disk.spool import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import device_bytes, places, threads
-from ...engine.placement import FILE_DTYPES, TORCH_DTYPES
+from ...engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
 from ...errors import AdapterAsBase, FitError, InputError, UsageError
 from ...files.checkpoint import Index
-from ...models.chosen import Chosen
 from ...models.names import Names
+from ...models.part_factors import Chosen
 from ...paths import typed, with_ending
-from ...planning.cache import CheckpointCache
+from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..conversion.kept import kept
-from ..conversion.made import Made, value_made
+from ..combined_change import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
+from ..copied_tensors import Made, kept, value_made
+from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
+from ..groups import Place
 from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
-from ..layers import Storage, Wanted, decomposing, expect_finite, shared_out
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
-from ..outcome.layer import Kept, Layer
-from ..outcome.outcome import Facts, Outcome, Run, idle_alpha, planned
-from ..peft.biases import with_biases
-from ..peft.complete import as_table, completed
-from ..peft.folder import config, differing_ranks, expect_one, task_type
-from ..peft.tables import is_table
-from ..places import Place
+from ..module_tensors import Kept, Layer
+from ..output_file import CONTENTS, drafted, expect_room, unread
+from ..parallel import side_by_side
+from ..peft.completion import as_table, completed, with_biases
+from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
+from ..pipeline import Facts, Outcome, Run, idle_alpha, planned
 from ..rank_rules import COUNT
 from ..report import AdapterReport
-from ..side_by_side import side_by_side
-from ..truncation.need import note
-from ..written import CONTENTS, drafted, expect_room, unread
-from .batches import Batch, batches, nbytes
 from .difference import Side, difference, differences
-from .making import Extractor, measured
-from .pair import Pair
-from .pairs import Pairs, paired
-from .proving import Claim, prove
-from .task import SKIP, Extraction, make_extraction
+from .extract_job import SKIP, Extraction, make_extraction
+from .extract_modules import Batch, Extractor, batches, measured, nbytes
+from .extraction_proof import Claim, prove
+from .pairs import Pair, Pairs, paired
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from ...errors import FitError, UsageError
 from ..dialects import Dialect
+from ..groups import Place
 from ..job import GIVE_BASE
-from ..places import Place
-from .folder import BIAS, EXPERT, whole_modules
+from .config import BIAS, EXPERT, whole_modules
 
 if TYPE_CHECKING:
-    from ..outcome.layer import Kept
+    from ..module_tensors import Kept
 
 KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...limits import from_json
+from ...safe_regex import from_json
 from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
 from .comfy import NOTE_LIMIT
 from .scaled import Stored, scaled

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from ...disk.reader import read_bytes
-from ...limits import from_json
+from ...safe_regex import from_json
 from .base import Checkpoint
 
 ENTRY: Final = "_quantization_metadata"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
-from ...limits import Refused, Steps, pattern
+from ...safe_regex import Refused, Steps, pattern
 from .base import Checkpoint, Claim, Packing, claimed
 from .fp4 import Fp4Tensors, fp4
 from .packed_ints import PackedInts, packed_ints

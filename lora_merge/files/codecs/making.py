@@ -21,8 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import Memory, StoredTensor
-from ...dtypes import ITEM_BYTES, TABLE
-from ...shapes import Shape
+from ...dtypes import ITEM_BYTES, TABLE, Shape
 from .base import Packing, Part
 from .bitsandbytes import ABSMAX, MAP, fresh_four_bits
 from .compressed_tensors import METHOD

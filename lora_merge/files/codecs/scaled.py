@@ -13,8 +13,7 @@ from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, TABLE
-from ...shapes import flat
+from ...dtypes import ITEM_BYTES, TABLE, flat
 from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts, beyond
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
-from ...limits import Refused, Steps
+from ...safe_regex import Refused, Steps
 from .base import Checkpoint, Claim, Encoding, Packing, Part, claimed
 from .low_rank import Factors, with_factors
 from .mlx import BIAS, DTYPES, affine

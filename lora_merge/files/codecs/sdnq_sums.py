@@ -13,8 +13,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES
-from ...shapes import Shape
+from ...dtypes import ITEM_BYTES, Shape
 from .base import CODES, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .fp8_scaled import SIZES
 from .low_rank import DOWN, FLOATS, UP, Factors

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...limits import from_json
-from ...shapes import Shape
+from ...dtypes import Shape
+from ...safe_regex import from_json
 from .base import Checkpoint, Claim, Packing, claimed
 from .fp4 import Fp4Tensors, fp4
 from .scaled import Stored, scaled

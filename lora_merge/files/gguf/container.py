@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from ...disk.files import FileState, Header, StoredTensor, open_regular
+from ...dtypes import Shape
 from ...errors import InputError
-from ...shapes import Shape
 from ...text import quoted
 from .types import BY_NUMBER, TYPES
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from ...shapes import Shape
+from ...dtypes import Shape
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh
 from .container import ARRAY, MAGIC

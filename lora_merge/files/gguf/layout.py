@@ -12,8 +12,8 @@ from typing import Final
 
 from ...disk.files import open_regular
 from ...disk.pages import PAGE
+from ...dtypes import Shape
 from ...errors import InputError
-from ...shapes import Shape
 from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of, read_content
 from .types import TYPES
 

@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from ...shapes import Shape
+from ...dtypes import Shape
 
 
 class GgmlType(NamedTuple):

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
+from ...dtypes import Shape
 from ...errors import InputError
-from ...shapes import Shape
 from ..codecs.base import Packing
 from ..codecs.ggml import fresh, ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed

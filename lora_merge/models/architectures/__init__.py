@@ -35,9 +35,9 @@ from typing import Any, Final
 import yaml
 
 from ...algorithms import COUNT
+from ...dtypes import Shape
 from ...errors import InputError
 from ...files.yaml_source import LOADER, check_depth, read_text
-from ...shapes import Shape
 from .notation import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent

@@ -34,7 +34,7 @@ from itertools import product
 from math import prod
 from typing import Final, TypeAlias
 
-Path: TypeAlias = tuple[str, ...]
+NamePath: TypeAlias = tuple[str, ...]
 Bound: TypeAlias = Mapping[str, str]
 
 LAST: Final = "{last}"
@@ -59,7 +59,7 @@ class BadRow(ValueError):
 class Part:
     """One part of a row's canonical side."""
 
-    path: Path
+    path: NamePath
     half: int | None = None  # 0 or 1: that half of the rows
     sized: bool = False  # as many rows as the input is wide
     transposed: bool = False
@@ -69,7 +69,7 @@ class Part:
 class Row:
     """One row without arithmetic and alternatives. Rows are compared by identity: millions of lookups hash them."""
 
-    name: Path
+    name: NamePath
     parts: tuple[Part, ...]
     stack: str | None = None  # the variable that numbers the matrices of a stack
     block: int = 0  # rows of each part in turn; 0: the rows of each part are consecutive
@@ -81,13 +81,13 @@ class Row:
         whole = not others and part.half is None and not (part.sized or part.transposed or self.stack or self.block)
         return whole and _even(self.name) and _even(part.path)
 
-    def renamed(self, path: Path) -> Path:
+    def renamed(self, path: NamePath) -> NamePath:
         """Return the canonical path of a path that starts with this row's name."""
         bound = {s[1]: have for s, have in zip(self.name, path, strict=False) if s[0] == "{"}
         return fill(self.parts[0].path, bound) + path[len(self.name) :]
 
 
-Lookup: TypeAlias = Mapping[Path, Sequence[tuple[Path, Row, int]]]
+Lookup: TypeAlias = Mapping[NamePath, Sequence[tuple[NamePath, Row, int]]]
 """Path with `#` for numbers → (path as written, row, index of the part) of its rows."""
 
 
@@ -97,7 +97,7 @@ class Hit:
 
     row: Row
     bound: dict[str, str]
-    tail: Path
+    tail: NamePath
     part: int = 0
 
 
@@ -202,8 +202,8 @@ class Table:
     """Rows with lookups from both sides. A lookup costs one dict access per path segment."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self._names: dict[Path, list[tuple[Path, Row, int]]] = {}
-        self._parts: dict[Path, list[tuple[Path, Row, int]]] = {}
+        self._names: dict[NamePath, list[tuple[NamePath, Row, int]]] = {}
+        self._parts: dict[NamePath, list[tuple[NamePath, Row, int]]] = {}
         for row in rows:
             self._names.setdefault(_template(row.name), []).append((row.name, row, 0))
             for i, part in enumerate(row.parts):
@@ -233,11 +233,11 @@ class Table:
                 found.append(_at(row, str(max(numbers))))
         return found
 
-    def canonical(self, path: Path) -> Hit | None:
+    def canonical(self, path: NamePath) -> Hit | None:
         """Return the row that covers a name of this spelling."""
         return next(iter(self._lookup(self._names, path)), None)
 
-    def spelled(self, path: Path) -> list[Hit]:
+    def spelled(self, path: NamePath) -> list[Hit]:
         """Return the rows of which a canonical name is a part."""
         return self._lookup(self._parts, path)
 
@@ -246,17 +246,17 @@ class Table:
         """Whether all rows only rename whole weights."""
         return all(row.renames for row in self._rows)
 
-    def names_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
+    def names_of(self, form: NamePath) -> Iterator[tuple[Row, NamePath]]:
         """Yield (row, canonical form) for the rows that may cover names of this form."""
         for row, tail, _ in self._covering(self._names, form):
             yield from ((row, _template(part.path) + tail) for part in row.parts)
 
-    def spellings_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
+    def spellings_of(self, form: NamePath) -> Iterator[tuple[Row, NamePath]]:
         """Yield (row, form of the row's name) for the rows that may have canonical names of this form as parts."""
         for row, tail, _ in self._covering(self._parts, form):
             yield row, _template(row.name) + tail
 
-    def _covering(self, table: Lookup, form: Path) -> list[tuple[Row, Path, int]]:
+    def _covering(self, table: Lookup, form: NamePath) -> list[tuple[Row, NamePath, int]]:
         """Return (row, rest of the form, index of the part) of all rows that may cover names of this form.
 
         If no row requires certain numbers or equal ones, these are the rows that cover every such name.
@@ -268,7 +268,7 @@ class Table:
             return [(hit.row, form[len(form) - len(hit.tail) :], hit.part) for hit in self._lookup(table, example)]
         return [(row, tail, part) for _, row, tail, part in found]
 
-    def _lookup(self, table: Lookup, path: Path) -> list[Hit]:
+    def _lookup(self, table: Lookup, path: NamePath) -> list[Hit]:
         blank = tuple(["#" if is_number(s) else s for s in path[: self._longest]])
         for n in range(len(blank), 0, -1):
             rows = table.get(blank[:n])
@@ -285,14 +285,14 @@ class Table:
         return []
 
 
-def fill(path: Path, bound: Bound) -> Path:
+def fill(path: NamePath, bound: Bound) -> NamePath:
     """Return the path with numbers in place of variables."""
     return tuple([bound[s[1]] if s[0] == "{" else s for s in path])
 
 
-def _highest(names: Iterable[str]) -> dict[Path, int]:
+def _highest(names: Iterable[str]) -> dict[NamePath, int]:
     """Return path → the highest number behind it."""
-    found: dict[Path, int] = {}
+    found: dict[NamePath, int] = {}
     for name in names:
         path = tuple(name.split("."))
         for at, segment in enumerate(path[:DEEPEST]):
@@ -302,7 +302,7 @@ def _highest(names: Iterable[str]) -> dict[Path, int]:
 
 
 def _at(row: Row, number: str) -> Row:
-    def put(path: Path) -> Path:
+    def put(path: NamePath) -> NamePath:
         return tuple(number if s == LAST else s for s in path)
 
     return replace(row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts))
@@ -315,17 +315,17 @@ def is_number(segment: str) -> bool:
 
 
 @lru_cache(maxsize=65_536)  # the tables of all architectures have some ten thousand paths
-def _template(path: Path) -> Path:
+def _template(path: NamePath) -> NamePath:
     return tuple(["#" if s[0] == "{" or is_number(s) else s for s in path])
 
 
-def _even(template: Path) -> bool:
+def _even(template: NamePath) -> bool:
     """Return whether a path fits any numbers: it has no fixed number and no variable twice."""
     variables = [s for s in template if s[0] == "{"]
     return len(set(variables)) == len(variables) and not any(map(is_number, template))
 
 
-def _bind(template: Path, path: Path) -> dict[str, str] | None:
+def _bind(template: NamePath, path: NamePath) -> dict[str, str] | None:
     bound: dict[str, str] = {}
     for want, have in zip(template, path, strict=False):
         if want == have:

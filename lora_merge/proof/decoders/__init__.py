@@ -10,12 +10,26 @@ import numpy as np
 
 from ..grids import Grid, joined
 from ..reference.floats import Array
-from .codes import BadPart, alone, bnb4, bytes_of_fnuz, fp4, halves, packed_ints, scaled, transposed
+from .codes import (
+    BadPart,
+    Decoder,
+    alone,
+    aqlm,
+    bnb4,
+    bytes_of_fnuz,
+    columns,
+    fp4,
+    grouped,
+    halves,
+    low_rank,
+    packed_ints,
+    scaled,
+    streams,
+    sums,
+    transposed,
+)
 from .ggml import blocks
 from .grids import points
-from .sdnq import Decoder, low_rank, sums
-from .streams import streams
-from .tables import aqlm, columns, grouped
 
 
 def _low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:

@@ -1,11 +1,19 @@
 """Decoders in numpy: codes of one byte, 4-bit codes in halves of bytes, whole numbers packed into words, GPTQ and AWQ,
-and bitsandbytes' tables."""
+and bitsandbytes' tables.
+
+Codes that choose from tables which were fitted to each weight: AQLM, ComfyUI's asym_w4a8_int8 and awq_w4a16.
+
+Weights of SDNQ: q · s + z + up · down, in a rotated basis or not; codes of odd bits.
+
+Codes of mlx: whole numbers in a stream of bits, with a scale and a bias for each group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -204,3 +212,116 @@ def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     shift = -zero * scale if encoding.hqq else -zero
     found = levels.ravel()[first : first + count].astype(np.float64)
     return found, Grid(Table(np.arange(2**bits)), scale[group], shift[group])
+
+
+def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
+    found = decode(raw[role], dtype)
+    if not np.isfinite(found).all():
+        raise BadPart(f"a number of its {role} is not finite")
+    return found
+
+
+def aqlm(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return sums of entries of codebooks, times the scales of rows."""
+    codes = np.frombuffer(raw["codes"], "<i2" if encoding.wide else "i1").astype(np.int64).reshape(-1, encoding.books)
+    book = _finite(raw, "book", encoding.numbers).reshape(encoding.books, encoding.entries, encoding.width)
+    found = np.zeros((len(codes), encoding.width))
+    for n in range(encoding.books):
+        found += book[n, codes[:, n] & (encoding.entries - 1)]
+    scale = _finite(raw, "scale", encoding.scales)
+    return found.ravel() * np.repeat(scale, encoding.cols), Grid(Floats("F32"))
+
+
+def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return whole numbers that levels and scales of groups give, with scales of rows."""
+    data = np.frombuffer(raw["codes"], np.uint8).reshape(count // encoding.cols, -1)
+    plane = encoding.cols // 2
+    codes = nibbles(np.ascontiguousarray(data[:, :plane]), np.arange(16), high_first=False)
+    if encoding.bits == 6:
+        codes += 16 * (data[:, plane:, None] >> np.array([0, 2, 4, 6]) & 3).ravel()
+    half = 2 ** (encoding.bits - 1)
+    level = _finite(raw, "book", "F32") if "book" in raw else np.arange(-half, half).astype(np.float64)
+    group = np.repeat(_finite(raw, "scale", encoding.kind), encoding.size)
+    whole = np.rint(np.clip((level[codes] * group).astype(np.float32), -127, 127)).astype(np.float64)
+    row = np.repeat(_finite(raw, "row", "F32"), encoding.cols)
+    return whole, Grid(Table(np.arange(-127, 128)), row, 0.0, turned(encoding.rotation))
+
+
+def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+    """Return whole numbers with the scales and zero points of their groups, which are stored column by column."""
+    rows, cols = encoding.shape
+    scale, zero = (_finite(raw, role, encoding.scales).reshape(-1, rows) for role in ("scale", "zero"))
+    row, column = np.divmod(np.arange(first, first + count), cols)
+    group = column // (cols // len(scale))
+    levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
+    return levels, Grid(Table(np.arange(-8, 8)), scale[group, row], zero[group, row])
+
+
+Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
+
+PLACES: Final = {
+    3: [*([8 * n + p for p in range(3)] for n in range(3)), *([8 * n + p for p in range(3, 6)] for n in range(3)),
+        [6, 7, 22], [14, 15, 23]],
+    5: [*([8 * n + p for p in range(5)] for n in range(5)), [5, 6, 7, 29, 30], [13, 14, 15, 37, 38],
+        [21, 22, 23, 39, 31]],
+    6: [*([8 * n + p for p in range(6)] for n in range(3)), [22, 23, 14, 15, 6, 7]],
+    7: [*([8 * n + p for p in range(7)] for n in range(7)), [55, 47, 39, 31, 23, 15, 7]],
+}  # fmt: skip
+"""Bits → for each number that is packed together the places of its bits in their bytes, the lowest first."""
+
+
+def _packed(raw: Any, bits: int) -> Array:
+    """Return the whole numbers of packed codes."""
+    places = PLACES.get(bits, [range(n, n + bits) for n in range(0, 8, bits)])
+    width = 8 * max(1, len(places) * bits // 8)
+    found = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, width)
+    return np.asarray(found[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)
+
+
+def low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int, inner: Decoder) -> tuple[Array, Grid]:
+    """Return the codes of another encoding, which `inner` decodes, with a product of two factors as a shift."""
+    levels, grid = inner(raw, encoding.inner, first, count)
+    product, size = _product(raw, encoding)
+    spread = grid.scale if np.ndim(grid.scale) else np.full(count, float(grid.scale))
+    return levels, replace(grid, scale=spread, shift=grid.shift + product, terms=np.abs(grid.shift) + size,
+                           turn=turned(encoding.rotation))  # fmt: skip
+
+
+def _product(raw: Mapping[str, Any], encoding: Any) -> tuple[Any, Any]:
+    """Return the product of the factors, flat, and the sum of its terms' magnitudes; zeros without factors."""
+    if not encoding.rank:
+        return 0.0, 0.0
+    up, down = (_finite(raw, role, encoding.factors).reshape(shape)
+                for role, shape in (("up", (-1, encoding.rank)), ("down", (encoding.rank, -1))))  # fmt: skip
+    return (up @ down).reshape(-1), (np.abs(up) @ np.abs(down)).reshape(-1)
+
+
+def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return codes, with their scales, and the zero points and the low-rank part as a shift."""
+    groups, wide, places = encoding.shape
+    cols = groups * wide * places
+    rows = count // cols
+    if encoding.dtype:
+        levels = decode(raw["codes"], encoding.dtype).astype(np.float64)
+    else:
+        levels = _packed(raw["codes"], encoding.bits).astype(np.float64) + encoding.lowest
+
+    def spread(role: str) -> Array:
+        given = _finite(raw, role, encoding.scales).reshape(rows, groups, 1, places)
+        return np.broadcast_to(given, (rows, groups, wide, places)).reshape(-1)
+
+    shift = spread("zero") if "zero" in raw else np.zeros(count)
+    product, size = _product(raw, encoding)
+    grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else Table(np.arange(-128, 256))
+    return levels, Grid(grid, spread("scale"), shift + product, turned(encoding.rotation), np.abs(shift) + size)
+
+
+def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return whole numbers, with their scales and biases."""
+    bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8), bitorder="little").reshape(count, encoding.bits)
+    levels = bits @ (1 << np.arange(encoding.bits))
+    scale, bias = (decode(raw[role], encoding.numbers) for role in ("scale", "bias"))
+    if not (np.isfinite(scale) & np.isfinite(bias)).all():
+        raise BadPart("a scale or a bias is not a finite number")
+    group = np.arange(count) // encoding.group
+    return levels.astype(np.float64), Grid(Table(np.arange(2**encoding.bits)), scale[group], bias[group])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from .given import Formula, FormulaInput, Reference
+from .formula_input import Formula, FormulaInput, Reference
 from .lycoris import LYCORIS
 from .peft import PEFT
 from .recent import RECENT

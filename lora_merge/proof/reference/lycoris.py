@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import FormulaInput, Reference
+from .formula_input import FormulaInput, Reference
 from .rotations import cayley, inputs_turned, series, triangles
 
 

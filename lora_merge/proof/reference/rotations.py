@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import FormulaInput, Reference
+from .formula_input import FormulaInput, Reference
 
 
 def cayley(s: Array) -> Array:

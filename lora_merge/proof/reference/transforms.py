@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import FormulaInput, Reference
+from .formula_input import FormulaInput, Reference
 
 COMPUTED: Final = frozenset(f"db{n}" for n in range(1, 11))
 """Daubechies' wavelets whose filters are computed from their definition. For longer ones that loses digits; their

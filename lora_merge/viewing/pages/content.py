@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...paths import typed
 from ...text import json_text, plural
-from ..words.merges import ENLARGED, MOST
-from ..words.rows import Fact
+from ..facts import Fact
+from ..merge_facts import ENLARGED, MOST
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]

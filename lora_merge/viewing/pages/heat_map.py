@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from ...models.module_blocks import block_name, in_order
+from ...models.blocks import block_name, in_order
 
 LEVELS: Final = re.compile(
     r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)"

@@ -13,9 +13,9 @@ from typing import Any
 
 from ...errors import UsageError
 from ...text import one_line
+from .file_pages import of_comparison, of_file, of_files
 from .limit import LONG, MOST, fitted
-from .made import of_adapter_made, of_jobs, of_merge
-from .seen import of_comparison, of_file, of_files
+from .output_pages import of_adapter_made, of_jobs, of_merge
 
 
 def content(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:

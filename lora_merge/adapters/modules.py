@@ -1,0 +1,394 @@
+"""Groups an adapter's tensors into modules: which tensors belong together, and which algorithms they may belong to.
+
+Every tensor ends up in a module, in `ignored` with a reason, or in `strange`. A strange tensor has no known suffix, so
+matching tries it as a new value of a parameter and reports it if it is not. No torch here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Final, Protocol
+
+from ..algorithms import ALGORITHMS
+from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.lora_transposed import LORA_TRANSPOSED
+from ..algorithms.whole import SET
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader, read_bytes
+from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE, Shape, spoken
+from ..errors import InputError
+from ..files.checkpoint import Index
+from ..files.file_signatures import foreign, instead
+from ..files.gguf.adapter import with_numbers
+from ..models.names import UNKNOWN, names
+from ..paths import typed
+from ..text import Note, plural
+from .suffixes import SHARED, split, split_row_part
+from .tensor_values import UPPER_HALF, differing, e4m3, zero_outside
+
+BUNDLE: Final = "bundle_emb."
+IGNORED: Final = {
+    BUNDLE: "bundled textual-inversion embedding, not a change of weights",
+    "emb_params": "textual-inversion embedding, not a change of weights",
+    "_aux.": "bookkeeping of the training tool",
+}
+"""Key prefix → why tensors under it are not merged."""
+
+_IGNORED: Final = tuple(IGNORED)
+
+WRAPPED: Final = ".linear"  # of Module.wrapped
+
+READABLE: Final = FLOATS | WHOLE
+"""Dtypes of adapter tensors: floats, and whole numbers for indices and switches. No trainer writes other dtypes."""
+
+SCALES: Final = ("alpha", "scale_override")
+"""Shared slots that scale the product of the factors."""
+
+RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
+"""Slots whose stored axis 0 is the rank, the first that a module has."""
+
+
+NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
+
+OF_MODELS: Final = (
+    "name a LoRA or another adapter; adapters with their model are written so: lora-merge combine ADAPTER ADAPTER2 "
+    "--base {0}; the difference of two models becomes an adapter by lora-merge extract BASE {0}"
+)
+"""The advice on a model in the place of an adapter."""
+
+CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
+
+
+class Values(Protocol):
+    """Access to the elements of stored tensors, in files or in memory."""
+
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+        """Return all elements of a small tensor of any stored dtype."""
+
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
+        """Return whether two tensors are equal, byte for byte."""
+
+    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
+        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors that change one parameter of one module."""
+
+    name: str
+    parameter: str
+    slots: Mapping[str, StoredTensor]
+    shared: Mapping[str, StoredTensor]
+    algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
+    repeated: tuple[tuple[str, StoredTensor], ...] = ()  # further tensors for slots of `shared`; must be equal
+
+    @classmethod
+    def of_value(cls, name: str, parameter: str, info: StoredTensor) -> Module:
+        """Return the module that replaces a parameter by a tensor of the adapter."""
+        return cls(name, parameter, {"diff": info}, {}, (SET.name,))
+
+    @property
+    def where(self) -> str:
+        """The name for messages."""
+        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors of all slots, its own and the shared ones."""
+        return (*self.slots.values(), *self.shared.values())
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
+        return self.algorithms == (LORA_TRANSPOSED.name,) and self.name.endswith(WRAPPED)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Stored shape per slot."""
+        return {slot: info.shape for slot, info in self.slots.items()}
+
+    @property
+    def height(self) -> int:
+        """The number of rows of the weight that the module changes; 0 where its tensors do not show it."""
+        up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
+        return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
+
+    @property
+    def complete(self) -> tuple[str, ...]:
+        """Algorithms whose required slots the module has, and that know all of the module's slots."""
+        return _complete(self.algorithms, frozenset(self.slots))
+
+
+@lru_cache(maxsize=1024)  # an adapter has thousands of modules of a few kinds
+def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
+    rows = [ALGORITHMS[name] for name in algorithms]
+    return tuple(
+        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.beside}
+    )
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """All tensors of one adapter, grouped into modules. No weights have been read, only single numbers such as α."""
+
+    path: Path
+    index: Index
+    modules: tuple[Module, ...]
+    strange: tuple[StoredTensor, ...]
+    ignored: Mapping[str, str]
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass
+class _Group:
+    slots: dict[str, StoredTensor] = field(default_factory=dict)
+    shared: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    algorithms: tuple[str, ...] | None = None
+
+    @property
+    def tensors(self) -> Iterator[StoredTensor]:
+        """All tensors of the group."""
+        yield from self.slots.values()
+        yield from chain.from_iterable(self.shared.values())
+
+    def narrow(self, algorithms: tuple[str, ...]) -> None:
+        """Keep the algorithms that the suffix of one more tensor allows."""
+        if self.algorithms is None:
+            self.algorithms = algorithms
+        elif self.algorithms != algorithms:
+            self.algorithms = _common(self.algorithms, algorithms)
+
+
+@lru_cache(maxsize=1024)
+def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the second list that are in the first, too; one answer serves the modules of one kind."""
+    return tuple(name for name in second if name in first)
+
+
+class FileValues:
+    """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
+
+    def __init__(self, reader: Reader | None = None) -> None:
+        self._reader = reader
+
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+        """See `Values.numbers`."""
+        if not info.nbytes:
+            return ()
+        raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
+        if dtype == "F8_E4M3":
+            return tuple(map(e4m3, raw))
+        if dtype in UPPER_HALF:
+            half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
+            raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
+        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{TABLE[dtype].code}", raw)
+
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
+        """See `Values.same`."""
+        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
+        )
+
+    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
+        """See `Values.differing`."""
+        return differing(copy, own)
+
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """See `Values.zero_outside`."""
+        return zero_outside(info, rows, columns, self._bytes)
+
+    def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
+        return (self._reader.read if self._reader else read_bytes)(info, first, count)
+
+
+def group(index: Index) -> AdapterFile:
+    """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
+    scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
+    if how := index.quantised.how if index.quantised.parts else scaled:
+        raise InputError("an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16")
+    index = _with_numbers(index)
+    groups: dict[tuple[str, str], _Group] = {}
+    strange: list[StoredTensor] = []
+    ignored: dict[str, str] = {}
+    bare: dict[str, StoredTensor] = {}
+    for key, info in index.tensors.items():
+        if key.startswith(_IGNORED):
+            ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
+            continue
+        if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
+            raise InputError(f"an adapter tensor of {spoken(info.dtype)} numbers", f"{info.file}: {key}",
+                             "export the adapter in fp32 or bf16")  # fmt: skip
+        found = split(key)
+        if found is None:
+            strange.append(info)
+            continue
+        name, row = found
+        if row.ending == ".weight":  # belongs to (IA)³ if the module has an `on_input` too
+            bare[name] = info
+            continue
+        owner = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
+        if row.slot in SHARED:
+            owner.shared.setdefault(row.slot, []).append(info)
+            continue
+        if row.slot in owner.slots:
+            raise two_in_one_slot(index.path, owner.slots[row.slot], info)
+        owner.slots[row.slot] = info
+        owner.narrow(row.algorithms)
+    strange += _scalings(groups, bare)
+    plain = {key for key, g in groups.items() if not _is_adapter(g)}
+    strange += [info for key in plain for info in groups[key].tensors]
+    if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
+        _check_pairs(index, strange)
+    modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
+    strange += _without_module(groups, modules, {info.name for info in strange})
+    wrapped = {m.name for m in modules if m.wrapped}
+    inside = {info.name for info in strange if info.name.rpartition(".")[0] in wrapped}
+    ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
+    strange = [info for info in strange if info.name not in inside]
+    return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
+
+
+def _with_numbers(index: Index) -> Index:
+    """Return an adapter with the numbers of quantised factors in GGUF."""
+    return index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
+
+
+def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:
+    """Raise InputError for a file without known endings, unless it may hold pairs of factors of unknown spellings."""
+    known, other = names(index).architecture, foreign(index.tensors)
+    what = other or (f"a model: {known}" if known != UNKNOWN else "")
+    if what or not any(True for _ in two_of_a_kind(strange)):
+        fix = instead(other) if other else OF_MODELS.format(typed([str(index.path)])) if what else NO_ADAPTER
+        raise InputError(
+            "this file holds no adapter tensors" + (f", it is {what}" if what else ""),
+            f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
+            fix,
+        )
+
+
+def two_of_a_kind(strange: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+    """Yield pairs of matrices without a known ending that may be the factors of one layer, the left one of their
+    product first: alone below a path, with a length in common that is at most a quarter of the others."""
+    below: dict[str, list[StoredTensor]] = {}
+    for info in strange:
+        if len(info.shape) == 2:
+            below.setdefault(info.name.removesuffix(".weight").rpartition(".")[0], []).append(info)
+    for some in (some for some in below.values() if len(some) == 2):
+        for left, right in (some, some[::-1]):
+            if left.shape[1] == right.shape[0] and 4 * left.shape[1] <= min(left.shape[0], right.shape[1]):
+                yield left, right
+
+
+def _without_module(
+    groups: Mapping[tuple[str, str], _Group], modules: Sequence[Module], strange: Container[str]
+) -> list[StoredTensor]:
+    """Return the tensors in shared slots that no module takes, such as an alpha without factors."""
+    shared = [info for g in groups.values() if not g.slots for info in g.tensors if info.name not in strange]
+    owned = {info.name for m in modules if shared for info in (*m.tensors, *(copy for _, copy in m.repeated))}
+    return [info for info in shared if info.name not in owned]
+
+
+def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Add every bare `.weight` of (IA)³ to its module, and return the tensors that are not of (IA)³."""
+    others = []
+    for name, info in bare.items():
+        owner = groups.get((name, "weight"))
+        if owner is not None and "on_input" in owner.slots:
+            owner.slots["diff"] = info
+        else:
+            others.append(info)
+    return others
+
+
+def _has_no_changes(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
+    """Return whether no key is one that only adapters have. Control LoRAs hold norm scales, but so do Flux models."""
+    tensors = (info for key, g in groups.items() if key not in plain for info in g.tensors)
+    return all(info.name.endswith("_norm.scale") for info in tensors)
+
+
+def _is_adapter(g: _Group) -> bool:
+    """Return whether this is an adapter's group, not a model's parameter whose name ends like a suffix."""
+    return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
+
+
+def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
+    """Return the group as a module. Parts of a split module share its alpha, a bias shares the alpha of its factors.
+
+    Of several tensors for one shared slot the first by name is used, whatever their order in the file.
+    """
+    whole, number = split_row_part(key[0])
+    g, parent = groups[key], groups.get((whole, "weight"))
+    held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
+    is_bias = g.algorithms == (LORA_BIAS.name,)
+    if parent and (number is not None or is_bias):
+        for slot, infos in parent.shared.items():
+            if slot in SCALES or not is_bias:
+                held.setdefault(slot, []).extend(infos)
+    for infos in held.values():
+        if len(infos) > 1:
+            infos.sort(key=lambda info: info.name)
+    first = {slot: infos[0] for slot, infos in held.items()}
+    repeated = tuple((slot, info) for slot, infos in held.items() for info in infos[1:])
+    return Module(*key, g.slots, first, g.algorithms or (), repeated)
+
+
+def looks_like_adapter(index: Index) -> bool:
+    """Return whether most tensors have an adapter's suffix, so that the file is not a base model.
+
+    A model that was saved with an adapter attached is a base: it also holds the weights of the adapter's layers.
+    """
+    found = [module_and_row for key in index.tensors if (module_and_row := split(key)) is not None]
+    marked = {module for module, row in found if row.slot not in SHARED and row.ending != ".weight"}
+    count = sum(row.ending != ".weight" and module in marked for module, row in found)
+    count += sum(row.slot == "on_input" for _, row in found)  # each has a `.weight` beside it
+    if count * 2 <= len(index.tensors):
+        return False
+    layers = {f"{module}.base_layer.weight" for module in marked}
+    own = sum(row.ending != ".weight" for _, row in found)
+    return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
+
+
+def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
+    """Return the error for two tensors in one slot."""
+    return InputError(
+        "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
+        "remove one of the two; applying both would double the effect",
+    )  # fmt: skip
+
+
+def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
+    """Return for every module the [out, in] of the weight that it changes; () where its tensors do not show it."""
+    weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name has no width
+    return {m.name: weight_shape(m.shapes) for m in weights_last}
+
+
+def weight_shape(slots: Mapping[str, Shape]) -> Shape:
+    """Return [out, in] of the weight that tensors of these shapes change; () where they do not show it."""
+    up, down = slots.get("up", ()), slots.get("down", ())
+    return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
+
+
+def rank_of(module: Module) -> int:
+    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
+    complete = module.complete
+    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
+    if slot is None or not (shape := module.slots[slot].shape):
+        return 0
+    up = module.shapes.get("up", ())
+    kernel = up[1:] == (
+        shape[0],
+        *(1 for _ in shape[2:]),
+    )  # a convolution's, which a layer of experts has at rank 1 only
+    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].stacked for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]

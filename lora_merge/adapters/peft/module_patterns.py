@@ -1,0 +1,104 @@
+r"""Finds the key of a module in tables of a PEFT configuration whose keys are regular expressions for the ends of
+module paths (`alpha_pattern`, `rank_pattern`), without matching every key with every module.
+
+PEFT takes the first key for which `(.*\.)?(key)$` matches the module's path (0.21.2, utils/other.py,
+get_pattern_key). Most keys are plain names, and a table may have one for each of a model's thousands of modules. A
+plain key of n characters matches a path if it equals the last n characters, which begin at the start of the path or
+behind a dot. A dot in the key matches any character, unless a backslash stands before it. So the plain keys of one
+length with dots at the same positions take one look-up, and the names of a model have few such sets of positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from ...row_ranges import Rows
+from ...safe_regex import Steps
+
+PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
+END: Final = r"(.*\.)?(%s)$"
+EXACT: Final = "\0"  # stands for an escaped dot of a key, which matches only a dot
+Dots: TypeAlias = tuple[int, ...]
+
+
+class Ends:
+    """The keys of one table, indexed for look-ups of module paths."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys = tuple(keys)
+        self._plain: dict[int, dict[Dots, dict[str, list[int]]]] = {}  # length → where dots are → key → positions
+        self._others: list[int] = []
+        self._found: dict[str, str | None] = {}
+        for at, key in enumerate(self.keys):
+            if PLAIN.fullmatch(key) is None:
+                self._others.append(at)
+            else:
+                wild = key.removeprefix("^").removesuffix("$").replace("\\-", "-").replace("\\.", EXACT)
+                dotted = self._plain.setdefault(len(wild), {}).setdefault(_dots(wild), {})
+                dotted.setdefault(wild.replace(EXACT, "."), []).append(at)
+
+    def first(self, path: str, steps: Steps) -> str | None:
+        """Return the first key that matches the path of a module, or None; Refused if that takes too many steps."""
+        if path not in self._found:
+            steps.allow()
+            best = min(self._of_plain(path, steps), default=len(self.keys))
+            best = next((at for at in self._others if at < best and _matches(self.keys[at], path, steps)), best)
+            self._found[path] = self.keys[best] if best < len(self.keys) else None
+        return self._found[path]
+
+    def every(self, path: str, steps: Steps) -> list[str]:
+        """Return all keys that match the path of a module, in their order; Refused if that takes too many steps."""
+        steps.allow()
+        found = {*self._of_plain(path, steps), *(at for at in self._others if _matches(self.keys[at], path, steps))}
+        return [self.keys[at] for at in sorted(found)]
+
+    def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
+        """Yield the positions of plain keys that match the path, the first one among them."""
+        if "\n" in path:  # a dot does not match a line feed, and `$` may match before one
+            yield from (at for at, key in enumerate(self.keys) if PLAIN.fullmatch(key) and _matches(key, path, steps))
+            return
+        for start in (0, *(at + 1 for at in _dots(path))):
+            end = path[start:]
+            for dots, names in self._plain.get(len(end), {}).items():
+                steps.take(1 + len(dots))
+                for at in names.get(_dotted(end, dots), ()):
+                    if start == 0 or not self.keys[at].startswith("^"):
+                        yield at
+                        break
+
+
+def _dots(name: str) -> Dots:
+    return tuple(at for at, char in enumerate(name) if char == ".")
+
+
+def _dotted(text: str, dots: Dots) -> str:
+    """Return the text with dots at these positions."""
+    for at in dots:
+        if text[at] != ".":
+            text = f"{text[:at]}.{text[at + 1 :]}"
+    return text
+
+
+def _matches(key: str, path: str, steps: Steps) -> bool:
+    return steps.pattern(key, END).matches(path, steps)
+
+
+Owners: TypeAlias = tuple[Mapping[str, list[tuple[int, str]]], list[str]]
+"""End of a module's path → (position, parameter); and the parameters of any module."""
+
+
+@dataclass
+class Matching:
+    """The parsed patterns of one configuration, and the number of steps that they may still take."""
+
+    steps: Steps = field(default_factory=Steps)
+    tables: dict[str, Ends] = field(default_factory=dict)
+    ends: dict[tuple[str, str], tuple[frozenset[str], list[int]]] = field(default_factory=dict)
+    """Lists of ends of names, as sets, with the lengths of the ends."""
+    rows: dict[int, Rows] = field(default_factory=dict)
+    """`id` of a list in the configuration → its row numbers, checked."""
+    owners: dict[str, Owners] = field(default_factory=dict)
+    """List of parameters in the configuration → the same by their modules, which target_parameters.py makes."""

@@ -1,0 +1,104 @@
+"""The dialect of an adapter's own file, for a conversion that changes its dtype, its α or its ranks alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..adapter_options import KEEP
+from ..adapters.modules import AdapterFile, Module
+from ..adapters.stated import rules_of
+from ..adapters.suffixes import split_parameter
+from ..errors import FitError
+from ..files.folder_layouts import PEFT
+from ..models.weights import whole
+from ..options import shown
+from .dialects import CANONICAL, DIALECTS, PRODUCTS, Dialect
+from .groups import Filled, Place
+from .job import WHOLE
+from .output_file import NORMS, Spelling
+from .sources import Sources
+
+MODEL: Final = "model"
+"""The component of a language model, and of every model that is no part of a pipeline."""
+
+PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
+"""(slot, parameter) → the name of the ending of a whole change."""
+
+
+@dataclass(frozen=True)
+class Own(Dialect):
+    """The spelling of the tensors of one file."""
+
+    def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
+        """Return the ending that the tensor has."""
+        return module.slots[slot].name.removeprefix(module.name)
+
+
+def own_dialect(file: AdapterFile) -> Dialect:
+    """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
+    rules_of(file)  # refuses what is no change of weights
+    kind = file.index.config.get("peft_type")
+    if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCTS):
+        return DIALECTS["peft"]
+    if kind is not None:
+        raise FitError(f"a folder of PEFT's {shown(kind)} is kept as it is, with its configuration", str(file.path),
+                       "name another dialect with --to")  # fmt: skip
+    seen: dict[str, Counter[str]] = {}
+    for module in file.modules:
+        for slot, info in (*module.slots.items(), *module.shared.items()):
+            if info.name.startswith(module.name) and (slot != "diff" or WHOLE in module.complete):
+                slot = PARAMETERS.get((slot, module.parameter), slot)
+                seen.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
+    common = {slot: count.most_common(1)[0][0] for slot, count in seen.items()}
+    spelling = Spelling.of(file)
+    endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down, **common}
+    return Own(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True)
+
+
+def in_memory(there: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
+    """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
+    from the names in its checkpoint (ViT), and tell a head from the embeddings that it shares its weight with.
+
+    Models of images have names of their own in each dialect.
+    """
+    named: dict[str, set[str]] = {}
+    for place, shares, _ in there:
+        for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
+            named.setdefault(place.module, set()).add(name)
+    own = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
+           if len(names) == 1 and next(iter(names)).startswith(PEFT)}  # fmt: skip
+    if len({*own.values()}) < len(own):
+        return [*there], [*everywhere]
+    renamed = {id(p): p._replace(module=own.get(p.module, p.module)) for p in everywhere}
+    return [one._replace(place=renamed[id(one.place)]) for one in there], [*renamed.values()]
+
+
+def heads(sources: Sources) -> Iterator[Place]:
+    """Yield the heads that an adapter of PEFT trains apart though the base shares their weights with its embeddings."""
+    assert sources.inputs is not None, "it has a base, or one is assumed"
+    for target in sources.targets:
+        if target.key not in sources.inputs.names.shapes:
+            module, _, parameter = target.key.rpartition(".")
+            yield Place(PEFT, module, parameter, whole(target.key, target.shape), MODEL, len(target.shape) == 1)
+
+
+def own_places(sources: Sources, to: Dialect) -> Iterator[Place]:
+    """Yield the parameters that an adapter changes, under its own names."""
+    assert sources.inputs is not None, "it has a base, or one is assumed"
+    names, prefix = sources.inputs.names, PEFT if to.folder else ""
+    seen = set()
+    for target in sources.targets:
+        for use in target.uses:
+            module, view = use.patch.module, use.patch.view
+            if (module.name, module.parameter) not in seen:
+                seen.add((module.name, module.parameter))
+                norm = any(info.name.endswith(NORMS) for info in module.slots.values())
+                part = names.component(target.key)
+                yield Place(prefix, module.name.removeprefix(prefix), module.parameter, view, part, norm)
+        for _, info, _ in target.values:
+            name, parameter = split_parameter(info.name.removeprefix(prefix))
+            view = whole(target.key, target.shape)
+            yield Place(prefix, name, parameter, view, names.component(target.key), len(target.shape) == 1)

@@ -1,0 +1,193 @@
+"""The user's request to `average`, checked and frozen: the job, and in which space its snapshots are averaged.
+
+The weights of snapshots in an average: equal, given, or of an exponential moving average. No torch.
+
+θ̄₀ = θ₀, θ̄ᵢ = βᵢ θ̄ᵢ₋₁ + (1 − βᵢ) θᵢ, so that wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and the weights add up to 1.
+Post-hoc EMA: Karras et al. 2023, arXiv:2312.02696, equations 2 and 126 (the width σ_rel gives γ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapter_options import KEEP
+from ..errors import UsageError
+from ..files.checkpoint import open_checkpoint
+from ..job import Adapter, is_pair
+from ..options import is_finite, pairs, shown
+from ..paths import is_folder
+from ..progress import Progress, unwatched
+from ..text import plural
+from .job import AdapterJob, make_adapter_job
+from .rank_rules import SAME
+from .report import AdapterReport
+from .same_training import expect_alike
+
+WIDEST: Final = 12**-0.5
+STEPS: Final = 200  # of bisection: more than the bits of a float
+
+
+def average_weights(
+    count: int, *, weights: Sequence[float] | None = None, ema: float | None = None, sigma_rel: float | None = None,
+    **others: Any,
+) -> list[float]:  # fmt: skip
+    """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
+    as `shares` takes them."""
+    given = [
+        name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
+    ]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both give the weights", f"--{given[1]}", "use one of them")
+    if others.get("ema_to") is not None and ema is None:
+        raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
+    if weights is not None:
+        if len(weights) != count or not all(is_finite(w) for w in weights):
+            raise UsageError(
+                f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}",
+                "--weights",
+                "give one number for each",
+            )
+        return [float(w) for w in weights]
+    betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
+    return [1 / max(count, 1)] * count if betas is None else _moving(betas)
+
+
+def shares(
+    count: int, *, ema: float | None = None, ema_to: float | None = None, sigma_rel: float | None = None,
+    musubi_t: bool = False,
+) -> list[float] | None:  # fmt: skip
+    """Return the share βᵢ that each step of a moving average keeps, one fewer than snapshots; None for no such average.
+    UsageError for values that give none.
+
+    `musubi_t`: count the steps of a post-hoc EMA as musubi-tuner does, which gives the oldest snapshot the weight 0.
+    """
+    if ema is not None:
+        last = ema if ema_to is None else ema_to
+        if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
+            raise UsageError(f"ema {shown(ema)} to {shown(last)}", "--ema", "use numbers from 0 to less than 1")
+        return [ema + (last - ema) * (i / max(count - 2, 1)) for i in range(count - 1)]
+    if sigma_rel is None:
+        return None
+    power, first = _power(sigma_rel) + 1, 1 if musubi_t else 2  # from t = 2, so that the oldest counts
+    return [(1 - 1 / t) ** power for t in range(first, first + count - 1)]
+
+
+def _moving(betas: Sequence[float]) -> list[float]:
+    """Return the weights of a moving average whose i-th step keeps the share βᵢ."""
+    return [(1 - b) * prod(betas[i:]) for i, b in enumerate((0.0, *betas))]
+
+
+def _power(sigma: float) -> float:
+    """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
+    if not is_finite(sigma) or not 0 < sigma <= WIDEST:
+        raise UsageError(
+            "no average has this width", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+        )
+    low, high = 0.0, 1.0
+    while _width(high) > sigma:
+        low, high = high, 2 * high
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _width(middle) > sigma else (low, middle)
+    return high
+
+
+def _width(power: float) -> float:
+    return float((power + 1) ** 0.5 / ((power + 2) * (power + 3) ** 0.5))
+
+
+CHANGES, TENSORS = "delta", "factors"
+SPACES: Final = (CHANGES, TENSORS)
+"""The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
+
+MUSUBI: Final = "musubi_t"
+"""The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
+
+MOVING: Final = ("ema", "ema_to", "sigma_rel")
+OWN: Final[Mapping[str, Any]] = {
+    "weights": None, **dict.fromkeys(MOVING), "space": CHANGES, MUSUBI: False,
+}  # fmt: skip
+"""Option of this command alone → default."""
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """One run of `average`. The strengths of the job's adapters are the weights."""
+
+    job: AdapterJob
+    space: str
+    betas: tuple[float, ...] | None  # of a moving average: the share that each step keeps
+
+    def plan(self) -> AdapterReport:
+        """Return what `run` would do, from headers."""
+        from .format_option import plan
+
+        if self.space == TENSORS:
+            expect_alike([open_checkpoint(a.path, adapter=True) for a in self.job.adapters])
+        return plan(self.job)
+
+    def run(self, progress: Progress = unwatched) -> AdapterReport:
+        """Write the average."""
+        if self.space == CHANGES:
+            from .format_option import run
+
+            return run(self.job, progress)
+        from .averaged_tensors import run as run_on_tensors
+
+        return run_on_tensors(self.job, self.betas, progress)
+
+
+def make_average(
+    adapters: Sequence[Any], output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
+) -> Averaging:
+    """Return the request; UsageError for an option or a value that is wrong."""
+    given = {name: value for name, value in options.items() if value is not None}
+    setting = dict(pairs(given.pop("setting", ()), "--setting"))
+    own = {**OWN, MUSUBI: setting.pop(MUSUBI, False)}
+    own |= {name: given.pop(name) for name in OWN if name in given}
+    if own["space"] not in SPACES:
+        raise UsageError(f"there is no space {shown(own['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
+    if not isinstance(own[MUSUBI], bool) or (own[MUSUBI] and own["sigma_rel"] is None):
+        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(own[MUSUBI])}",
+                         f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
+    moving = {name: own[name] for name in (*MOVING, MUSUBI)}
+    weights = average_weights(len(adapters), weights=own["weights"], **moving)
+    refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
+    given = {"rank": SAME, **given, **({"setting": setting} if setting else {})}
+    job = make_adapter_job("average", refs, output, base, given)
+    if own["space"] == CHANGES:
+        return Averaging(job, CHANGES, None)
+    _expect_plain(job, given, setting)
+    stated = {n: v for n, v in own.items() if n != "weights" and v != OWN[n]}  # the strengths are the weights
+    recorded = (*job.options, *sorted(stated.items()))
+    betas = shares(len(adapters), **moving)
+    return Averaging(replace(job, options=recorded), TENSORS, None if betas is None else tuple(betas))
+
+
+def _weighted(adapter: Any, weight: float) -> Any:
+    """Return a snapshot with its weight; UsageError for one with a strength."""
+    path, strength, *_ = vars(adapter).values() if isinstance(adapter, Adapter) else (
+        adapter if is_pair(adapter) else (adapter, 1.0))  # fmt: skip
+    if strength != 1:
+        raise UsageError("snapshots have no strengths", str(path), "give weights: one number for each snapshot")
+    return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
+
+
+def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that means nothing where tensors are averaged."""
+    parts = any(a.parts for a in job.adapters)
+    ruled = given["rank"] != SAME or any(given.get(n) for n in ("conv_rank", "max_rank", "rank_for"))
+    other = given.get("format", KEEP) != KEEP
+    computed = job.compute_dtype is not None
+    for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format"),
+                        (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
+        if wrong:
+            raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
+                             f"leave it out, or average changes: --space {CHANGES}")  # fmt: skip
+    if folder := next((a.path for a in job.adapters if is_folder(a.path)), None):
+        raise UsageError("a folder keeps α in its configuration, which a file does not have", str(folder),
+                         f"average changes: --space {CHANGES}")  # fmt: skip

@@ -1,1 +1,0 @@
-"""Averages of snapshots of one training."""

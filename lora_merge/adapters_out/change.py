@@ -1,0 +1,305 @@
+"""The change of one weight by one adapter: as factors where the formula has them, else as a whole matrix; in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..algorithms import ALGORITHMS, DoesNotFit
+from ..algorithms.lora import LORA
+from ..algorithms.whole import FULL
+from ..disk.files import StoredTensor
+from ..engine.combination import total
+from ..engine.fold import StackedPatch, change
+from ..engine.patch_tensors import PatchTensors
+from ..engine.row_blocks import BlockPart
+from ..engine.row_matrix import Rows
+from ..engine.tensor_moves import DeviceStream, Placement, stage
+from ..engine.tensors import TensorCache, gathered, weight_values
+from ..errors import misfit
+from ..matching.patch import Patch, PatchPart
+from ..models.weights import RowSlice, Weight
+from ..planning.plan import OutputTensor
+from .decomposition.storage_rounding import squares_of
+from .groups import Target, is_plain
+from .module_tensors import Norms
+from .rounding import squares_of_rows
+from .sources import Sources, reshaped
+
+SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
+
+
+@dataclass(frozen=True)
+class Change:
+    """ΔW [out, cols] of one adapter at strength 1: the product of two factors, or a whole matrix."""
+
+    adapter: int
+    strength: float
+    left: Tensor | None = None  # [out, R]
+    right: Tensor | None = None  # [R, cols]
+    whole: Rows | None = None  # [out, cols]
+
+    @property
+    def rank(self) -> int | None:
+        """The number of columns of the left factor; None for a whole matrix."""
+        return None if self.left is None else self.left.shape[1]
+
+    def wide(self) -> Change:
+        """Return the change in fp64."""
+        left, right = (None if t is None else t.double() for t in (self.left, self.right))
+        whole = self.whole
+        wide = None if whole is None else Rows(whole.shape, lambda rows: whole.read(rows).double())
+        return replace(self, left=left, right=right, whole=wide)
+
+    def rows(self) -> Rows:
+        """Return ΔW [out, cols] by rows."""
+        if self.whole is not None:
+            return self.whole
+        assert self.left is not None and self.right is not None, "factors come in pairs"
+        return Rows.product(self.left, self.right).held()
+
+    def dense(self) -> Tensor:
+        """Return ΔW [out, cols]."""
+        return self.rows().dense()
+
+
+class Evaluator:
+    """Computes changes from the stored tensors of the sources. `wide`: they are brought to fp64 after that. `fetch`
+    returns a tensor of the adapters, if not as it is stored."""
+
+    def __init__(
+        self, sources: Sources, cache: TensorCache, at: Placement, *, wide: bool = False,
+        fetch: Callable[[StoredTensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.sources, self.cache, self.at, self.wide = sources, cache, at, wide
+        self.tensors = PatchTensors(fetch or cache.fetch, sources.weights)
+
+    def changes(self, target: Target) -> list[Change]:
+        """Return one change for each adapter that changes the weight, in the order of the adapters."""
+        try:
+            parts = [self._of_use(target, use) for use in target.uses]
+        except DoesNotFit as e:
+            raise misfit(target.label, e) from e
+        parts += [self._of_value(target, number, info, s) for number, info, s in target.values]
+        found = []
+        for number in sorted({p.adapter for p in parts}):
+            found.append(joined([p for p in parts if p.adapter == number]))
+        return [c.wide() for c in found] if self.wide else found
+
+    def altered(self, alter: Callable[[StoredTensor, Tensor], Tensor]) -> Evaluator:
+        """Return an evaluator that reads every tensor of the adapters as a function gives it."""
+        fetch = self.cache.fetch
+        return Evaluator(self.sources, self.cache, self.at, wide=self.wide, fetch=lambda info: alter(info, fetch(info)))
+
+    def forget(self) -> None:
+        """Drop the tensors that were read."""
+        self.cache.forget()
+        self.tensors.kept.clear()
+
+    def _of_use(self, target: Target, use: PatchPart) -> Change:
+        """Return the change by one patch, in the rows of the target."""
+        patch, piece = use.patch, use.piece
+        rows, cols = patch.view.matrix
+        cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
+        row = ALGORITHMS[patch.algorithm]
+        if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
+            stored = _of_width(self._stored(patch)[cut], width)
+            return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
+        low = row.low_rank if patch.magnitude is None else None
+        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
+            if is_plain(patch) and row is LORA:
+                left, right = self._pair(patch)
+            else:
+                stack, base = self._staged(target, use)
+                left, right = (t[0] for t in low.factors(base, stack.tensors))
+            left, right = _short(left, right)
+            left = left[cut]
+            if piece.transposed:
+                left, right = right.mT, _across(left.mT, piece)
+            return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
+        stack, base = self._staged(target, use)
+        whole = change(stack, base)[0][cut]
+        whole = _across(whole.mT, piece) if piece.transposed else whole
+        whole = _of_width(whole, width)
+        return Change(patch.adapter, use.strength, whole=Rows.of(_placed(whole, piece.start, out)))
+
+    def _stored(self, patch: Patch) -> Tensor:
+        """Return a whole change [rows, cols] as it is stored: its rows are widened when they are read, as all of them
+        take several times the memory."""
+        (slot,) = patch.shapes
+        return self.tensors.fetch(patch.module.slots[slot]).reshape(patch.view.matrix)
+
+    def _staged(self, target: Target, use: PatchPart) -> tuple[StackedPatch, Tensor]:
+        """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,
+        else zeros."""
+        patch, (rows, cols) = use.patch, use.patch.view.matrix
+        weight = self.sources.weights.get(use.piece.key, Weight(target.shape, _nowhere(target)))
+        alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
+        part = BlockPart(use, 0, rows, (0, rows), None, alone)
+        stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
+        stack = replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
+        if patch.reads_base:
+            return stack, gathered(patch.view, self._whole, self.at).unsqueeze(0)
+        return stack, torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
+
+    def _pair(self, patch: Patch) -> tuple[Tensor, Tensor]:
+        """Return both factors of a plain LoRA, the most frequent patch by far, without the ways of the others."""
+        up, down = (
+            stage([self.tensors.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], self.at)[0]
+            for slot in ("up", "down")
+        )
+        return up.mul_(patch.numbers.get("scale", 1.0)), down
+
+    def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
+        """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
+        if prod(info.shape) != prod(self.sources.weights[target.key].shape):
+            raise reshaped(target.key)
+        value, base = self.cache.fetch(info).reshape(target.matrix), self.stored_values(target.key)
+        base = base.reshape(target.matrix)
+
+        def read(rows: slice) -> Tensor:
+            return stage([value[rows]], self.at)[0].sub_(stage([base[rows]], self.at)[0])
+
+        return Change(number, strength, whole=Rows(target.matrix, read))
+
+    def stored_values(self, key: str) -> Tensor:
+        """Return the numbers of a weight of the base, in the dtype in which they are stored."""
+        return weight_values(self.sources.weights[key], self.cache.fetch)
+
+    def values(self, key: str) -> Tensor:
+        """Return the numbers of a weight of the base."""
+        return stage([self.stored_values(key)], self.at)[0]
+
+    def _whole(self, piece: RowSlice) -> Tensor:
+        return self.tensors.whole(piece.key).reshape(-1, piece.cols)
+
+
+def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors of the same product with no more columns than the product can have ranks."""
+    out, cols = left.shape[0], right.shape[1:].numel()
+    if left.shape[1] <= min(out, cols):
+        return left, right
+    one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
+    product = left @ right.reshape(right.shape[0], cols)
+    return (one, product) if out <= cols else (product, one)
+
+
+def _nowhere(target: Target) -> StoredTensor:
+    info = next(iter(target.uses[0].patch.module.slots.values()))
+    return StoredTensor(target.name, info.dtype, target.shape, info.source, 0, 0)
+
+
+def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of a change that has zeros outside its rows."""
+    right = right.reshape(right.shape[0], width)
+    return (left if left.shape[0] == out else _placed(left, start, out)), right
+
+
+def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
+    """Return stored rows at a placement, in a matrix that has zeros outside of them."""
+
+    def read(rows: slice) -> Tensor:
+        found = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
+        low, high = max(rows.start, start), min(rows.stop, start + len(stored))
+        if low < high:
+            found[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
+        return found
+
+    return Rows((out, stored.shape[1]), read)
+
+
+def _across(values: Tensor, piece: RowSlice) -> Tensor:
+    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
+    if piece.columns is None:
+        return values
+    found = values.new_zeros(values.shape[0], piece.cols)
+    found[:, piece.across] = values
+    return found
+
+
+def _of_width(numbers: Tensor, width: int) -> Tensor:
+    return numbers.reshape(numbers.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
+
+
+def _placed(rows: Tensor, start: int, out: int) -> Tensor:
+    if rows.shape[0] == out:
+        return rows
+    found = rows.new_zeros(out, rows.shape[1])
+    found[start : start + rows.shape[0]] = rows
+    return found
+
+
+def joined(parts: Sequence[Change]) -> Change:
+    """Return the sum of the parts of one adapter's change, such as those of q, k and v of a fused weight."""
+    parts = [p for p in parts if p.strength] or list(parts[:1])
+    if len(parts) == 1:
+        return parts[0]
+    one = parts[0]
+    ratios = [p.strength / one.strength for p in parts]
+    if all(p.left is not None for p in parts):
+        left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
+        return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))
+    all_rows = [p.rows() for p in parts]
+
+    def read(rows: slice) -> Tensor:
+        return total([own.read(rows).mul_(r) for r, own in zip(ratios, all_rows, strict=True)])
+
+    return Change(one.adapter, one.strength, whole=Rows(all_rows[0].shape, read))
+
+
+def largest_rank(changes: Sequence[Change]) -> int:
+    """Return the largest rank of the changes; 0 where one of them has no factors."""
+    ranks = [c.rank for c in changes if c.rank is not None]
+    return max(ranks) if len(ranks) == len(changes) else 0
+
+
+def change_of(patch: Patch, evaluator: Evaluator) -> Change:
+    """Return the whole change of a patch at strength 1, in its own rows."""
+    rows, cols = patch.view.matrix
+    piece = RowSlice(patch.view.row_slices[0].key, 0, rows, cols)
+    target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
+    return evaluator.changes(target)[0]
+
+
+def whole_change(patch: Patch, evaluator: Evaluator) -> Rows:
+    """Return that change as a matrix [out, cols] by rows."""
+    return change_of(patch, evaluator).rows()
+
+
+def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, Rows]]) -> Rows:
+    """Return the sum of matrices times a number each."""
+
+    def read(rows: slice) -> Tensor:
+        zero = torch.zeros(rows.stop - rows.start, shape[1], dtype=torch.float64)
+        return total([zero, *(own.read(rows).mul_(factor) for factor, own in terms)])
+
+    return Rows(shape, read)
+
+
+def squares_between(one: Rows, other: Rows, factor: float = 1.0) -> float:
+    """Return ‖A − factor · B‖²."""
+    blocks = zip(one.blocks(), other.blocks(), strict=True)
+    return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
+
+
+def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
+    """Return the norms of the changes of a weight in each layer that it is stored as."""
+    found = {}
+    for part in target.stored:
+        runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
+        norms = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
+        found[part.label] = {adapter: norm for adapter, norm in norms if norm}
+    return found
+
+
+def _squares(change: Change, rows: slice) -> float:
+    """Return ‖ΔW‖² of some rows."""
+    if change.whole is not None:
+        return squares_of_rows(change.whole.part(rows))
+    assert change.left is not None and change.right is not None, "factors come in pairs"
+    return squares_of(change.left[rows], change.right)

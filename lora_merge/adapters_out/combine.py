@@ -1,0 +1,150 @@
+"""Runs `combine` and `resize`: layer by layer, changes are computed, combined, cut to a rank and stored. No torch,
+unless a layer needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ..disk.destination import check_output
+from ..disk.draft import Draft
+from ..disk.reader import Reader
+from ..dtypes import ITEM_BYTES, spoken
+from ..engine.torch_preload import load_library
+from ..errors import FitError, InputError
+from ..progress import Counting
+from ..text import Note
+from .exact_sums import Concatenation, weight_norms
+from .groups import Target
+from .job import GIVE_BASE, AdapterJob
+from .metadata.sizes import tensors_of
+from .module_tensors import Layer, Stored, waiting
+from .output_file import Entry, drafted, expect_room, unique
+from .parallel import on_one_core, side_by_side
+from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype
+from .planned_layers import memory_note, nbytes, planned_layers, weights_of
+from .proof import Claims, prove
+from .rank_rules import EXACT
+from .report import AdapterReport
+from .sources import Sources
+
+if TYPE_CHECKING:
+    from .combine_modules import GeneralMaker
+
+HIGH: Final = 256
+"""The rank from which on a note advises a rank rule: most directions of such a sum are small."""
+
+
+def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
+    """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
+    all. `this`: begun before the sources were opened, so that its times include that."""
+    files = [p for i in sources.indexes for p in i.files]
+    check_output(job.output, files, overwrite=job.inputs.overwrite)
+    inputs = [a.index for a in sources.adapters]
+    dtype = output_dtype(job, sources.adapters)
+    with ExitStack() as stack:
+        if "torch" in sys.modules:  # else its settings are those of its import
+            from ..engine.torch_state import undisturbed
+
+            stack.enter_context(undisturbed())
+        reader = this.reading(sources.indexes)
+        rows = tensors_of(planned_layers(job, sources, dtype))
+        if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
+            expect_room(job, rows)
+        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
+        maker = LayerMaker(job, sources, reader, dtype)
+        layers, kept, zeros = maker.layers(this.counted, draft)
+        if not layers:
+            raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
+        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros),
+                 *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
+        highest = max(layer.rank for layer in layers.values())
+        if job.rules.linear.name == EXACT and highest > HIGH:
+            notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
+        made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
+        claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
+        facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
+        return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
+
+
+class LayerMaker:
+    """Makes the layers of one job: by numpy where factors are put side by side, else by torch, which is imported for
+    the first of the others."""
+
+    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader, dtype: str) -> None:
+        self.job, self.sources, self.reader, self.dtype = job, sources, reader, dtype
+        self.weight = weight_norms(sources, reader)
+        self.concatenation = Concatenation(job, reader, dtype, self.weight)
+        self._general: GeneralMaker | None = None
+        self._lock = Lock()
+
+    @property
+    def general(self) -> GeneralMaker:
+        """The way of everything that is not put side by side."""
+        with self._lock:
+            if self._general is None:
+                load_library()
+                from .combine_modules import made_by
+
+                self._general = made_by(self.job, self.sources, self.reader, self.dtype, self.weight)
+        return self._general
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how layers were made."""
+        return [] if self._general is None else [*self._general.notes]
+
+    def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
+        """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
+        told = begin("make", weights_of(self.job, self.sources, self.dtype))
+        ranks = self.general.shared_out(told) if self.job.rules.together else {}
+        stores_alpha = self.sources.spelling.alpha
+        layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
+
+        def work(target: Target) -> list[Stored | None]:
+            if (alone := self.concatenation.layer(target)) is not None:
+                return [alone]
+            general = self.general
+            on_one_core()
+            return general.made(target, ranks)
+
+        targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
+        size = partial(nbytes, self.job)
+        for target, found in zip(targets, side_by_side(targets, work, size, bound), strict=True):
+            for part, one in zip(target.stored, found, strict=True):
+                if one is None:
+                    zeros.append(part.label)
+                    continue
+                layers[part.label], entries = one.layer, dict(one.entries)
+                if one.layer.rank and stores_alpha:
+                    alpha = np.float32(one.layer.alpha).tobytes()
+                    entries["alpha"] = Entry("alpha", "F32", (), memoryview(alpha))
+                kept[part.label] = waiting(entries, draft)
+            told(prod(target.shape) * ITEM_BYTES[self.dtype])
+        return layers, kept, zeros
+
+
+def _entries(
+    sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
+) -> list[Entry]:  # fmt: skip
+    """Return the tensors of the output in the order of the layers; FitError where two have one name."""
+    spelling = sources.spelling
+    found = []
+    for target in (part for whole in sources.targets for part in whole.stored):
+        if target.label not in layers:
+            continue
+        for slot, one in kept[target.label].items():
+            key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
+            found.append(replace(one, name=key))
+    if twice := next(unique(found), None):
+        raise FitError("two layers of the output would have one name", twice, GIVE_BASE)
+    return found

@@ -1,0 +1,147 @@
+"""Makes the layers of `combine` and `resize`: on each weight, changes are computed, combined and cut to a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite, prod
+from threading import local
+
+import torch
+
+from ..algorithms import ALGORITHMS
+from ..disk.reader import Reader
+from ..dtypes import ITEM_BYTES
+from ..engine.devices import places
+from ..engine.row_matrix import Rows
+from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
+from ..engine.tensors import TensorCache
+from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
+from ..planning.combination import Combining
+from ..text import Note
+from .change import SINGLE, Evaluator, norms_of
+from .combined_change import Cut, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
+from .copied_tensors import entry
+from .decomposition.factors import STORED_IN_16
+from .groups import Target
+from .job import FACTORS, AdapterJob
+from .module_tensors import Layer, Stored, without_bytes
+from .rank_rules import EXACT
+from .sources import Sources
+
+
+@dataclass
+class GeneralMaker:
+    """Makes the layers of one job. `weight`: gives ‖W‖² of the rows of the base that a layer changes."""
+
+    job: AdapterJob
+    sources: Sources
+    evaluator: Callable[[Placement], Evaluator]
+    dtype: torch.dtype
+    weight: Callable[[Target], float | None]
+
+    def __post_init__(self) -> None:
+        self._here = local()
+        self.at = places(self.job.inputs.device, "F32")[0]
+        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
+        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
+        self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
+        self.stores_alpha = self.sources.spelling.alpha
+        self.notes: dict[Note, None] = {}
+
+    def made(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
+        """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
+        wanted, found = self._wanted(target), list[Stored | None]()
+        for part in target.stored:
+            if wanted is None:
+                found.append(None)
+                continue
+            own = wanted.of(part)
+            layer = self._layer(part, own, ranks.get(part.label))
+            if not isfinite(layer.squares):
+                raise beyond_fp64(part.name)
+            where = f"{self.job.output}: {part.label}"
+            expect_finite(layer.tensors.values(), where)
+            zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
+            told = replace(layer, effect=layer.effect or own.effect, norms=wanted.norms[part.label],
+                           weight=None if zero else self.weight(part))  # fmt: skip
+            entries = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
+            found.append(None if zero else Stored(without_bytes(told), entries))
+        return found
+
+    def _wanted(self, target: Target) -> Wanted | None:
+        """Return Δ of a weight. Factors that are decomposed are in fp64, however they were computed."""
+        if self.job.compute_dtype == "fp32":
+            found = self._combined(target, SINGLE)
+            return found and (found if found.whole is not None else replace(
+                found, left=found.factors[0].double(), right=found.factors[1].double()))  # fmt: skip
+        return self._combined(target, HOST)
+
+    def _combined(self, target: Target, at: Placement) -> Wanted | None:
+        """Return Δ of a weight; each thread reads with evaluators of its own."""
+        own = self._here.__dict__.setdefault("evaluators", {})
+        if at not in own:
+            own[at] = self.evaluator(at)
+        changes = [c for c in own[at].changes(target) if c.strength]
+        own[at].forget()
+        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
+        seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
+        if target.vector and self.job.method in UNDIRECTED:
+            self.notes[Note(f"{self.job.method}: {ADDED}")] = None
+        if not changes:
+            return None
+        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
+
+    def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
+        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
+        if self.job.command == "resize" and rule.name == EXACT:
+            rule = replace(rule, name="energy", value=1.0)
+        storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
+        alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
+        cut = Cut(rule, rank, alpha, self._scale(target))
+        if target.turned:
+            return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(wanted), cut)
+        return storage.layer(target, wanted, cut)
+
+    def _scale(self, target: Target) -> float:
+        """Return α / rank of a layer, where α is not a number that the user gave."""
+        if self.job.alpha == "rank" or len(target.uses) != 1 or not self.stores_alpha:
+            return 1.0
+        patch = target.uses[0].patch
+        scale = patch.numbers.get("scale")
+        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
+        return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
+
+    def shared_out(self, told: Callable[[int], object]) -> dict[str, int]:
+        """Return the rank of every layer for the rule `size`."""
+        return shared_out(self.job.rules.linear, self._matrices(told), self.dtype.itemsize, self.noise)
+
+    def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
+        for target in self.sources.targets:
+            wanted = self._wanted(target) if not target.vector else None
+            if wanted is not None:
+                yield from ((part.label, wanted.of(part)) for part in target.stored)
+            told(prod(target.shape) * self.dtype.itemsize)
+
+
+def made_by(
+    job: AdapterJob, sources: Sources, reader: Reader, dtype: str, weight: Callable[[Target], float | None]
+) -> GeneralMaker:
+    """Return the maker of a job whose sources a reader reads. `dtype`: of the output."""
+    own = frozenset(p for a in sources.adapters for p in a.index.files)
+
+    def evaluator(at: Placement) -> Evaluator:
+        return Evaluator(sources, TensorCache(reader, own), at)
+
+    return GeneralMaker(job, sources, evaluator, TORCH_DTYPES[dtype], weight)
+
+
+def _turned(wanted: Wanted) -> Wanted:
+    """Return the transposed Δ."""
+    whole = None if wanted.whole is None else Rows.of(wanted.dense().mT.contiguous())
+    left, right = (None if t is None else t.mT for t in (wanted.right, wanted.left))
+    return Wanted(left, right, whole, wanted.before)
+
+
+def _has_kernel(target: Target) -> bool:
+    return any(n > 1 for n in target.shape[2:])

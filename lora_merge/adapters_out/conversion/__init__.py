@@ -1,1 +1,0 @@
-"""Conversions without a base, and in an adapter's own words."""

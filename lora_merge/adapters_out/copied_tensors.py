@@ -1,0 +1,84 @@
+"""What a conversion or an extraction makes of one parameter: its tensors, and the facts of its layer.
+
+The tensors of one module: their bytes are in the draft of the output, or wait until their turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..disk.draft import Draft
+from ..disk.spool import Heap
+from ..engine.row_matrix import Rows
+from ..engine.tensor_moves import FILE_DTYPES
+from ..matching.patch import Patch
+from .decomposition.storage_rounding import rounded
+from .groups import Place
+from .job import WHOLE
+from .module_tensors import Kept, Layer, waiting, without_bytes
+from .output_file import Entry
+from .rounding import squares_of_rows
+
+
+@dataclass(frozen=True)
+class Made:
+    """The stored tensors of one module by their ending, and the facts of its layer."""
+
+    place: Place
+    tensors: Mapping[str, Tensor]
+    layer: Layer
+    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> Made:
+    """Return a parameter's whole change, rounded once."""
+    made = rounded(change, dtype)
+    tensors = {ending: made.numbers.reshape(place.view.shape)}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, made.totals.squares, made.lost))
+
+
+def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> Made:
+    """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
+    made = rounded(value, dtype)
+    tensors = {f".{place.parameter}": as_value(place, made.numbers)}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), made.lost))
+
+
+def as_value(place: Place, numbers: Tensor) -> Tensor:
+    """Return a parameter as the model has it, which may be [in, out], such as Conv1D of GPT-2."""
+    value = numbers.reshape(place.view.shape)
+    return (value.mT if is_turned(place) else value).contiguous()
+
+
+def is_turned(place: Place) -> bool:
+    """Return whether the base stores a matrix [in, out]."""
+    return place.view.row_slices[0].transposed and len(place.view.shape) == 2
+
+
+def holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Return whether a dtype holds all numbers of a tensor."""
+    return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def stored_magnitude(patch: Patch) -> tuple[int, ...]:
+    """Return the stored shape of a magnitude, which tells its axis."""
+    assert patch.magnitude is not None, "the caller looked"
+    _, shape = patch.magnitude
+    ones = (1,) * (len(patch.view.shape) - 2)
+    return (*shape, *ones)
+
+
+def kept(made: Made, put: Heap | Draft) -> Kept:
+    """Return a module whose bytes wait, or are in the draft of the output."""
+    entries = {ending: entry(ending, tensor) for ending, tensor in made.tensors.items()}
+    return Kept(made.place, waiting(entries, put), without_bytes(made.layer), made.copied)
+
+
+def entry(name: str, tensor: Tensor) -> Entry:
+    """Return a tensor as it is written."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]

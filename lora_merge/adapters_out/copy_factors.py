@@ -1,0 +1,173 @@
+"""A conversion that gives the stored factors other names and changes no number of them. No torch: its import alone
+takes longer than all of this.
+
+It is proven as every other conversion: the output is read as an adapter of the same base. Where its factors have the
+bytes of the input's, it means the same change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..adapter_options import KEEP
+from ..disk.draft import Draft
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..dtypes import TABLE
+from ..job import Adapter
+from ..progress import Counting
+from .dialects import Dialect
+from .form import written_dtype
+from .groups import Filled, Place, Target, is_plain
+from .job import FACTORS, AdapterJob
+from .module_tensors import Kept, Layer, waiting
+from .output_file import Entry
+from .parallel import side_by_side
+from .rounding import WIDEN, Bytes, is_below, product, stored
+from .sources import Sources
+from .without_base import same_base
+
+AT_ONCE: Final = 2**28
+"""Bytes of modules that are worked at at once."""
+
+
+class Factors(NamedTuple):
+    """The stored factors of one module."""
+
+    place: Place
+    up: StoredTensor
+    down: StoredTensor
+    rank: int
+    scale: float  # α / rank
+
+
+class Read(NamedTuple):
+    """Their bytes, and ‖ΔW‖²; None where numpy in fp32 does not tell it."""
+
+    up: Bytes
+    down: Bytes
+    squares: float | None
+
+
+def all_factors(there: Sequence[Filled], to: Dialect, job: AdapterJob) -> list[Factors]:
+    """Return the factors of all modules; [] unless all of them are written as they are."""
+    plain = job.algorithm == job.alpha == KEEP and to.alpha and not to.folder
+    found = [_factors(one, to, job) for one in there] if plain else []
+    return [one for one in found if one is not None] if None not in found else []
+
+
+def _factors(one: Filled, to: Dialect, job: AdapterJob) -> Factors | None:
+    """Return the factors of a module; None where a number of them or α has to change."""
+    place = one.place
+    if one.value is not None or place.vector or len(one.shares) != 1 or "up_bias" in to.endings:
+        return None
+    (share,) = one.shares
+    patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
+    if patch.algorithm != FACTORS or not is_plain(patch) or patch.magnitude is not None or not scale:
+        return None
+    if share.strength != 1 or not share.is_all(place):
+        return None
+    up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
+    dtype = written_dtype(job, one.shares)
+    known = {up.dtype, down.dtype} == {dtype} and dtype in WIDEN
+    return Factors(place, up, down, rank, scale) if known and 0 < rank <= min(place.view.matrix) else None
+
+
+def renamed(
+    factors: Sequence[Factors], to: Dialect, reader: Reader, draft: Draft, begin: Counting
+) -> list[Kept]:  # fmt: skip
+    """Return the modules, whose bytes are in the draft; [] where a number is not finite, or too large or small for
+    fp32."""
+    told, found = begin("make", sum(8 * prod(one.place.view.shape) for one in factors)), []
+
+    def work(one: Factors) -> Read:
+        up, down = stored(reader, one.up), stored(reader, one.down)
+        return Read(up, down, _squares(one, up, down))
+
+    for one, read in zip(factors, side_by_side(factors, work, _nbytes, AT_ONCE), strict=True):
+        if read.squares is None:
+            return []
+        ones, alpha = (1,) * (len(one.place.view.shape) - 2), np.float32(one.rank * one.scale)
+        rows = {
+            to.endings["up"]: (one.up.dtype, (prod(one.up.shape) // one.rank, one.rank, *ones), read.up.data),
+            to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), read.down.data),
+            to.endings.get("alpha", ".alpha"): ("F32", (), memoryview(alpha.tobytes())),
+        }
+        entries = waiting({name: Entry(name, *row) for name, row in rows.items()}, draft)
+        layer = Layer({}, FACTORS, one.rank, one.rank, one.rank * one.scale, read.squares, 0.0)
+        found.append(Kept(one.place, entries, layer))
+        told(8 * prod(one.place.view.shape))
+    return found
+
+
+def proven(
+    sources: Sources, job: AdapterJob, reader: Reader, begin: Counting
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return what is proven of the output, which is the job's only adapter: on every weight its factors have the bytes
+    of the input's. None where they have not."""
+    assert sources.inputs is not None, "a conversion has a base"
+    again = same_base(sources.inputs, job)
+    theirs = {t.key: t for t in again.targets}
+    pairs = [same_factors(target, theirs.get(target.key)) for target in sources.targets]
+    told = begin("prove", sum(new.nbytes for own in pairs for _, new in own))
+    with Reader(again.indexes) as written:
+
+        def work(own: Pairs) -> bool:
+            return bool(own) and all(
+                old.dtype == new.dtype and np.array_equal(stored(reader, old), stored(written, new)) for old, new in own
+            )
+
+        for own, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
+            if not same:
+                return None
+            told(sum(new.nbytes for _, new in own))
+    return {"ok": True, "layers": len(pairs), "recomputed": len(pairs), "worst_residual": 0.0, "worst_layer": ""}
+
+
+def claimed(job: AdapterJob, part: Any) -> AdapterJob:
+    """Return the job with the output in place of its adapters."""
+    return replace(job, inputs=replace(job.inputs, adapters=(Adapter(part),)))
+
+
+Pairs = list[tuple[StoredTensor, StoredTensor]]
+"""Tensors of an input and of an output that must be alike."""
+
+
+def same_factors(target: Target, written: Target | None) -> Pairs:
+    """Return the factors of a weight's change in the input and in the output, if these mean the same change where their
+    bytes are alike: one pair of factors each with one scale. [] otherwise."""
+    if written is None or target.values or written.values or len(target.uses) != 1 or len(written.uses) != 1:
+        return []
+    (use,), (again,) = target.uses, written.uses
+    patch, made = use.patch, again.patch
+    facts = [
+        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
+    ]
+    if not is_plain(patch) or not is_plain(made) or facts[0] != facts[1] or patch.view != made.view:
+        return []
+    return [(patch.module.slots[slot], made.module.slots[slot]) for slot in ("up", "down")]
+
+
+def _nbytes(one: Factors) -> int:
+    return 3 * (one.up.nbytes + one.down.nbytes)  # as stored, and in fp32
+
+
+def _both(pairs: Pairs) -> int:
+    return 2 * sum(new.nbytes for _, new in pairs)
+
+
+def _squares(one: Factors, up: Bytes, down: Bytes) -> float | None:
+    """Return ‖ΔW‖² of factors; None where fp32 does not tell it, or where a number may not be finite."""
+    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank)
+    right = WIDEN[one.down.dtype](down).reshape(one.rank, -1)
+    with np.errstate(all="ignore"):
+        columns, rows = left.T @ left, right @ right.T
+        if not is_below(columns, TABLE[one.up.dtype].largest) or not is_below(rows, TABLE[one.down.dtype].largest):
+            return None
+        squares = product(columns, rows)
+    return None if squares is None else squares * one.scale**2

@@ -1,0 +1,1 @@
+"""Low-rank factors of matrices and of products of factors."""

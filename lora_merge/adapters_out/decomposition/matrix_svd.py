@@ -1,0 +1,159 @@
+"""From ΔW itself: the leading triples by a search, or all of them from the Gram matrix of the shorter side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...engine.devices import precise
+from ...engine.row_matrix import HELD, Rows
+from ...engine.tensor_moves import HOST, Placement, host, stage
+from ..rank_rules import Rule, choose, reached
+from ..rounding import squares_of_rows
+from .krylov import WIDTH, Found, searched
+from .singular_triples import Triples, numeric_rank
+
+WORTH: Final = 8
+"""The least number of blocks of a search in the shorter side, where it is searched: otherwise the exact way is as
+fast."""
+
+TINY: Final = 128
+"""The shorter side up to which a matrix is decomposed without its Gram matrix, with all digits."""
+
+AT_ONCE: Final = 2**23
+"""Numbers of some columns that are held at a time."""
+
+DIGITS: Final = 1e-4
+"""The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""
+
+
+def of_dense(
+    change: Rows, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST, squares: float | None = None
+) -> Triples:
+    """Return the triples of one ΔW [out, cols], as many as a rule chooses or more, on the host; without a rule, all.
+
+    The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`; `at`:
+    where products of the size of ΔW are computed; `squares`: ‖ΔW‖², where it is known.
+    """
+    return of_stack([change], [rule], noise, at, None if squares is None else [squares])[0]
+
+
+def of_stack(
+    changes: Sequence[Rows], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST,
+    squares: Sequence[float] | None = None,
+) -> list[Triples]:  # fmt: skip
+    """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
+    squares = [squares_of_rows(change) for change in changes] if squares is None else squares
+    width = max(_width(rule) for rule in rules)
+    found = [Found() for _ in changes]
+    if width and width * WORTH <= min(changes[0].shape) and all(squares):
+        reaches = [partial(_reach, rule) for rule in rules]
+        single = Placement(at.device, torch.float32)
+        found = searched(_stacked(changes, single), squares, reaches, width)
+        for i, one in enumerate(found):
+            if one.start is not None:
+                fine = _stacked(changes[i : i + 1], precise(at))
+                found[i] = searched(fine, squares[i : i + 1], reaches[i : i + 1], width, one.start)[0]
+    bound = max(max(changes[0].shape) * 2.0**-52, noise)
+    made = []
+    for one, change, rule, size in zip(found, changes, rules, squares, strict=True):
+        triples = one.triples or exactly(change, rule, size, at)
+        made.append(triples.first(numeric_rank(triples.values.tolist(), bound)))
+    return made
+
+
+def _stacked(changes: Sequence[Rows], at: Placement) -> Tensor:
+    """Return the matrices [n, out, cols] at a placement."""
+    whole = [change.dense(at.dtype) for change in changes]
+    return whole[0][None] if len(whole) == 1 and at.device == whole[0].device else stage(whole, at)
+
+
+def _width(rule: Rule | None) -> int:
+    """Return how many columns a block of the search has for a rule; 0 for one that needs all singular values."""
+    if rule is None or not rule.leading:
+        return 0
+    most = rule.ceiling
+    return WIDTH if most is None else most + max(8, most // 8)
+
+
+def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | None:
+    assert rule is not None, "a search has a rule"
+    return reached(rule, values, total)
+
+
+def exactly(change: Rows, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
+    """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
+    in that matrix have too few digits for the rule."""
+    at = precise(at)
+    change = change if change.numel() > HELD else Rows.of(_stacked([change], at)[0])
+    if min(change.shape) <= TINY or rule is None:
+        return _decomposed(_stacked([change], at)[0], squares)
+    wide = change.shape[0] <= change.shape[1]
+    found, vectors = torch.linalg.eigh(_gram(change, at))
+    values = host(found.flip(0).clamp_min(0).sqrt())
+    rank = choose(rule, values.tolist(), total=squares)
+    if not rank or values[rank - 1] < DIGITS * values[0]:
+        return _decomposed(_stacked([change], at)[0], squares)
+    own = vectors.flip(1)[:, :rank]
+    other = host(_times(own, change, at)).div_(values[:rank, None] if wide else values[:rank])
+    own, one = host(own), torch.eye(rank, dtype=torch.float64)
+    return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
+
+
+def _decomposed(matrix: Tensor, squares: float) -> Triples:
+    """Return all triples: QR brings a long matrix to a square one first."""
+    long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+    q, r = torch.linalg.qr(long)
+    u, s, v = torch.linalg.svd(r)
+    q, u, s, v = map(host, (q, u, s, v))
+    one = torch.eye(len(s), dtype=torch.float64)
+    if long is matrix:
+        return Triples((q, v), (u, one), s, squares)
+    return Triples((v.mT, q.mT), (one, u.mT), s, squares)
+
+
+def values_of(change: Rows) -> Tensor:
+    """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
+    if min(change.shape) <= TINY:
+        values: Tensor = torch.linalg.svdvals(change.dense(torch.float64))
+        return values
+    squares: Tensor = torch.linalg.eigvalsh(_gram(change, HOST))
+    return squares.flip(0).clamp_min(0).sqrt()
+
+
+def _gram(change: Rows, at: Placement) -> Tensor:
+    """Return the products of all pairs of rows, or of all pairs of columns where these are fewer, in fp64."""
+    (out, cols), whole = change.shape, change.memory
+    if whole is not None and whole.dtype == at.dtype:
+        return whole @ whole.mT if out <= cols else whole.mT @ whole
+    found = torch.zeros(min(out, cols), min(out, cols), dtype=at.dtype, device=at.device)
+    if out > cols:
+        for _, block in change.blocks():
+            (some,) = stage([block], at)
+            found.addmm_(some.mT, some)
+        return found
+    step = max(1, AT_ONCE // max(out, 1))
+    for first in range(0, cols, step):  # some columns of all rows are held at a time
+        (some,) = stage([torch.cat([block[:, first : first + step] for _, block in change.blocks()])], at)
+        found.addmm_(some, some.mT)
+    return found
+
+
+def _times(own: Tensor, change: Rows, at: Placement) -> Tensor:
+    """Return the vectors of the other side times their singular values: Δ V, or UᵀΔ where the rows are fewer."""
+    (out, cols), whole = change.shape, change.memory
+    if whole is not None and whole.dtype == at.dtype:
+        return own.mT @ whole if out <= cols else whole @ own
+    if out > cols:
+        found = own.new_empty(out, own.shape[1])
+        for rows, block in change.blocks():
+            found[rows] = stage([block], at)[0] @ own
+        return found
+    found = own.new_zeros(own.shape[1], cols)
+    for rows, block in change.blocks():
+        found.addmm_(own[rows].mT, stage([block], at)[0])
+    return found

@@ -1,0 +1,255 @@
+"""The difference of one weight → its stored tensors.
+
+Which parameters are decomposed together: on a device those of one shape, on a processor tiny ones of one shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...algorithms.lokr import LOKR
+from ...errors import FitError, InputError
+from ...models.experts import is_stack
+from ...models.part_factors import or_leave_out
+from ..combined_change import Cut, Storage, Wanted
+from ..copied_tensors import Made, value_made, whole_made
+from ..decomposition.matrix_svd import of_stack
+from ..decomposition.singular_triples import Triples
+from ..decomposition.tiny import FEW, TOGETHER, factors_of
+from ..dialects import COPIED
+from ..form import vector_ending
+from ..groups import Place, Target
+from ..job import AUTO, FACTORS, IN_FULL, WHOLE
+from ..module_tensors import STACKED, Layer
+from ..peft.config import TABLE
+from ..rank_rules import EXACT, NOISE, Rule, choose
+from .difference import Difference
+from .extract_job import ERROR, SKIP, Extraction
+from .kronecker import kronecker
+from .pairs import Pair
+
+NUMBER: Final = 10
+"""Bytes on the host for each number of a weight under way: Δ in fp32, both weights in 16 bits, bases of a search."""
+
+ON_DEVICE: Final = 16
+"""Bytes on a device for each number of a Δ: fp32, its bases, and fp64 where one is searched again."""
+
+Batch: TypeAlias = tuple[Pair, ...]
+
+
+def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
+    """Yield the pairs, matrices of one shape together, in the order of the first of each batch.
+
+    Parameters:
+        pairs: All pairs.
+        room: Bytes of the device's memory that a batch may use; 0: each pair is alone, unless it is tiny.
+        bound: Bytes of the host's memory that a batch may use.
+    """
+    open_ones: dict[tuple[int, ...], list[Pair]] = {}
+    for pair in pairs:
+        shape = pair.place.view.shape
+        numbers = prod(shape)
+        count = min(TOGETHER if tiny(pair) else room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        if pair.place.vector or count < 2 or pair.fresh:
+            yield (pair,)
+            continue
+        batch = open_ones.setdefault(shape, [])
+        batch.append(pair)
+        if len(batch) == count:
+            yield tuple(open_ones.pop(shape))
+    yield from map(tuple, open_ones.values())
+
+
+def tiny(pair: Pair) -> bool:
+    """Return whether a parameter is a matrix so small that many are decomposed at once on a processor."""
+    shape = pair.place.view.shape
+    return not pair.place.vector and 0 < prod(shape) <= FEW and not pair.fresh
+
+
+def nbytes(batch: Batch) -> int:
+    """Return about how many bytes the differences of a batch take, with both weights as they are stored."""
+    return sum(prod(pair.place.view.shape) for pair in batch) * NUMBER
+
+
+def _expect_one_matrix(found: Difference) -> None:
+    """Raise FitError for weights of stacked experts, which can be left out with those of every other layer.
+
+    A model that no table knows has them by the names by which they are recognised in a merge.
+    """
+    place, view = found.pair.place, found.pair.place.view
+    if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
+        raise FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
+
+
+def measured(made: Made | None, found: Difference) -> Made | None:
+    """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
+    errors have in the change, where it is known."""
+    if made is None:
+        return None
+    known = replace(made.layer, noise=found.share_of_noise, effect=found.scanned[0].effect, weight=found.weight)
+    return replace(made, layer=known)
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Makes the tensors of one extraction."""
+
+    task: Extraction
+    storage: Storage
+    endings: Mapping[str, str]
+
+    def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
+        """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
+        few = any(self._few_rows(one) is not None for one in found)
+        if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS and not few:
+            return self._tiny(found)
+        triples = [None] * len(found) if alone else self.together(found)
+        return [self.made(one, triples=known) for one, known in zip(found, triples, strict=True)]
+
+    def _tiny(self, found: Sequence[Difference]) -> list[Made | None]:
+        """Return the factors of tiny matrices of one shape."""
+        shape = found[0].pair.place.view.shape
+        _expect_one_matrix(found[0])
+        alpha = self.alpha
+
+        def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
+            rule = self.rule(found[number])
+            rank = choose(rule, values, total=squares)
+            return rank, Cut(rule, rank, alpha).alpha_of(rank)
+
+        made: list[Made | None] = []
+        stack = torch.stack([one.change.dense() for one in found])
+        for one, own in zip(found, factors_of(stack, self.storage.noise, chosen, self.storage.dtype), strict=True):
+            layer = self.storage.pair(shape, 0, (own.up, own.down), own.alpha, (own.squares, own.lost))
+            made.append(self._spelled(one.pair.place, layer))
+        return made
+
+    def together(self, found: Sequence[Difference | None]) -> list[Triples | None]:
+        """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
+        need none."""
+        found = [f if f is not None and self._few_rows(f) is None else None for f in found]
+        some = [f for f in found if f is not None]
+        if not some or self.storage.algorithm not in (FACTORS, AUTO):
+            return [None] * len(found)
+        rules = [self.rule(f).of_inputs(0) for f in some]
+        squares = [f.scanned[0].squares for f in some]
+        made = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
+        return [None if f is None else next(made) for f in found]
+
+    def made(self, found: Difference, rank: int | None = None, triples: Triples | None = None) -> Made | None:
+        """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
+
+        `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
+        dialect cannot hold it.
+        """
+        where, shape = found.pair.place, found.pair.place.view.shape
+        if found.pair.fresh:
+            return value_made(where, found.value, found.change, self.storage.dtype)
+        if where.vector:
+            return self._vector(found)
+        if self.storage.algorithm == LOKR.name:
+            return self._product(found)
+        target = Target(where.name, where.parameter, shape, (), (), "")
+        layer = self._layer(target, found, rank, triples)
+        if layer.algorithm == WHOLE and "diff" not in self.endings:
+            raise FitError("the format has no place for whole matrices", where.name,
+                           "use --algorithm lora, or --format kohya")  # fmt: skip
+        return self._spelled(where, layer)
+
+    def _spelled(self, where: Place, layer: Layer) -> Made:
+        tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
+        if layer.rank and self.alpha_stored:
+            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        return Made(where, tensors, layer)
+
+    def _product(self, found: Difference) -> Made:
+        """Return the nearest Kronecker product."""
+        where, rule = found.pair.place, self.rule(found).of_inputs(0)
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        if not self.task.to.copies:
+            raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
+        _expect_one_matrix(found)
+        layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
+                          lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
+        tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
+        if layer.rank:
+            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        return Made(where, tensors, layer)
+
+    @property
+    def alpha_stored(self) -> bool:
+        """Whether the dialect stores α."""
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        return self.task.to.alpha
+
+    @property
+    def alpha(self) -> float | None:
+        """α of every layer; None where each has its own."""
+        return None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
+
+    def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
+        wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
+        if self.storage.algorithm != WHOLE:
+            _expect_one_matrix(found)
+        if (rows := self._few_rows(found)) is not None:
+            moved = found.change.of_rows(rows).dense()
+            ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)
+            ones[rows, torch.arange(len(rows))] = 1
+            held = Wanted(ones, moved, None, 0)
+            return self.storage.layer(target, held, Cut(Rule(EXACT), None, self.alpha))
+        rule = self.rule(found)
+        return self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
+
+    def _few_rows(self, found: Difference) -> Tensor | None:
+        """Return the rows of a table of embeddings that changed, where there are at most twice as many as its rule
+        gives ranks: then its factors are these rows and their places."""
+        place = found.pair.place
+        factored = len(place.view.shape) == 2 and self.storage.algorithm in (FACTORS, AUTO)
+        rule = self.rule(found) if factored and TABLE.search(place.module) else None
+        if rule is None or rule.ceiling is None:
+            return None
+        rows = found.scanned[1].nonzero().flatten()
+        most = min(2 * rule.ceiling, rule.most or len(rows), *place.view.matrix)
+        return rows if len(rows) <= most else None
+
+    def rule(self, found: Difference) -> Rule:
+        """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
+        view = found.pair.place.view
+        rule = self.task.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
+        if rule.name == EXACT:
+            return replace(rule, name="energy", value=1.0)
+        if rule.name != NOISE:
+            return rule
+        noise = found.noise
+        if noise is None:
+            raise InputError("the rounding errors of quantised weights and of whole numbers are not known",
+                             f"--rank noise: {found.pair.name}", "use --rank 32 or --rank energy:0.99")  # fmt: skip
+        out, cols = view.matrix
+        return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
+
+    def _vector(self, found: Difference) -> Made | None:
+        """Return the change of a bias, a norm or another vector, as `--others` says."""
+        where = found.pair.place
+        if self.task.others == SKIP:
+            return None
+        if self.task.others == ERROR:
+            raise FitError(
+                "a bias, norm or other vector changed, which has no factors",
+                where.name,
+                "write it with --others diff, or drop it with --others skip",
+            )
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        ending = vector_ending(where, self.task.to)
+        if ending is None and self.task.to.whole and not where.bare:
+            return value_made(where, found.value, found.change, self.storage.dtype)
+        if ending is None:
+            raise FitError(f"{self.task.to.name} has no place for biases and norms", where.name,
+                           "drop them with --others skip, or use --format kohya")  # fmt: skip
+        return whole_made(where, ending, found.change, self.storage.dtype)

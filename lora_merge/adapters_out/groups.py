@@ -1,0 +1,267 @@
+"""The modules that a dialect has names for, and which rows of which formulas belong to each. No torch.
+
+One weight of the model with everything that changes it, and the layers that its change is stored as. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+from ..algorithms import ALGORITHMS
+from ..disk.files import StoredTensor
+from ..dtypes import Shape, flat
+from ..errors import FitError
+from ..matching.patch import Patch, PatchPart
+from ..models.names import Names
+from ..models.part_factors import or_leave_out
+from ..models.weights import RowSlice, WeightView
+from ..text import listed
+from .dialects import Dialect
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Rows of a weight: (first row, end) of consecutive ones."""
+
+
+class Part(NamedTuple):
+    """Rows of a weight that are a module of their own in the adapters, such as q of a fused qkv."""
+
+    name: str
+    parameter: str
+    runs: Runs  # in the order of the module's rows
+
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def meets(self, piece: RowSlice) -> bool:
+        """Return whether rows of the weight are among these."""
+        return any(start < piece.stop and piece.start < stop for start, stop in self.runs)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight of the model with everything that changes it. `name` and `parameter` are its name in the output."""
+
+    name: str
+    parameter: str
+    shape: Shape
+    uses: tuple[PatchPart, ...]
+    values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
+    key: str = ""  # in the base
+    parts: tuple[Part, ...] = ()  # as which the change is stored; (): as one
+    runs: Runs = ()  # its rows of the base's weight; (): all
+    turned: bool = False
+    """Whether the base stores it [in, out], such as GPT-2, and the output [out, in] as all adapters."""
+
+    @property
+    def stored(self) -> tuple[Target, ...]:
+        """The layers of the output that the change of the weight becomes."""
+        return tuple(
+            replace(self, name=p.name, parameter=p.parameter, shape=(p.rows, *self.shape[1:]), parts=(), runs=p.runs,
+                    uses=tuple(use for use in self.uses if p.meets(use.piece)))
+            for p in self.parts
+        ) or (self,)  # fmt: skip
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
+        cols = self.uses[0].piece.cols if self.uses else 0
+        return (prod(self.shape) // cols, cols) if cols else flat(self.shape)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is that of several experts."""
+        return self.matrix != flat(self.shape)
+
+    @property
+    def vector(self) -> bool:
+        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
+        return len(self.shape) < 2 or self.parameter == "bias"
+
+    @property
+    def norm(self) -> bool:
+        """Whether an adapter has it under an ending of norms, such as .w_norm."""
+        return any(info.name.endswith("_norm") for use in self.uses for info in use.patch.module.slots.values())
+
+    @property
+    def label(self) -> str:
+        """The name of the layer for reports."""
+        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+
+def is_plain(patch: Patch) -> bool:
+    """Return whether a patch is a product of two factors with a scale, and nothing else."""
+    row = ALGORITHMS[patch.algorithm]
+    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+
+
+HEAD: Final = "lm_head."
+"""The head of a language model, which a base without a level above its layers may have too."""
+
+V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
+"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
+
+Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
+V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
+
+
+class Place(NamedTuple):
+    """One parameter in the words of a dialect."""
+
+    prefix: str
+    module: str
+    parameter: str
+    view: WeightView  # its rows in the base
+    component: str
+    norm: bool  # whether it belongs to a norm: the weight is a vector
+    bare: bool = False  # whether it is a parameter of no module
+
+    @property
+    def name(self) -> str:
+        """The parameter for reports."""
+        return self.module if self.parameter == "weight" else f"{self.module}.{self.parameter}"
+
+    @property
+    def label(self) -> str:
+        """The parameter, unique in the output."""
+        return self.prefix + self.name
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the weights that hold it."""
+        return [piece.key for piece in self.view.row_slices]
+
+    @property
+    def vector(self) -> bool:
+        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
+        return len(self.view.shape) < 2 or self.parameter == "bias"
+
+    @property
+    def kernel(self) -> bool:
+        """Whether it is a convolution whose kernel has more than one number."""
+        return any(n > 1 for n in self.view.shape[2:])
+
+
+class Run(NamedTuple):
+    """Consecutive rows of a patch that are rows of a place."""
+
+    source: int
+    target: int
+    rows: int
+
+
+class Share(NamedTuple):
+    """The change of one patch in one place."""
+
+    patch: Patch
+    strength: float
+    runs: tuple[Run, ...]
+
+    def is_all(self, place: Place) -> bool:
+        """Return whether the patch is for exactly the rows of the place, in their order."""
+        rows = place.view.matrix[0]
+        return self.patch.view.matrix[0] == rows and self.runs == (Run(0, 0, rows),)
+
+
+class Filled(NamedTuple):
+    """A place with everything that changes it."""
+
+    place: Place
+    shares: tuple[Share, ...]
+    value: tuple[StoredTensor, float] | None = None  # a new value of the whole parameter, and its strength
+
+
+def places(names: Names, dialect: Dialect) -> Iterator[Place]:
+    """Yield every parameter of the base in the words of a dialect."""
+    encoders = names.known.text_encoders if names.known else {}
+    for part in names.parts:
+        prefix = "" if names.has_twins else dialect.prefix(part, encoders)
+        views = part.views(dialect.layout(part))
+        if dialect.table:
+            views = {name: view for name, view in views.items() if part.named_in(dialect.table, name)}
+        if dialect.from_top:
+            views = {part.in_memory(name): view for name, view in views.items()}
+        level = dialect.level_of(part)
+        for body, view in views.items():
+            if dialect.folder and V4.search(view.row_slices[0].key):
+                body = V4_WORDS.sub(lambda found: V4_LAYERS[found[0]], body)
+            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
+                HEAD
+            )  # a head lies beside it
+            name = level + body if inside else body
+            module, dot, parameter = name.rpartition(".")
+            if not dot or parameter not in ("weight", "bias"):
+                module, parameter = name, "weight"
+            if module:
+                beside = views.get(f"{module}.weight".removeprefix(level if inside else ""), view)
+                norm, bare = len(beside.shape) == 1, module == name
+                yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
+
+
+def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
+    """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
+    by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
+    for place in there:
+        for piece, at in place.view.addresses():
+            by_key.setdefault(piece.key, []).append((place, piece, at))
+    runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}
+    found: dict[tuple[str, ...], Place] = {}
+    values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
+    lost: list[str] = []
+    for target in targets:
+        near = by_key.get(target.key, [])
+        for use in target.uses:
+            covered = 0
+            for place, piece, at in near:
+                run = _overlap(use.piece, use.start, piece, at)
+                if run is None:
+                    continue
+                covered += run.rows
+                found[_key(place)] = place
+                own = runs.setdefault(_key(place), {})
+                own.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
+            lost += [target.key] if covered < use.piece.rows else []
+        for _, info, strength in target.values:
+            whole = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
+            if whole is None:
+                lost.append(target.key)
+                continue
+            found[_key(whole)], values[_key(whole)] = whole, (info, strength)
+    if lost:
+        raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
+                       or_leave_out("convert to another dialect", lost))  # fmt: skip
+    return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
+            for key, place in found.items()]  # fmt: skip
+
+
+def _key(place: Place) -> tuple[str, ...]:
+    return place.prefix, place.module, place.parameter
+
+
+def _overlap(own: RowSlice, start: int, other: RowSlice, at: int) -> Run | None:
+    """Return the rows that a piece of a patch (from its row `start` on) shares with a piece of a place."""
+    if own.transposed or other.transposed:
+        same = own._replace(transposed=False) == other._replace(transposed=False)
+        return Run(start, at, own.rows) if same and own.transposed == other.transposed else None
+    if own.cols != other.cols:
+        return None
+    low, high = max(own.start, other.start), min(own.stop, other.stop)
+    return Run(start + low - own.start, at + low - other.start, high - low) if low < high else None
+
+
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return the runs in order of the place, neighbours joined."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda r: r.target):
+        last = found[-1] if found else None
+        if last and (last.source + last.rows, last.target + last.rows) == (run.source, run.target):
+            found[-1] = Run(last.source, last.target, last.rows + run.rows)
+        else:
+            found.append(run)
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""Adapters that are joined by their names alone."""

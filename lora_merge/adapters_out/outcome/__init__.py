@@ -1,1 +1,0 @@
-"""The facts and the end of a run that writes an adapter."""

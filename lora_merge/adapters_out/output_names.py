@@ -1,0 +1,274 @@
+"""The names of an output's layers: those of the first adapter, or in the dialect of the first adapter. No torch.
+
+What joins the modules of several adapters where no base was given: their names without prefixes. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+from ..adapter_options import KEEP
+from ..adapters.modules import AdapterFile, Module
+from ..adapters.suffixes import split_parameter
+from ..algorithms import ALGORITHMS
+from ..disk.files import StoredTensor
+from ..dtypes import Shape
+from ..errors import AmbiguousName, FitError, InputError, UsageError
+from ..files.checkpoint import Index
+from ..matching.patch import Match, PatchPart
+from ..models.adapter_architecture import architectures, seen
+from ..models.inferred_base import Change, NotTold, assumed, candidates
+from ..models.names import Names, of_the_denoiser
+from ..models.prefixes import prefixed
+from ..models.weights import RowSlice
+from .dialects import DIALECTS
+from .groups import Part, places
+from .job import GIVE_BASE
+
+SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
+
+
+def body_of(name: str) -> str:
+    """Return a name that all dialects with the same words share: its network, and its path with underscores."""
+    network, body = prefixed(name)[-1]
+    return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
+
+
+def shape_of(module: Module) -> Shape | None:
+    """Return the shape of the parameter that a module changes, where its tensors show it."""
+    shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
+    return next((shape for shape in shown if shape is not None), None)
+
+
+Joined: TypeAlias = Mapping[tuple[str, str], Sequence[tuple[int, Module]]]
+"""Name without its prefix, and parameter → the modules that change it, each with the number of its adapter."""
+
+
+def joined(files: Sequence[AdapterFile]) -> Joined:
+    """Return the modules of adapters, joined by their names alone; UsageError where these do not say which modules are
+    the same, FitError for different models."""
+    found: dict[tuple[str, str], list[tuple[int, Module]]] = {}
+    for number, file in enumerate(files):
+        for module in file.modules:
+            found.setdefault((body_of(module.name), module.parameter), []).append((number, module))
+    _check(found, files)
+    return found
+
+
+def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
+    for members in joined.values():
+        twice = [n for n, _ in members]
+        if len(twice) != len(set(twice)):
+            raise InputError("two modules of one adapter have one name without prefixes",
+                             f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
+    known = [(f, frozenset(a.title for a in architectures(seen(of_the_denoiser(_shapes(f)))))) for f in files]
+    (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
+    if other := next(((f, titles) for f, titles in others if not titles & its), None):
+        raise FitError(
+            f"two adapters are for different models: {' or '.join(sorted(its))}, and {' or '.join(sorted(other[1]))}",
+            f"{first.path} and {other[0].path}", "combine adapters of one model",
+        )  # fmt: skip
+    if any({n for n, _ in members} != {*range(len(files))} for members in joined.values()):
+        expect_one_layout([(f.path.name, _changes(f)) for f in files])
+    styles = [frozenset(_styles(f)) for f in files]
+    for number in range(1, len(files)):
+        if styles[number] & styles[0]:
+            continue
+        if not any({0, number} <= {n for n, _ in members} for members in joined.values()):
+            raise UsageError("two adapters in different dialects share no module by name",
+                             f"{files[0].path.name} and {files[number].path.name}", GIVE_BASE)  # fmt: skip
+    for members in joined.values():
+        number, module = members[0]
+        if number and not styles_of(module.name) & styles[0]:
+            raise UsageError("a module that the first adapter lacks has a name in another dialect",
+                             f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
+
+
+def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
+    """Raise UsageError where adapters have names of one model in the words of two layouts, such as its authors' and
+    diffusers': a weight would have two names. `adapters`: the name of each, and its changes."""
+    if _is_told([change for _, changes in adapters for change in changes]):
+        return
+    (first, its), *others = adapters
+    if not _is_told(its):
+        return
+    for name, changes in others:
+        if _is_told(changes) and not _is_told([*its, *changes]):
+            raise UsageError("two adapters name the weights of the model in different words", f"{first} and {name}",
+                             GIVE_BASE)  # fmt: skip
+
+
+def _is_told(changes: Sequence[Change]) -> bool:
+    """Return whether one layout of a known model has all names."""
+    changes = [*{(c.module, c.parameter): c for c in changes}.values()]
+    try:
+        known = candidates(changes)
+    except NotTold:
+        return False
+    for architecture in known:
+        with suppress(NotTold):
+            return bool(assumed(changes, architecture))
+    return False
+
+
+def _changes(file: AdapterFile) -> list[Change]:
+    """Return the changes of weights whose shapes an adapter shows."""
+    return [Change(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
+
+
+def _styles(file: AdapterFile) -> Iterator[str]:
+    for module in file.modules:
+        yield from styles_of(module.name)
+
+
+def styles_of(name: str) -> frozenset[str]:
+    """Return the prefix of a name, and whether the rest has dots."""
+    _, body = prefixed(name)[-1]
+    return frozenset({f"{name[: len(name) - len(body)].partition('.')[0].rstrip('_0123456789')[:5]}/{'.' in body}"})
+
+
+def _shapes(file: AdapterFile) -> dict[str, Shape]:
+    return {m.name: shape_of(m) or () for m in file.modules if m.parameter == "weight"}
+
+
+class Words(NamedTuple):
+    """The dialect that has most names of an adapter, "" where none has any."""
+
+    dialect: str
+    parts: Mapping[str, Sequence[Part]]
+    """Weight of the base → its modules there; no runs stand for all rows."""
+    across: frozenset[str]
+    """Weights that lie in one module with other weights."""
+
+
+class Naming:
+    """Names for modules in the words of the first adapter: its own, those of its dialect, or made as its own are."""
+
+    def __init__(self, found: Sequence[Match], base: Index, names: Names) -> None:
+        self.base, self.names = base, names
+        self.own: dict[str, str] = {}
+        self.pairs: dict[tuple[str, str, bool], int] = {}
+        for one in reversed(found):
+            for key, uses in one.uses.items():
+                for use in uses:
+                    alone = key not in base.tensors  # a head that gets a tensor of its own
+                    if use.patch.view.row_slices == (use.piece,) and (alone or whole_of(use.piece, base.tensors[key])):
+                        self.own[key.rpartition(".")[0]] = use.patch.module.name
+            for key, info in one.replaced.items():
+                self.own.setdefault(key.rpartition(".")[0], _replaced(info.name))
+        self.first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set[str]()
+        self.first |= {_replaced(info.name) for one in found[:1] for info in one.replaced.values()}
+        for module, name in self.own.items():
+            if name in self.first:
+                pair = common_end(module, name)
+                self.pairs[pair] = self.pairs.get(pair, 0) + 1
+        self.own = {module: name for module, name in self.own.items() if name in self.first}
+        self.styles = frozenset(style for name in self.first for style in styles_of(name))
+        views = [u.patch.view for uses in found[0].uses.values() for u in uses] if found else []
+        self.spread = {piece.key for v in views if len({p.key for p in v.row_slices}) > 1 for piece in v.row_slices}
+        self.fused = KEEP  # the dialect in which several weights of the base are one module; "" for an unknown one
+        self.nameless: list[str] = []  # weights that have the base's own name, as they have none in the first's words
+
+    def layers(
+        self, key: str, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]
+    ) -> tuple[str, str, tuple[Part, ...]]:
+        """Return module and parameter of a weight in the output, and the modules that its rows are there."""
+        module, _, parameter = key.rpartition(".")
+        if module in self.own:
+            return self.own[module], parameter, ()
+        alike, there = self._parts(shape, uses, values), self._words.parts.get(key, ())
+        if alike and (not there or any(part.name in self.first for part in alike)):
+            return module, parameter, alike
+        if len(there) == 1 and not there[0].runs:
+            return there[0].name, there[0].parameter, ()
+        apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
+        parts = tuple(part for part in there if apart and any(part.meets(use.piece) for use in uses))
+        name = self._made(module, parameter, key)
+        if not parts and (key in self._words.across or key in self.spread):
+            self.fused = self._words.dialect
+        elif not parts and name == module and not styles_of(name) & self.styles:
+            self.nameless.append(key)
+        return name, parameter, parts
+
+    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
+        """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
+        there, and where they have no such parts, or not in the words of the first adapter."""
+        found: dict[int, Part] = {}
+        for use in uses:
+            module, piece = use.patch.module, use.piece
+            part = Part(module.name, module.parameter, ((piece.start, piece.stop),))
+            plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
+            other = found.setdefault(piece.start, part)
+            if (
+                not plain
+                or other.rows != part.rows
+                or (part.rows,) == (shape or (1,))[:1]
+                or not styles_of(part.name) & self.styles
+            ):
+                return ()
+        ordered = [found[start] for start in sorted(found)]
+        apart = all(a.runs[-1][1] <= b.runs[0][0] for a, b in pairwise(ordered))
+        return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
+
+    @cached_property
+    def _words(self) -> Words:
+        """The modules of each weight in the dialect that has most names of the first adapter."""
+        best, known = Words("", {}, frozenset()), 0
+        for row in DIALECTS.values():
+            to = row.of(self.names.known)
+            there = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
+            if (count := len(self.first & {name for name, _ in there})) <= known:
+                continue
+            known, found, across = count, dict[str, list[Part]](), set[str]()
+            for name, place in there:
+                pieces = place.view.row_slices
+                keys = {piece.key for piece in pieces}
+                whole = len(pieces) == 1 and whole_of(pieces[0], self.base.tensors.get(pieces[0].key))
+                if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
+                    across |= keys
+                runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
+                found.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
+            found = {key: parts for key, parts in found.items() if key not in across}
+            best = Words(to.name, found, frozenset(across))
+        return best
+
+    def _made(self, module: str, parameter: str, key: str) -> str:
+        """Return a name that is made as the first adapter's are, if it leads to the weight, else the base's own."""
+        fitting = [p for p in self.pairs if module.startswith(p[0])]
+        if not fitting:
+            return module
+        start, prefix, flat = max(fitting, key=lambda p: (len(p[0]), self.pairs[p]))
+        body = module[len(start) :]
+        name = prefix + (body.replace(".", "_") if flat else body)
+        try:
+            view = self.names.find(name, parameter)
+        except AmbiguousName:
+            return module
+        return name if view is not None and {piece.key for piece in view.row_slices} == {key} else module
+
+
+def _replaced(key: str) -> str:
+    """Return the module of a tensor that an adapter replaces, by the adapter's name for it."""
+    return split_parameter(key)[0].removesuffix(".base_layer")
+
+
+def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
+    """Return whether a row slice is a whole stored tensor."""
+    return info is not None and piece.start == 0 and piece.size == prod(info.shape)
+
+
+def common_end(module: str, name: str) -> tuple[str, str, bool]:
+    """Return (what only the base's name begins with, what only the adapter's does, whether dots became underscores)."""
+    flat = "." in module and "." not in name.rpartition("lora_")[2]
+    shown = module.replace(".", "_") if flat else module
+    n = 0
+    while n < min(len(shown), len(name)) and shown[-1 - n] == name[-1 - n]:
+        n += 1
+    while n and module[len(module) - n - 1 : len(module) - n] not in ("", "."):  # begin with a whole level
+        n -= 1
+    return module[: len(module) - n], name[: len(name) - n], flat

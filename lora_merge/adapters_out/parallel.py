@@ -1,0 +1,109 @@
+"""Works at several layers at a time, each on one core: their results do not depend on the number of cores. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import local
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from ..process import cores
+from ..proof.reference.one_core import one_core
+
+if TYPE_CHECKING:
+    from ..engine.tensor_moves import Placement
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 2
+"""The most results of each thread that may wait for an earlier one."""
+
+ERRAND: Final = 2**16
+"""Bytes of smaller tasks that a thread gets at once: to get a tiny one takes as long as to do it."""
+
+
+class PerThread(Generic[T]):
+    """One object for each thread that asks, made when it asks first."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._here = make, local()
+
+    def get(self) -> T:
+        """Return the object of this thread."""
+        if not hasattr(self._here, "made"):
+            self._here.made = self._make()
+        found: T = self._here.made
+        return found
+
+
+def side_by_side(
+    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, at: Placement | None = None
+) -> Iterator[R]:  # fmt: skip
+    """Yield the result of each task, in the order of the tasks; the first error ends the work.
+
+    A loop over it that ends early ends the work too, unless a name keeps this iterator: then the garbage collector
+    would end it, in any thread and at any time.
+
+    Parameters:
+        tasks: What is worked at.
+        work: Makes the result of one; it is called in several threads.
+        nbytes: How many bytes a task takes while it is under way.
+        bound: How many bytes all tasks under way may take; one alone may take more.
+        at: Where most of the work is done, if not on the processor: each device has as many threads as it can use.
+    """
+    count = threads(at)
+    waiting: deque[tuple[Future[list[R]], int]] = deque()
+    left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
+
+    def all_of(errand: Sequence[T]) -> list[R]:
+        return [work(task) for task in errand]
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=on_one_core)
+    with one_core():
+        try:
+            while left or waiting:
+                taken = sum(size for future, size in waiting if not future.done())
+                while left and len(waiting) < count * AHEAD and (not taken or taken + left[0][1] <= bound):
+                    errand, size = left.popleft()
+                    waiting.append((pool.submit(all_of, errand), size))
+                    taken += size
+                yield from waiting.popleft()[0].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[tuple[list[T], int]]:
+    """Yield the tasks in order, some of them together while they take no more bytes than `most`, and their bytes."""
+    some: list[T] = []
+    total = 0
+    for task in tasks:
+        size = nbytes(task)
+        if some and total + size > most:
+            yield some, total
+            some, total = [], 0
+        some.append(task)
+        total += size
+    if some:
+        yield some, total
+
+
+def threads(at: Placement | None) -> int:
+    """Return how many tasks are worked at side by side."""
+    if at is None and "torch" not in sys.modules:
+        return cores()
+    from ..engine import devices
+    from ..engine.tensor_moves import HOST
+
+    return devices.threads([at or HOST])
+
+
+def on_one_core() -> None:
+    """Let operations that this thread starts run on this thread alone: numpy's do already. A thread that began before
+    torch was loaded asks again."""
+    if "torch" in sys.modules:
+        from ..engine.devices import one_core as torch_on_one_core
+
+        torch_on_one_core()

@@ -1,0 +1,162 @@
+"""Demands of PEFT on all modules together: bias factors for every layer or for none, whole modules with all parameters,
+and embeddings under names of their own.
+
+Changed biases of layers in a folder of PEFT and in a file of diffusers, in the form that `demands.py` finds.
+
+Factors of one rank in a folder of PEFT: of single experts, which PEFT stacks when it loads it, or of all layers.
+
+DoRA in a folder of PEFT: all layers with factors have magnitudes, or none has.
+
+A layer with the magnitudes ‖W + ΔW‖ of its rows computes W + ΔW, so those that have none get these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...engine.tensor_moves import TORCH_DTYPES
+from ...engine.tensors import view_bytes
+from ..copied_tensors import Made, as_value
+from ..dialects import Dialect
+from ..groups import Place
+from ..job import FACTORS, WHOLE
+from ..module_tensors import Kept, Layer
+from ..output_file import Entry
+from .config import BIAS, WRAPPED, expect_table, magnitude_shape
+from .demands import Demands, demands, is_pair, new_biases, own_places, parameter_of
+
+
+def with_biases(
+    made: Sequence[Kept], there: Iterable[Place], to: Dialect, renewed: Callable[[Place], Made] | None,
+    keep: Callable[[Made], Kept],
+) -> list[Kept]:  # fmt: skip
+    """Return the modules with the changes of biases in the form in which the dialect can hold all of them.
+
+    `there`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None where the base
+    is not known. UsageError if the base has to be.
+    """
+    places = new_biases([parameter_of(m) for m in made], own_places(there), to, known=renewed is not None)
+    new = {id(place): keep(renewed(place)) for place in places if renewed}
+    factored = {m.place.module for m in made if m.layer.rank}
+    found = [new.get(id(m.place), m) for m in made]
+    return [_in_its_layer(m, factored) for m in found] if to.folder else found
+
+
+def _in_its_layer(made: Kept, factored: set[str]) -> Kept:
+    """Return a new bias under the name that it has in memory: PEFT wraps layers with factors."""
+    if BIAS not in made.tensors or made.place.module not in factored:
+        return made
+    entry = replace(made.tensors[BIAS], name=WRAPPED)
+    return replace(made, tensors={WRAPPED: entry})
+
+
+def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> Made:
+    """Return factors of zeros of a layer whose bias alone changes."""
+    out, *cols = place.view.shape
+    tensors: dict[str, Tensor] = {
+        to.endings["up"]: torch.zeros(out, 1, *(1 for _ in cols[1:]), dtype=dtype),
+        to.endings["down"]: torch.zeros(1, *cols, dtype=dtype),
+    }
+    return Made(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
+
+
+def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
+    """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
+    the same stack has factors. `keep`: lets the bytes of an added one wait."""
+    if not asked.rank:
+        return list(made)
+    some = next(m for m in made if m.layer.rank == asked.rank and is_pair(parameter_of(m), to))
+    fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in made)
+    found = [keep(_filled(m, to, asked.rank)) if low else m for m, low in zip(made, fill, strict=True)]
+    dtype = TORCH_DTYPES[some.tensors[to.endings["up"]].dtype]
+    for place in asked.zeros:
+        out, cols = place.view.matrix
+        zeros = {to.endings["up"]: torch.zeros(out, asked.rank, dtype=dtype),
+                 to.endings["down"]: torch.zeros(asked.rank, cols, dtype=dtype)}  # fmt: skip
+        layer = replace(_layer(zeros, some.layer, asked.rank), squares=0.0, lost=0.0)
+        found.append(keep(Made(place, zeros, layer)))
+    return found
+
+
+def _filled(one: Kept, to: Dialect, rank: int) -> Made:
+    """Return the factors with zeros up to a rank."""
+    up, down = (_tensor(one.tensors[to.endings[slot]]) for slot in ("up", "down"))
+    more = rank - one.layer.rank
+    tensors = {ending: _tensor(e) for ending, e in one.tensors.items()} | {
+        to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more, *up.shape[2:])), 1),
+        to.endings["down"]: torch.cat((down, down.new_zeros(more, *down.shape[1:]))),
+    }
+    return Made(one.place, tensors, _layer(tensors, one.layer, rank))
+
+
+def _layer(tensors: dict[str, Tensor], like: Layer, rank: int) -> Layer:
+    return replace(like, tensors=tensors, rank=rank, alpha=float(rank))
+
+
+def _tensor(entry: Entry) -> Tensor:
+    return view_bytes(memoryview(bytearray(b"".join(entry.pieces()))), entry.dtype, entry.shape)
+
+
+def magnitudes(
+    made: Sequence[Kept], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
+) -> Iterator[Made]:  # fmt: skip
+    """Yield the magnitudes of the layers at these places, which have factors alone. `value`: gives a weight of the
+    base."""
+    ending, lacking = to.endings.get("magnitude", ""), {id(place) for place in places}
+    for one in (m for m in made if id(m.place) in lacking):
+        weight = value(one.place)
+        table = to.endings.get("table_up", "") in one.tensors
+        names = ("table_up", "table_down") if table else ("up", "down")
+        up, down = (_tensor(one.tensors[to.endings[name]]).double().flatten(1) for name in names)
+        whole = weight.double().flatten(1) + ((up @ down).mT if table else up @ down)
+        found = whole.norm(dim=0 if table else 1).float().reshape(magnitude_shape(one.place))
+        layer = replace(one.layer, rank=0, squares=0.0, lost=0.0)
+        yield Made(one.place, {ending: found}, replace(layer, tensors={ending: found}))
+
+
+def completed(
+    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
+    keep: Callable[[Made], Kept],
+) -> list[Kept]:  # fmt: skip
+    """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
+
+    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change; None
+    where the base is not known. `keep`: lets the bytes of an added one wait.
+    """
+    bias = to.endings.get("up_bias")
+    if bias is None:
+        return list(made)
+    asked = demands([parameter_of(m) for m in made], own_places(there), to, known=value is not None)
+    dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors}
+    added = [keep(factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
+    usual = next(iter(dtypes.values()), torch.float32)
+    added += [keep(_plain(p, bias, torch.zeros(p.view.matrix[0], dtype=usual))) for p in asked.biases]
+    if value is not None:
+        added += [keep(one) for one in magnitudes(made, asked.magnitudes, to, value)]
+        added += [keep(_plain(p, f".{p.parameter}", as_value(p, value(p)))) for p in asked.values]
+    return together([*made, *added], asked, to, keep)
+
+
+def _plain(place: Place, ending: str, tensor: Tensor) -> Made:
+    tensors = {ending: tensor}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
+
+
+def as_table(made: Made, to: Dialect, *, table: bool) -> Made:
+    """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
+    dialect without such endings, whose loader puts factors on layers alone. `table`: whether they are those of one."""
+    down, up = to.endings.get("down", ""), to.endings.get("up", "")
+    if "up_bias" not in to.endings or up not in made.tensors or not table:
+        return made
+    expect_table(made.place, to)
+    others = {ending: value for ending, value in made.tensors.items() if ending not in (down, up)}
+    turned: Mapping[str, Tensor] = {
+        to.endings["table_down"]: made.tensors[up].mT.contiguous(),
+        to.endings["table_up"]: made.tensors[down].mT.contiguous(),
+        **others,
+    }
+    return Made(made.place, turned, made.layer)

@@ -1,0 +1,192 @@
+"""The folder of a PEFT adapter: `adapter_config.json` beside `adapter_model.safetensors`. No torch.
+
+Embeddings, which PEFT has names of their own for: what is one, and how its factors are stored. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ...algorithms import ALGORITHMS
+from ...errors import FitError, UsageError
+from ...models.part_factors import or_leave_out
+from ...models.tied_weights import DECODERS, HEADED
+from ...text import Note
+from ..dialects import PRODUCTS, Dialect
+from ..groups import Place, Share
+from ..job import FACTORS
+from ..metadata.loaders import BIASED
+from .kronecker import TO_LORA, settings
+
+if TYPE_CHECKING:
+    from ..groups import Place
+    from ..module_tensors import Kept
+
+EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
+whole values it leaves out in silence."""
+
+NO_LAYER: Final = "dummy-target-modules"
+"""What PEFT 0.11 and later write for an adapter of whole modules alone: it refuses an empty list.
+
+Source: DUMMY_TARGET_MODULES in peft/utils/constants.py.
+"""
+
+FLAG: Final = "fan_in_fan_out"
+"""The entry of PEFT's configuration that says whether weights are stored [in, out]."""
+
+AUTO: Final = "auto_mapping"
+"""The entry of PEFT's configuration that names the class of the model."""
+
+DIFFERING: Final = (
+    "the ranks of the layers differ: PEFT reads them in rank_pattern and alpha_pattern, while llama.cpp's converter "
+    "takes one lora_alpha for all"
+)
+
+BIAS: Final = ".bias"
+WRAPPED: Final = ".base_layer.bias"
+"""The endings of a new bias, and of that of a layer with factors."""
+
+
+def task_type(model: Mapping[str, Any]) -> str | None:
+    """Return the task in PEFT's words of a language model with this configuration; None for heads of other tasks, as
+    PEFT then asks for modules of its own in every folder."""
+    classes = model.get("architectures")
+    if not isinstance(classes, list) or not any(str(name).endswith(HEADED) for name in classes):
+        return None
+    if model.get("is_encoder_decoder"):
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if any(str(name).endswith(DECODERS) for name in classes) else None
+
+
+def expect_one(components: Iterable[str], what: str) -> None:
+    """Raise UsageError for several components, which one folder cannot hold; `what` says where they are from."""
+    found = sorted({*components})
+    if len(found) > 1:
+        raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(found)}", "--include",
+                         f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in found)}"
+                         " -o OTHER")  # fmt: skip
+
+
+def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Place]) -> dict[str, Any]:
+    """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows.
+
+    `there`: all parameters of the model that are known.
+    """
+    whole = sorted(whole_modules(((m.place, m.tensors) for m in made), there))
+    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
+    if len(kinds) > 1:
+        raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
+    if kinds & {*PRODUCTS}:
+        return _of_products(made, before, there, whole)
+    ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
+    of_experts = [rank for name, rank in ranks.items() if EXPERT.search(name)]  # `rank_pattern` is not for them
+    usual = Counter(of_experts or ranks.values()).most_common(1)[0][0] if ranks else 1
+    others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
+    return {
+        "peft_type": "LORA", "inference_mode": True,
+        **_kept(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+        "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": whole or None,
+        "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors),
+        "bias": _bias(made, whole),
+        "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in made),
+        "init_lora_weights": True,
+        **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
+    }  # fmt: skip
+
+
+def differing_ranks(config: Mapping[str, Any] | None) -> list[Note]:
+    """Return the note on a configuration of LoRA with ranks that differ by layer, which some readers do not know.
+
+    llama.cpp's convert_lora_to_gguf.py writes lora_alpha alone, and llama-adapter.h divides it by each tensor's rank.
+    """
+    if config is None or config["peft_type"] != "LORA" or not config["rank_pattern"]:
+        return []
+    most = max(config["r"], *config["rank_pattern"].values())
+    return [Note(f"{DIFFERING}: for such a reader, write it with --rank {most}, which gives all layers that rank")]
+
+
+def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says of the model: it is as true of the output. PEFT chooses the class that loads an
+    adapter by its task, or else by `auto_mapping`."""
+    found = {name: before.get(name) for name in ("task_type", "base_model_name_or_path", "revision")}
+    return {**found, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
+
+
+def whole_modules(made: Iterable[tuple[Place, Collection[str]]], there: Iterable[Place]) -> set[str]:
+    """Return the modules that a folder replaces as a whole: those with a new weight, and norms. A bias without a weight
+    beside it, such as that of BERT's head, is none of a norm. `made`: parameters, and the endings of their tensors."""
+    weights = {p.module for p in there if p.parameter == "weight"}
+    return {
+        place.module for place, endings in made
+        if ".weight" in endings or (BIAS in endings and place.norm and place.module in weights)
+    }  # fmt: skip
+
+
+def magnitude_shape(place: Place) -> tuple[int, ...]:
+    """Return the shape in which PEFT stores the magnitudes of a layer: [out], and [1, out, 1, 1] of a convolution."""
+    return (1, -1, *(1 for _ in place.view.shape[2:])) if len(place.view.shape) > 2 else (-1,)
+
+
+def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:
+    """Return which biases the folder has: those of layers with factors, others too, or none."""
+    if any(BIAS in m.tensors and m.place.module not in whole for m in made):
+        return "all"
+    return "lora_only" if any(WRAPPED in m.tensors for m in made) else "none"
+
+
+def _of_products(
+    made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place], whole: Sequence[str]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the configuration of a folder of LoHa or of LoKr."""
+    own = [m for m in made if m.layer.rank]
+    ranks = {m.place.module: m.layer.rank for m in own}
+    alphas = {m.place.module: m.layer.alpha for m in own}
+    usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
+    return {
+        "peft_type": own[0].layer.algorithm.upper(), "inference_mode": True,
+        **_kept(before), "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
+        "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
+        "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
+        "modules_to_save": whole or None,
+    }  # fmt: skip
+
+
+def _targets(chosen: Collection[str], there: Iterable[Place]) -> str | list[str]:
+    """Return the layers with factors: PEFT compares the names of a list with the ends of all names, and a text as a
+    pattern with whole names. Flux has a proj_out of its own, and one in each block."""
+    others = {p.module for p in there}.difference(chosen)
+    ends = {name[dot.end() :] for name in others for dot in re.finditer(r"\.", name)}
+    return sorted(chosen) if ends.isdisjoint(chosen) else "|".join(map(re.escape, sorted(chosen)))
+
+
+def _pattern(name: str) -> str:
+    return f"^{re.escape(name)}$"
+
+
+TABLE: Final = re.compile(
+    r"(?:^|\.)(?:embed_tokens(?:_per_layer)?|embed_positions|embed_in|wte|wpe|shared|tok_embeddings|embeddings?"
+    r"|(?:\w+_)?(?:word|position|token|token_type)_embeddings?|(?:row|column|lang|rel|entity|segment)_embeddings"
+    r"|tokens_embed|positions_embed|input_embeds_layer|position_embeds_layer|(?:global_)?relative_attention_bias)$"
+)
+"""Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
+
+
+def is_table(place: Place, shares: Sequence[Share] = (), tables: Collection[str] = ()) -> bool:
+    """Return whether a parameter is a table of embeddings: an adapter has factors of one, or its name is that of one.
+
+    `tables`: the modules of the adapter that are known to be tables."""
+    own = (s.patch for s in shares)
+    trained = any(ALGORITHMS[p.algorithm].of_table or p.module.name in tables for p in own)
+    return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
+
+
+def expect_table(place: Place, to: Dialect) -> None:
+    """Raise FitError for a dialect that has no place for factors of an embedding: its loader puts factors on layers
+    alone."""
+    if "up_bias" in to.endings and "table_up" not in to.endings:
+        raise FitError(f"{to.name} has no place for factors of an embedding", place.label,
+                       or_leave_out("use kohya or comfy", place.keys))  # fmt: skip

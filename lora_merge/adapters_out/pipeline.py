@@ -1,0 +1,208 @@
+"""A run that writes an adapter: its times and hashes, the facts of its report, and how its output is completed. No
+torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from ..adapters.modules import AdapterFile, weight_shape
+from ..adapters.suffixes import split
+from ..disk.draft import Draft
+from ..disk.hashes import RunningHashes
+from ..disk.reader import Reader
+from ..disk.writer import Room
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
+from ..errors import UsageError
+from ..files.checkpoint import Index
+from ..models.names import denoiser_of
+from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.recipe import sha256
+from ..progress import Progress, Stage, Step, counted
+from ..text import Note
+from ..version import __version__
+from .job import AdapterJob
+from .metadata.entries import Known
+from .module_tensors import Layer, numbers_of
+from .output_file import Content, Entry, Proof, put, recipe, write
+from .report import AdapterReport, numbers_by_block
+from .sources import Sources
+
+IDLE_ALPHA: Final = (
+    "--alpha {alpha:g} has no effect: the output is in words that have no alpha, and its factors hold the whole scale"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a report, of a run or of a plan, beside its layers."""
+
+    coverage: Mapping[str, Any]
+    dtype: str
+    notes: tuple[Note, ...] = ()
+    to: str = "keep"  # the dialect
+    weights: int = 0  # bytes of the weights whose changes are computed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The layers that a run has made, before they are written."""
+
+    job: AdapterJob
+    inputs: Sequence[Index]  # whose metadata the output keeps, and whose hashes its recipe has
+    layers: Mapping[str, Layer]
+    entries: Sequence[Entry]
+    config: Mapping[str, Any] | None = None  # of a PEFT folder
+    model: str = ""  # the stem of the architecture's file; "" where it is unknown
+    kept: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
+    made_by: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
+
+    @cached_property
+    def told(self) -> dict[str, dict[str, Any]]:
+        """Layer → what the report tells of it."""
+        return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
+
+    def finish(
+        self, reader: Reader, draft: Draft, facts: Facts, prove: Callable[[Path], Proof], run: Run
+    ) -> AdapterReport:
+        """Complete the output, prove it, and return the report."""
+        run.progress(Step("flush", str(self.job.output)))
+        numbers = numbers_by_block(self.told, denoiser_of(self._shapes()))
+        residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
+        known = Known(self.job, self.inputs, self.told, tensors, self.model)
+        entries = known.entries(
+            lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
+        )
+        entries |= self.kept
+        written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config), prove)
+        times = run.times()
+        return AdapterReport(
+            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
+            sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
+        )  # fmt: skip
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Return layer → [out, in] of the weight that it changes, as far as its tensors show it."""
+        slots: dict[str, dict[str, Shape]] = {}
+        for one in self.entries:
+            if found := split(one.name):
+                slots.setdefault(found[0], {})[found[1].slot] = one.shape
+        return {name: weight_shape(own) for name, own in slots.items()}
+
+
+class Run:
+    """A run that has begun. While it lasts, its inputs are open and are hashed beside all other work."""
+
+    def __init__(self, job: AdapterJob, progress: Progress) -> None:
+        self._job, self._watcher, self._output = job, progress, str(job.output)
+        self._began: list[tuple[Stage, float]] = []
+        self._open, self._hashes = ExitStack(), dict[Path, RunningHashes]()
+        self.progress(Step("load", self._output))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.__exit__(kind, e, tb)
+
+    def progress(self, step: Step) -> None:
+        """Pass a step on, and note when its stage began."""
+        if not self._began or self._began[-1][0] != step.stage:
+            self._began.append((step.stage, time.monotonic()))
+        self._watcher(step)
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of each stage until now; one begins where the one before it ends."""
+        found: dict[str, float] = {}
+        ends = (*(at for _, at in self._began[1:]), time.monotonic())
+        for (stage, start), end in zip(self._began, ends, strict=True):
+            found[stage] = found.get(stage, 0.0) + end - start
+        return found
+
+    def hash_adapters(self) -> CheckpointCache:
+        """Begin to hash the adapters, beside the planning, which uses one core; return their headers."""
+        opened = CheckpointCache()
+        self.reading([opened.index(ref.path) for ref in self._job.adapters])
+        return opened
+
+    def reading(self, indexes: Iterable[Index]) -> Reader:
+        """Return a reader of inputs. Those that are not hashed yet are hashed from now on."""
+        indexes = [*indexes]
+        reader = self._open.enter_context(Reader(indexes))
+        files = [f for index in indexes for f in index.files if f not in self._hashes]
+        if files:
+            hashes = self._open.enter_context(RunningHashes(reader, (), files))
+            self._hashes |= dict.fromkeys(files, hashes)
+        return reader
+
+    def digest(self, file: Path) -> str:
+        """Return the SHA-256 of a file."""
+        return self._hashes[file].hexdigest(file) if file in self._hashes else sha256(file)
+
+    def name(self, output: Path) -> None:
+        """Name the output, which is known only when the inputs are open, in the steps from now on."""
+        self._output = str(output)
+
+    def counted(self, stage: Stage, total: int) -> Callable[[int], object]:
+        """Begin a stage of so many bytes; see `progress.counted`."""
+        return counted(self.progress, stage, self._output, total)
+
+
+def model_of(sources: Sources) -> str:
+    """Return the stem of the architecture's file of the base; "" without a base that is known."""
+    known = sources.inputs.names.known if sources.inputs else None
+    return known.file.stem if known else ""
+
+
+def left_out(zeros: Sequence[str]) -> list[Note]:
+    """Return the note about layers that change nothing, if there are any."""
+    more = " …" if len(zeros) > 3 else ""
+    return [Note(f"not written, because their change is zero: {', '.join(zeros[:3])}{more}")] if zeros else []
+
+
+def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:
+    """Return the note about a number for α that has no effect. `stored`: whether the output has tensors of α."""
+    return [] if stored or isinstance(job.alpha, str) else [Note(IDLE_ALPHA.format(alpha=float(job.alpha)))]
+
+
+def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
+    """Return the report of a plan; `size`: the bytes that it would write."""
+    return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
+                         facts.notes, None, __version__, facts.weights, planned=True,
+                         disk=Room.at(job.output, size).facts)  # fmt: skip
+
+
+def coverage(job: AdapterJob, sources: Sources, kept: Collection[str] = ()) -> dict[str, Any]:
+    """Return, by each adapter's path, how many of its modules change how many layers of the output, and what it holds
+    beside them that the output lacks. `kept`: what it has of that."""
+    found = {}
+    for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
+        layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
+                  or any(v[0] == number for v in t.values)]  # fmt: skip
+        found[f"{ref.path.name}" if ref.path.name not in found else f"{ref.path.name} ({number + 1})"] = {
+            "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
+            "ignored": {key: why for key, why in file.ignored.items() if key not in kept},
+        }  # fmt: skip
+    return found
+
+
+def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> str:
+    """Return the dtype of the output as files name it: as asked, or the one that holds those of all inputs."""
+    if job.inputs.dtype != "keep":
+        if job.inputs.dtype not in DTYPES:
+            raise UsageError(f"an adapter cannot be written in {job.inputs.dtype}", "--dtype", "use fp32, fp16 or bf16")
+        return DTYPES[job.inputs.dtype]
+    own = {info.dtype for a in adapters for m in a.modules for info in m.slots.values() if info.dtype in FLOATS}
+    wide = {d for d in own if ITEM_BYTES[d] > 1}
+    if len(own) == 1:
+        return next(iter(own))
+    if {"F16", "BF16"} <= wide or not wide:
+        wide |= {"F32"}
+    return max(wide, key=lambda d: (ITEM_BYTES[d], d))

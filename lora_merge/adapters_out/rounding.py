@@ -1,0 +1,247 @@
+"""Numbers of files in fp32, and back in 16 bits, by numpy. No torch.
+
+What a layer's change is like, number by number: the largest, and the share that are not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from math import fsum, isfinite
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..engine.row_matrix import Rows
+
+RUN: Final = 512
+"""Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
+
+SMALL, LARGE = 1e-20, 1e20
+"""Bounds of a sum of squares between which fp32 holds the squares of all numbers."""
+
+WORK: Final = 2**21
+"""Multiplications for the rows of a product of factors that are looked at."""
+
+LEAST: Final = 8
+"""Rows of such a product that are looked at at least."""
+
+
+class Effect(NamedTuple):
+    """The numbers of ΔW."""
+
+    of: int
+    elements: int  # of them, those that were looked at: whole rows, spread evenly
+    changed: int | None  # of these, those that are not zero; None of a product of factors, in which none is zero
+    largest: float  # |ΔW| of these
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The same for reports, in the words of a merge."""
+        share = {} if self.changed is None else {"changed": self.changed / self.elements if self.elements else 0.0}
+        return {"of": self.of, "elements": self.elements, **share, "largest": self.largest}
+
+
+def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
+    """Return the effect of numbers, all of which are looked at; they stand for `of`."""
+    count = change.numel()
+    largest = max(-float(change.amin()), float(change.amax())) if count else 0.0  # half the time of aminmax()
+    return Effect(of or count, count, int(change.count_nonzero()), largest)
+
+
+class Totals(NamedTuple):
+    """‖Δ‖² and the effect of Δ, or of some of its rows: those of several blocks of rows add up."""
+
+    squares: float  # ‖Δ‖²
+    effect: Effect
+
+    def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
+        one, two = self.effect, other.effect
+        changed = None if one.changed is None or two.changed is None else one.changed + two.changed
+        whole = Effect(one.of + two.of, one.elements + two.elements, changed, max(one.largest, two.largest))
+        return Totals(self.squares + other.squares, whole)
+
+
+NOTHING: Final = Totals(0.0, Effect(0, 0, 0, 0.0))
+
+
+def totals_of(block: Tensor) -> Totals:
+    """Return the totals of some rows."""
+    return Totals(squares(block), effect_of_matrix(block))
+
+
+def squares(block: Tensor) -> float:
+    """Return the sum of the squares of all numbers.
+
+    Runs of numbers are summed in fp32 where their dtype and size allow it: that takes a quarter of the time of fp64.
+    """
+    import torch
+
+    if block.dtype in (torch.float32, torch.float16, torch.bfloat16) and block.numel() >= RUN:
+        flat = block.reshape(-1)
+        end = len(flat) // RUN * RUN
+        runs = torch.linalg.vector_norm(flat[:end].view(-1, RUN), dim=1, dtype=torch.float32)
+        found = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
+        if SMALL < found < LARGE:
+            return found
+    return float(block.double().square().sum())
+
+
+def squares_of_rows(matrix: Rows) -> float:
+    """Return the sum of the squares of all numbers."""
+    return sum(squares(block) for _, block in matrix.blocks(owned=False))
+
+
+def totals_of_rows(change: Rows) -> Totals:
+    """Return the totals of all rows."""
+    return sum((totals_of(block) for _, block in change.blocks(owned=False)), NOTHING)
+
+
+def effect_of_product(left: Tensor, right: Tensor) -> Effect:
+    """Return the effect of the product of two factors, by some of its rows."""
+    rows = max(LEAST, WORK // max(right.numel(), 1))
+    step = max(1, left.shape[0] // rows)
+    return effect_of_matrix(left[::step] @ right, left.shape[0] * right.shape[1])._replace(changed=None)
+
+
+def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the effect of several layers, as reports tell it of one; {} where it is not known of all."""
+    every = [*layers]
+    if not every or any("largest" not in one for one in every):
+        return {}
+    numbers, share = sum(one["of"] for one in every), {}
+    if all("changed" in one for one in every):
+        share = {"changed": fsum(one["changed"] * one["of"] for one in every) / numbers if numbers else 0.0}
+    return {
+        "of": numbers, "elements": sum(one["elements"] for one in every), **share,
+        "largest": max(one["largest"] for one in every),
+    }  # fmt: skip
+
+
+Matrix = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+Raw: TypeAlias = bytearray | Bits | Bytes
+
+OF_HALF: Final = np.int32(-0x70002000)
+"""The bits of fp32 that an exponent of five bits, ten bits of a significand and a sign take."""
+
+CANCELS: Final = 1e-2
+"""The share of the squares of all columns from which on the square of their sum has digits enough."""
+
+ROOM: Final = 8.0
+"""By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
+
+TINY: Final = MappingProxyType({"F16": 2.0**-14})
+"""dtype of less range than fp32 → the smallest number that it holds with all its digits."""
+
+PRODUCTS: Final = 32
+"""Tables of products that are kept, of 128 KiB each: most layers have the same α / rank."""
+
+PATTERNS: Final = MappingProxyType({"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000})
+"""dtype → the bits of infinity; those of NaN are larger."""
+
+
+class Distinct:
+    """Finds equal arrays in a time that grows with their number: by a checksum, then byte by byte."""
+
+    def __init__(self) -> None:
+        self._by_sum: dict[tuple[object, int], list[tuple[int, Bytes]]] = {}
+
+    def first(self, number: int, raw: memoryview, kind: object = None) -> int:
+        """Return the number of the first array with these bytes, this one's own if it is new. `kind`: what has to be
+        equal too, such as the shape."""
+        bits, alike = np.frombuffer(raw, np.uint8), self._by_sum.setdefault((kind, crc32(raw)), [])
+        for other, there in alike:
+            if np.array_equal(bits, there):
+                return other
+        alike.append((number, bits))
+        return number
+
+
+def _of_half(raw: Raw) -> Matrix:
+    """Return numbers of fp16 in fp32, in a seventh of numpy's time: the bits are moved, and the exponent is corrected
+    by a product, which is exact for subnormals too. They have to be finite."""
+    bits = np.frombuffer(raw, np.int16).astype(np.int32)
+    bits <<= 13
+    bits &= OF_HALF  # without the copies of the sign
+    numbers: Matrix = bits.view(np.float32)
+    numbers *= np.float32(2.0**112)
+    return numbers
+
+
+def _of_bfloat(raw: Raw) -> Matrix:
+    bits = np.frombuffer(raw, np.uint16).astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
+
+
+def _of_single(raw: Raw) -> Matrix:
+    return np.frombuffer(raw, np.float32)
+
+
+WIDEN: Final[Mapping[str, Callable[[Raw], Matrix]]] = MappingProxyType(
+    {"F16": _of_half, "BF16": _of_bfloat, "F32": _of_single}
+)
+"""dtype → function that returns stored numbers in fp32."""
+
+
+def narrowed(numbers: Matrix, dtype: str) -> Bits:
+    """Return the bits of the nearest numbers of a dtype of 16 bits, ties to even; infinity for those too large."""
+    with np.errstate(all="ignore"):
+        if dtype == "F16":
+            return numbers.astype(np.float16).view(np.uint16)
+        wide = numbers.view(np.uint32)
+        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+@lru_cache(maxsize=PRODUCTS)
+def products(dtype: str, weight: float) -> Bits:
+    """Return the products of all numbers of a dtype of 16 bits and a weight, rounded once, in the order of the numbers'
+    bits; those of infinity and NaN have no meaning. To look one up takes a quarter of the time of numpy's rounding to
+    fp16."""
+    every = WIDEN[dtype](np.arange(2**16, dtype=np.uint16))
+    with np.errstate(all="ignore"):
+        return narrowed((every.astype(np.float64) * weight).astype(np.float32), dtype)
+
+
+def is_finite(raw: Raw, dtype: str) -> bool:
+    """Return whether all stored numbers are finite: their bits without the sign are smaller than those of infinity."""
+    kind = np.uint32 if dtype == "F32" else np.uint16
+    bits = np.frombuffer(raw, kind)
+    return int((bits & (np.iinfo(kind).max >> 1)).max(initial=0)) < PATTERNS[dtype]
+
+
+def stored(reader: Reader, info: StoredTensor) -> Bytes:
+    """Return the bytes of a tensor, in memory that was not zeroed first."""
+    raw = np.empty(info.nbytes, np.uint8)
+    reader.read_into(raw.data, info.source, info.offset)
+    return raw
+
+
+def product(columns: Matrix, rows: Matrix) -> float | None:
+    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
+    alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
+    found = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
+    return found if is_told(found, alone) else None
+
+
+def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:
+    """Return whether all numbers of columns are surely below a limit, from the products of the columns: none is larger
+    than the norm of its column. Infinity and NaN are not below a limit that their dtype holds."""
+    return bool((products.diagonal() < np.square(largest)).all())
+
+
+def is_told(squares: float, alone: float) -> bool:
+    """Return whether fp32 tells a sum of squares: it is finite, of its range, and no difference of larger numbers.
+    `alone`: the sum of the squares of its terms."""
+    return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELS * alone

@@ -1,1 +1,0 @@
-"""The best factors of a given rank."""

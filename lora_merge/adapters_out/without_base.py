@@ -1,0 +1,104 @@
+"""The sources of a conversion without a base: the weights that the adapter shows, by names and shapes alone. No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..adapters.modules import AdapterFile
+from ..disk.files import StoredTensor
+from ..errors import UsageError
+from ..files.checkpoint import Index
+from ..files.folder_layouts import PEFT
+from ..matching.orientation import UPRIGHT
+from ..models.inferred_base import Change, NotTold, OtherModel, assumed, candidates, complete, has_words
+from ..models.names import Names
+from ..models.network import Component
+from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.make_plan import Inputs
+from .dialects import Dialect
+from .groups import Place, places
+from .job import GIVE_BASE, AdapterJob
+from .output_names import shape_of
+from .sources import NO_SHAPE, Sources, check_complete, on_base
+
+NOWHERE: Final = Path("the base that was not given")
+
+
+def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
+    """Return the sources of a job of one adapter whose base is assumed; UsageError where it does not tell enough of it.
+
+    Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
+    has the names of the model that was wrapped, which an adapter in PEFT's words has already; and all dialects have
+    these names of models whose words do not differ between programs, such as language models.
+    """
+    wrapped = all(module.name.startswith(PEFT) for module in file.modules)
+    if to.folder and wrapped:
+        return as_named(job, file)
+    changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+    try:
+        fitting = candidates(changes)
+    except NotTold:
+        fitting = ()
+    if wrapped and to.whole_models and not any(map(has_words, fitting)):
+        return as_named(job, file)
+    try:
+        for architecture in candidates(changes):
+            if to.table and to.table not in architecture.spellings:
+                why = f"{to.name} has no names for {architecture.title}"
+                continue
+            try:
+                parts = [complete(p, to.of(architecture).layout(p)) for p in assumed(changes, architecture)]
+            except OtherModel as e:
+                why = str(e)
+                continue
+            names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
+            found[architecture.title] = names, {*places(names, to.of(architecture))}
+        if not found:
+            raise NotTold(why)
+        if any(there != next(iter(found.values()))[1] for _, there in found.values()):
+            raise NotTold(f"it may be for {' or '.join(found)}")
+    except NotTold as e:
+        raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
+    return _on_shapes(job, next(iter(found.values()))[0], file)
+
+
+def as_named(job: AdapterJob, file: AdapterFile) -> Sources:
+    """Return the sources of a job on a base whose weights have the adapter's names, and are [out, in] as its are."""
+    shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(file)}
+    part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
+    return _on_shapes(job, Names([part], shapes), file, UPRIGHT)
+
+
+def _on_shapes(
+    job: AdapterJob, names: Names, file: AdapterFile, model: Mapping[str, Any] = MappingProxyType({})
+) -> Sources:
+    tensors = {key: StoredTensor(key, "F32", shape, NOWHERE, 0, 0) for key, shape in names.shapes.items()}
+    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (file,)), stored=False)
+
+
+def _changes(file: AdapterFile) -> list[Change]:
+    check_complete(file)
+    if file.strange:
+        raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
+                         GIVE_BASE)  # fmt: skip
+    found = []
+    for module in file.modules:
+        shape = shape_of(module)
+        if shape is None:
+            raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
+        found.append(Change(module.name, module.parameter, shape))
+    return found
+
+
+def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
+    """Return the sources of a job with other adapters on the base of these inputs."""
+    opened = CheckpointCache()
+    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
+    given = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(given, stored=inputs.base.path != NOWHERE, every_setting=False)

@@ -1,0 +1,173 @@
+"""Makes one group of jobs: claims their outputs, merges them together, tries again where the disk stumbled."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from ..adapters_out.report import AdapterReport
+from ..disk.locks import claimed
+from ..engine.merge import run_together
+from ..engine.windows import layout_key
+from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.make_plan import plan_job
+from ..planning.output_files import contents
+from ..planning.plan import Plan
+from ..process import deliver_pending, here
+from ..progress import Progress, unwatched
+from ..proof.unmerge import taken_back
+from ..report import Report
+from ..text import Note
+from .commands import Request
+from .jobs_file import BatchJob
+from .report import JobReport, Status, failed
+from .resume import Hashes, done, made
+
+TRIES: Final = 3
+PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
+TRANSIENT: Final = frozenset(
+    {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET,
+     errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLCK}
+)  # fmt: skip
+"""Failures of disks and networks that may be over in a moment."""
+
+IDLE: Final = "{} of the defaults is left out: it has no effect on this job"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """Jobs that are made in one read of their base, and the share of the machine that they get."""
+
+    entries: tuple[BatchJob, ...]
+    workers: int = 1  # how many share the machine
+    wait: bool = False  # for jobs that another process is at; otherwise they come back as `taken`
+
+
+def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unwatched) -> Iterator[JobReport]:
+    """Return every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the group."""
+    entries = [_bounded(e, group.workers) for e in group.entries]
+    with ExitStack() as claims:
+        held: dict[int, ExitStack] = {}
+        left: list[BatchJob] = []
+        for e in entries:
+            held[e.number] = claims.enter_context(ExitStack())
+            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
+            if ours is True:
+                left.append(e)
+            else:
+                yield failed(e, ours) if isinstance(ours, Exception) else _ended(e, "taken")
+        for attempt in range(1, TRIES + 1):
+            again: list[BatchJob] = []
+            for entry, report in _once(left, opened, progress, attempt):
+                if attempt < TRIES and report.error is not None and _transient(report.error):
+                    again.append(entry)
+                else:
+                    held[entry.number].close()  # before it is told: who dies later leaves no claim of it
+                    yield report
+            left = again
+            if not left:
+                return
+            deliver_pending()
+            time.sleep(PAUSE * attempt)
+
+
+def _bounded(entry: BatchJob, workers: int) -> BatchJob:
+    """Return the job with a worker's share of both bounds on memory: all workers may be at one GPU."""
+    vram = entry.job.max_vram
+    share = None if vram is None else vram // workers
+    return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers, max_vram=share))
+
+
+def _once(
+    entries: Sequence[BatchJob], opened: CheckpointCache, progress: Progress, tries: int
+) -> Iterator[tuple[BatchJob, JobReport]]:
+    """Try each job once; return its report."""
+    groups: dict[object, list[tuple[BatchJob, Plan]]] = {}
+    hashes = Hashes()
+    for e in entries:
+        if e.request is not None:
+            yield e, _caught_report(e, e.request, hashes, progress, tries)
+            continue
+        plan = _caught(partial(_needed, e, opened, hashes))
+        if isinstance(plan, Plan):
+            groups.setdefault(layout_key(plan), []).append((e, plan))
+        else:
+            yield e, _ended(e, "skipped", tries=tries) if plan is None else failed(e, plan, tries=tries)
+    for group in groups.values():
+        yield from _together(group, progress, tries)
+
+
+def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
+    """Return the plan for a job; None if its output is there and is not to be made again."""
+    job, plan = entry.job, plan_job(entry.job, opened)
+    if not entry.redo and done(job, contents(plan), opened, hashes):
+        return None
+    return taken_back(plan) if entry.back else plan
+
+
+def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: Progress, tries: int) -> JobReport:
+    """Make an adapter; return what became of it."""
+    started = time.monotonic()
+
+    def make() -> AdapterReport | None:
+        task = request.task(entry.job)
+        return None if not entry.redo and made(task.job, hashes) else task.run(progress)
+
+    found = _caught(make)
+    seconds = time.monotonic() - started
+    if isinstance(found, Exception):
+        return failed(entry, found, seconds=seconds, tries=tries)
+    status: Status = "skipped" if found is None else "made"
+    return _ended(entry, status, seconds=seconds, tries=tries, report=found)
+
+
+def _together(
+    group: Sequence[tuple[BatchJob, Plan]], progress: Progress, tries: int
+) -> Iterator[tuple[BatchJob, JobReport]]:
+    last = time.monotonic()
+    left = dict(enumerate(group))
+    with closing(run_together([plan for _, plan in group], progress)) as outcomes:
+        while left:
+            step = _caught(partial(next, outcomes))
+            # What concerns all that are left is reported for each.
+            ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
+            seconds = (time.monotonic() - last) / len(ended)
+            for n, outcome in ended.items():
+                entry, _ = left.pop(n)
+                if isinstance(outcome, Report):
+                    yield entry, _ended(entry, "merged", seconds=outcome.seconds, tries=tries, report=outcome)
+                else:
+                    yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
+            last = time.monotonic()
+
+
+def _ended(entry: BatchJob, status: Status, *, report: Report | AdapterReport | None = None, **more: Any) -> JobReport:
+    """Return the report of a job, with the parts of the defaults that it is without."""
+    if report is not None and entry.idle:
+        report = replace(report, notes=(*report.notes, *(Note(IDLE.format(part)) for part in entry.idle)))
+    more["report"] = report
+    return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
+
+
+def _caught(act: Callable[[], T]) -> T | Exception:
+    """Return what the act returns, or what it raises, whatever that is: it becomes the report of one job."""
+    try:
+        return act()
+    except Exception as e:  # noqa: BLE001
+        return e
+
+
+def _transient(error: BaseException | None) -> bool:
+    """Return whether an I/O error that may pass stands behind a failure."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in TRANSIENT:
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,286 @@
+"""Takes values of options on the command line apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..adapter_arguments import of_tags, right_form, strange, with_parts
+from ..errors import InputError, UsageError
+from ..options import BLOCK_WEIGHTS, REGEX, factor, number
+from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed, with_found_ending
+from ..safe_regex import from_json
+from .compat import ADAPTERS, completed
+
+if TYPE_CHECKING:
+    from ..job import Adapter
+
+_TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
+"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
+
+_BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
+_BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
+_NUMBERED: Final = "([0-9]{1,4}):"
+
+
+def expanded(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
+    for word in words:
+        if exists(word) or not set(word) & set("*?[") or is_address(word):
+            yield word
+            continue
+        pattern, strength = split_strength(word)
+        from glob import glob
+
+        found = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
+        if not found:
+            check_adapter(word)
+            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
+        behind = "" if strength is None else f":{strength:g}"
+        yield from [f"{path}{behind}" for path in found] or [word]
+
+
+def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
+    """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
+    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
+    if joining:
+        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
+    bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
+    values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
+    if not values:
+        return
+    paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
+    fix = "write a strength behind its file: ADAPTER:0.8"
+    if strengths:
+        many = len(strengths) + len(found) == len(paths)
+        fix = f"write -s {','.join([*strengths, *found])}" if many else "give one strength for each adapter"
+    elif len(paths) == len(found):
+        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
+    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+
+
+def check_last(words: Sequence[str]) -> None:
+    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
+    last = words[-1] if words else ""
+    if len(words) < 2 or is_address(last) or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
+        return
+    from ..files.file_signatures import missing
+
+    error = missing(expand(last))
+    if not error.fix.startswith("did you mean"):
+        raise InputError(
+            "file not found", error.where, f"if it is the output, write -o {typed([last])}; else {error.fix}"
+        )
+
+
+def check_two(text: str) -> None:
+    """Raise UsageError for an adapter with two strengths."""
+    if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
+        fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
+        raise UsageError("two strengths behind one file", text[:200], fix)
+
+
+def check_adapter(text: str, parts: str = "") -> None:
+    """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
+    if found := strange(text):
+        path, value = found
+        raise UsageError(
+            "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
+        )
+
+
+def check_parts(text: str) -> None:
+    """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
+    several = [word for word in re.split(r"[,;\s]+", text) if word]
+    if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
+        raise UsageError("adapters are words of their own", text[:200], f"write {typed(several)}")
+    if right := with_parts(text):
+        raise UsageError("parts are not written like this", text[:200], f"write {typed([right])}")
+
+
+def check_tag(text: str) -> None:
+    """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
+    if found := of_tags(text):
+        words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in found)
+        raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
+
+
+def named_base(text: str) -> str:
+    """Return the base of a merge; UsageError for an adapter with its strength in its place."""
+    path, strength = ("", None) if is_address(text) else split_strength(text)
+    if strength is not None and not exists(text) and exists(completed(path)):
+        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+    return completed(text)
+
+
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
+    """Return all adapters of a command. `strengths`: the words of `--strength`."""
+    check_numbers(words, strengths or ())
+    check_last(words)
+    return [named_adapter(word) for word in expanded(words)]
+
+
+def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
+    """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
+    from ..job import Adapter  # it brings all formulas
+
+    if exists(text) or is_address(text):
+        return completed(text)
+    check_tag(text)
+    path, strength = split_strength(text)
+    if strength is not None:
+        check_two(text)
+        if not exists(path := completed(path)):
+            check_parts(text)
+            check_adapter(text)
+        return path, strength
+    for comma in (match.start() for match in re.finditer(_BEFORE_PARTS, text)):
+        path, strength = split_strength(text[:comma])
+        if strength is None:
+            check_adapter(text[:comma], f",{text[comma + 1 :]}")
+        if strength is not None or exists(completed(path)):
+            own = tuple(_own_parts(text, comma + 1))
+            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
+    check_numbers([text], ())
+    found = completed(text)
+    check_parts(text)
+    check_adapter(found)
+    return found
+
+
+def _own_parts(text: str, start: int) -> list[tuple[str, Any]]:
+    """Return the parts behind an adapter. `start`: where they begin."""
+    try:
+        return _parts(text[start:])
+    except UsageError as e:
+        check_parts(text)
+        raise UsageError(e.what, text[:200], e.fix) from None
+
+
+def with_strengths(
+    adapters: Sequence[str | tuple[str, float] | Adapter], options: dict[str, Any]
+) -> Sequence[str | tuple[str, float] | Adapter]:
+    """Return the adapters with the strengths of `--strength`, taken out of `options`, so that parts of one may follow.
+
+    Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
+    """
+    if "strength" not in options or not all(isinstance(adapter, str) for adapter in adapters):
+        return adapters
+    return [(str(path), value) for path, value in zip(adapters, options.pop("strength"), strict=True)]
+
+
+def named_parts(
+    adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
+) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:
+    """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
+    from ..job import Adapter
+
+    given, common = [*adapters], list[tuple[str, Any]]()
+    for text in strength_for:
+        numbered = re.match(_NUMBERED, text)
+        if numbered is None:
+            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in given])
+            common += _parts(text)
+            continue
+        place = int(numbered[1]) - 1
+        if not 0 <= place < len(given):
+            fix = f"give a number from 1 to {len(given)}" if len(given) > 1 else "give 1: there is one adapter"
+            raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
+        old = given[place]
+        path, strength = old if isinstance(old, tuple) else (old, 1.0)
+        own = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
+        given[place] = replace(own, parts=(*own.parts, *_parts(text[numbered.end() :])))
+    return given, common
+
+
+def _check_named(text: str, adapters: Sequence[Path]) -> None:
+    """Raise UsageError for a part behind the name of an adapter, which has a number there."""
+    name, colon, part = text.partition(":")
+    for n, path in enumerate(adapters, 1):
+        if colon and name in (str(path), path.name, path.stem):
+            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength behind the file: {path}:{part}"
+            raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
+
+
+def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
+    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
+    texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
+    found = [_strength(one) for text in texts for one in text.split(",")]
+    if found and len(found) != adapters:
+        if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8
+            fix = " ".join(f"-s {right_form(text)}" for text in texts)
+            raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: {fix}")
+        each = " ".join(f"-s {found[min(n, len(found) - 1)]:g}" for n in range(adapters))
+        few = f"{len(found)} strength{'s' * (len(found) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
+        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{found[0]:g}")
+    return found or None
+
+
+def _strength(text: str) -> float:
+    try:
+        return number(text)
+    except ValueError:
+        if value := right_form(text):
+            raise UsageError(f"strength {text[:40]!r} in another spelling", "--strength", f"write -s {value}") from None
+        return factor(text, "--strength")  # which says that it is none
+
+
+def _parts(text: str) -> list[tuple[str, Any]]:
+    """Return [("te", 0.5), ("unet", 0.8)] for "te=0.5,unet=0.8"; a list of block weights stays text."""
+    found = [text] if text.startswith(REGEX) else re.split(_BETWEEN_PARTS, text)
+    return [_part(one) for one in found]
+
+
+def _part(text: str) -> tuple[str, Any]:
+    name, equals, value = text.rpartition("=")
+    if name == BLOCK_WEIGHTS:
+        return name, value
+    with suppress(ValueError):
+        if equals and not name.endswith("=") and (name.startswith(REGEX) or not re.search(r"[\s;=]", name)):
+            return name, number(value)
+    name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
+    plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
+    fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"
+    raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
+
+
+def one_setting(text: str) -> tuple[str, Any]:
+    """Return ("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} does not give a setting and its value", "--setting", "write it like lora_alpha=16")
+    try:
+        return name, from_json(value)
+    except ValueError:
+        return name, value
+
+
+def one_entry(text: str) -> tuple[str, str]:
+    """Return ("modelspec.author", "me") for "modelspec.author=me"."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(
+            f"{text[:80]!r} does not give an entry and its text", "--metadata", "write it like modelspec.author=NAME"
+        )
+    return name, value
+
+
+def as_number(text: str, option: str, *, whole: bool) -> float:
+    """Return the number that a text holds; UsageError for another text. A whole number is an int."""
+    try:
+        return int(text) if whole and "_" not in text else number(text)
+    except ValueError as e:
+        kind, value = "whole number" if whole else "number", "" if whole else right_form(text)
+        fix = f"write {option} {value}" if value else f"use a {kind} such as 1"
+        raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
+
+
+def whole_number(text: str, option: str) -> int:
+    """Return 2 for "2"."""
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise UsageError(f"{text[:40]!r} is not a whole number", option, "give 1 or more")

@@ -1,0 +1,205 @@
+"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and a table. It decides nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..errors import UsageError
+from ..paths import ENDINGS
+from ..process import check_room
+from ..progress import unwatched
+from ..text import Lines, json_text
+from ..text import size as _size
+from .argument_values import whole_number
+from .options import HTML
+from .progress_display import Jobs, paused, watching
+from .reports import (
+    Telling,
+    announced,
+    broken_jobs,
+    echo,
+    failure,
+    indented,
+    job_facts,
+    planned_job,
+    put,
+    shortage,
+    show_batch,
+)
+
+if TYPE_CHECKING:
+    from ..batch.report import JobReport
+    from ..batch.run import Batch
+    from ..disk.writer import Room
+    from .stdio import ReportFile
+
+
+def batch(
+    jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Processes here, or tasks at a time on the cluster.")
+    ] = None,
+    executor: Annotated[Literal["local", "ray"], typer.Option(help="Where jobs run.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A running Ray cluster; default: a local one, with a token.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
+    redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
+    card: Annotated[
+        bool | None, typer.Option("--card/--no-card", help="Model cards, where the jobs file says nothing of them.")
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Append a JSON line per job to this file, as each ends.")
+    ] = None,
+    html: HTML = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per job on stdout.")] = False,
+    init: Annotated[
+        bool, typer.Option("--init", help="Write a first jobs file to change, here or to JOBS.yaml.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="No progress, no lines for jobs that went well.")
+    ] = False,
+) -> None:
+    """Run all merges of a jobs file.
+
+    They are planned first, made together where they share a base, and resumed where they were left.
+    """
+    if schema:
+        from ..viewing.facts import JOBS, schema_of
+
+        put(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
+        return
+    if init:
+        _write_first(jobs or "jobs.yaml")
+        return
+    if jobs is None:
+        fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
+        raise UsageError("no jobs file was given", "lora-merge batch", fix)
+    from .picture_files import Pictures
+    from .stdio import ReportFile
+
+    pictures = Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    if Path(jobs).suffix in ENDINGS:
+        raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
+    number = None if workers is None else whole_number(workers, "--workers")
+    with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
+        from ..batch.executors import Workers
+        from ..batch.run import make_batch
+
+        made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
+    if not (dry_run or quiet or as_json):
+        echo(announced(made))
+    told = None if report is None else ReportFile(report)
+    if told is not None:
+        told.protect(*_files(made, jobs))
+    pictures.protect(*_files(made, jobs))
+    if told is not None:
+        told.begin_lines()
+    if dry_run:
+        _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
+        return
+    check_room()  # once, as it holds for every worker
+    run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
+    here = executor == "local" and number in (None, 1)
+    ended = _run(made, run, told, as_json=as_json, quiet=quiet, here=here)
+    pictures.write(lambda: [one.to_dict() for one in ended])
+    show_batch(made, ended, sys.stderr if as_json else sys.stdout)
+
+
+def _write_first(name: str) -> None:
+    """Write a first jobs file; UsageError if there is a file of this name."""
+    from ..batch.short_form import FIRST
+    from ..disk.publish import put_file
+    from ..paths import expand
+
+    path = expand(name)
+    if os.path.lexists(path):
+        raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml")
+    put_file(path, FIRST.format(name=name).encode(), overwrite=False)
+    echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
+
+
+def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool, here: bool) -> list[JobReport]:
+    """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
+    ended: list[JobReport] = []
+    from ..engine.torch_preload import keep_freed_memory, preload
+
+    runs = {str(s.entry.job.output): (s.size, s.effort) for s in made.planned if s.runs}
+    with ExitStack() as stack:
+        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(made.planned), runs)))
+        if runs and here:
+            preload(wait=True)
+            keep_freed_memory(min(s.entry.job.max_memory for s in made.planned))
+        if told is not None:
+            stack.callback(told.close)
+        telling = Telling(len(made.planned), quiet)
+        # Where a signal stops it, what is unfinished is removed.
+        for one in stack.enter_context(closing(run(progress=display or unwatched))):
+            ended.append(one)
+            if display is not None:
+                display.end(one.output)
+            if told is not None:
+                told.append(one.to_json())
+            with paused(display):
+                if as_json:
+                    put(one.to_json())
+                else:
+                    telling.ended(one)
+        with paused(display):
+            telling.flush()
+    return ended
+
+
+def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
+    """Return the paths that are read, and those that are made."""
+    from ..paths import expand
+
+    asked = [s.entry for s in made.planned]
+    return {expand(jobs), *(p for e in asked for p in e.sources)}, {e.job.output for e in asked}
+
+
+def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
+    """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
+    from ..batch.planning import disk_rooms
+
+    named: dict[str, int] = {}  # error → number of the first job that has it
+    disks = [*disk_rooms(made.planned, workers)]
+    rooms = {s.entry.number: room.facts for some, room in disks for s in some}
+    lines = [json_text(job_facts(s, rooms.get(s.entry.number))) for s in made.planned]
+    if told is not None:
+        told.append("\n".join(lines))
+        told.close()
+    if as_json:
+        put(Lines.of(lines))
+    for s in made.planned if not as_json else ():
+        if not quiet or s.error is not None:
+            first = named.setdefault(str(s.error), s.entry.number)
+            again = s.error is not None and first != s.entry.number
+            echo(planned_job(s, len(made.planned)) + (f"  for the same reason as [{first}]" if again else ""))
+            if s.error is not None and not again:
+                echo(indented(s.error))
+    if not (as_json or quiet):
+        echo(announced(made))
+    for some, room in disks if not as_json else ():
+        _say_room(some[0].entry.job.output.parent, room, quiet=quiet)
+    if broken_jobs(made):
+        raise failure(broken_jobs(made), len(made.planned), "planned")
+
+
+def _say_room(folder: Path, room: Room, *, quiet: bool) -> None:
+    """Print the line about a disk, and a note if it has no room for the outputs."""
+    if not quiet:
+        echo(f"disk     {folder}: {_size(room.needed)} needed, {_size(room.free)} free")
+    for note in shortage(room.facts, str(folder)):
+        echo(f"note: {note}", err=quiet)

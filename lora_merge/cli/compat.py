@@ -1,0 +1,339 @@
+"""Options of other programs, each answered with what is typed here.
+
+Words that people type from habit: spellings of numbers, paths and commands, each answered with the right form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..adapter_arguments import right_form
+from ..errors import UsageError
+from ..paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
+
+ASKED: Final = MappingProxyType(
+    {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
+)
+"""Words by which people ask the program about itself → the option."""
+
+COMMANDS: Final = {
+    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
+    **dict.fromkeys(("difference", "cmp"), "compare"),
+    **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join", "merge_lora", "merge_and_unload"), "merge"),
+    **dict.fromkeys(("svd", "subtract", "extract_lora_from_models"), "extract"),
+    **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
+    "svd_merge_lora": "combine",
+    **dict.fromkeys(("blocks", "layers", "components"), "parts"),
+    **dict.fromkeys(("validate", "prove", "test"), "verify"),
+}
+"""Command of another program → the one that does this here."""
+
+SHORT: Final = MappingProxyType({"diff": "extract --algorithm full"})
+"""Word → the words that it is short for."""
+
+_WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
+
+
+def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
+    """Raise UsageError for an option with a long dash, as texts and web pages have it, or with too few hyphens."""
+    for word in args:
+        name = re.sub("^[–—−]+(?=[A-Za-z])", "-", word).partition("=")[0]
+        right = name if name in known else f"-{name}"
+        if name[0:1] == "-" and right in known and right != word.partition("=")[0] and not exists(word):
+            raise UsageError("an option begins with hyphens", word, f"write {right}")
+        if re.match("-[A-Za-z]=.", word) and word[:2] in known and not exists(word):
+            raise UsageError(
+                "a short option has its value behind a space",
+                word,
+                f"write {word[:2]} {right_form(word[3:]) or word[3:]}",
+            )
+
+
+def check_spaces(args: Sequence[str]) -> None:
+    """Raise UsageError for words that are the name of one file here together: it stands in quotes."""
+    for at, word in enumerate(args):
+        if word.startswith("-") or exists(with_found_ending(word)):
+            continue
+        for end in range(at + 2, min(at + 8, len(args)) + 1):
+            whole = " ".join(args[at:end])
+            if exists(with_found_ending(split_strength(whole)[0])):
+                raise UsageError("a name with spaces stands in quotes", whole[:200], f"write {typed([whole])}")
+
+
+def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
+    """Raise UsageError for an option that is given twice with a value, as one of the two would not count."""
+    before = args[: args.index("--")] if "--" in args else args
+    for parameter in parameters:
+        if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
+            continue
+        given = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
+        if len(given) > 1:
+            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(given)} times", " ".join(args)[:200],
+                             "give it once")  # fmt: skip
+
+
+def check_command(word: str, commands: Mapping[str, str]) -> None:
+    """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
+    if word.endswith((".yaml", ".yml", ".csv")) and exists(word):
+        raise UsageError("a jobs file, and not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
+    if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
+        return
+    if completed(word) != word:
+        return
+    near = get_close_matches(word, commands, 1, 0.7) or [COMMANDS[w] for w in (word,) if w in COMMANDS]
+    near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
+    stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
+    files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
+    fix = f"name a base, or one of the commands: {', '.join(commands)}"
+    if near or files:
+        told = [f"lora-merge {one} … ({_first_letter_small(commands[one])})" for one in near]
+        fix = "did you mean " + " or ".join([*told, *files]) + "?"
+    raise UsageError("there is neither such a command nor such a file", word, fix)
+
+
+def _first_letter_small(text: str) -> str:
+    return f"{text[:1].lower()}{text[1:]}".rstrip(".")
+
+
+def completed(path: str) -> str:
+    """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
+    check_input(path)
+    _check_drive(path)
+    return with_found_ending(path)
+
+
+def _check_drive(path: str) -> None:
+    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
+    if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+
+
+def checked_output(output: str | None) -> str | None:
+    """Return the output; UsageError for "-", the output of other programs, and for an address."""
+    if output == "-":
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+    if is_address(output or ""):
+        raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
+    _check_drive(output or "")
+    return output
+
+
+_BASE: Final = "the base is the first word"
+ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
+_STRENGTH: Final = "a strength stands behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
+_OUTPUT: Final = "use -o FILE"
+_DTYPE: Final = "use --dtype fp16, bf16 or fp32"
+_PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
+_NEEDLESS: Final = "leave it out: it is not needed here"
+_IDLE: Final = "leave it out: sums are exact, shards are those of the base, --device names the device"
+_RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
+_MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
+_QUIET: Final = "use -q"
+_OWN_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
+_LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
+
+FACTORS: Final = {
+    **dict.fromkeys(("--te-strength", "--text-encoder-strength", "--strength-clip"), "te={}"),
+    **dict.fromkeys(("--unet-strength", "--strength-model"), "unet={}"),
+    **dict.fromkeys(("--exclude", "--ignore"), "{}=0"),
+    "--only": "",  # see ONLY
+    **dict.fromkeys(("--lbw", "--block-weights"), "lbw={}"),
+}
+"""Option of another program → what `--strength-for` takes in its place."""
+
+ONLY: Final = {"unet": "te=0", "model": "te=0", "te": "unet=0", "clip": "unet=0", "text_encoder": "unet=0"}
+"""Part after `--only` → what `--strength-for` takes, where the parts besides it are known without the base."""
+
+NEEDLESS: Final = (
+    "--concat", "--shuffle", "--trust-remote-code", "--copy-tokenizer", "--lazy-unpickle", "--allow-crimes", "--v2",
+    "--safe-serialization", "--merge-and-unload", "--low-cpu-memory", "--is-v2", "--v-parameterization", "--sdxl",
+    "--is-sdxl", "--flux",
+)  # fmt: skip
+"""Options of other programs that have no value and nothing to do here."""
+
+FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "--model",
+                "--base",
+                "--base-model",
+                "--sd-model",
+                "--checkpoint",
+                "--ckpt",
+                "--ckpt-name",
+                "--model-path",
+                "--base-path",
+                "--base-model-path",
+                "--base-model-name-or-path",
+                "--pretrained-model-name-or-path",
+            ),
+            _BASE,
+        ),
+        **dict.fromkeys(
+            (
+                "--models",
+                "--lora",
+                "--loras",
+                "--lora-path",
+                "--lora-name",
+                "--adapter",
+                "--adapters",
+                "--adapter-path",
+                "--adapter-name-or-path",
+                "--peft",
+                "--peft-model",
+                "--peft-model-path",
+                "--lora-model",
+            ),
+            ADAPTERS,
+        ),
+        **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
+        **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale", "--lora-scaled"), _STRENGTH),
+        **dict.fromkeys(
+            (
+                "--save-to",
+                "--out",
+                "--out-path",
+                "--out-file",
+                "--outfile",
+                "--output-path",
+                "--output-dir",
+                "--output-file",
+                "--output-name",
+                "--save-as",
+                "--save-path",
+                "--name",
+            ),
+            _OUTPUT,
+        ),
+        **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r", "--dynamic-method", "--dynamic-param"), _RANK),
+        **dict.fromkeys(("--lora-rank", "--lora-r", "--lora-dim", "--network-dim", "--network-rank"), _RANK),
+        **dict.fromkeys(("--model-org", "--model-tuned"), _MODELS),
+        **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
+        "--fp8": "use --dtype fp8_scaled",
+        **dict.fromkeys(("--bf16", "--bfloat16"), "use --dtype bf16"),
+        **dict.fromkeys(("--fp32", "--float32"), "use --dtype fp32"),
+        **{"--load-in-4bit": "use --dtype nf4", "--load-in-8bit": "use --dtype int8"},
+        "--push-to-hub": "leave it out, and then: hf upload OWNER/NAME FOLDER",
+        **dict.fromkeys(("--max-shard-size", "--out-shard-size", "--device-map"), _IDLE),
+        **dict.fromkeys(NEEDLESS, _NEEDLESS),
+        **dict.fromkeys(("--silent", "--no-progress"), _QUIET),
+        **dict.fromkeys(("--skip-verify", "--no-check", "--no-verification"), "use --no-verify"),
+        **dict.fromkeys(("--threads", "--num-threads"), "leave it out: all cores are used"),
+        "--no-overwrite": "leave it out: nothing is overwritten without --overwrite",
+        "--no-te": "use --strength-for te=0",
+        "--combination-type": "use --method, such as --method ties",
+        "--config": "several merges stand in a file of jobs: lora-merge batch JOBS.yaml",
+        **dict.fromkeys(("--parallel", "--jobs", "-j"), "use --workers N"),
+        **{"--cuda": "use --device cuda", "--gpu": "use --device cuda", "--cpu": "use --device cpu"},
+        **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
+        **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
+        **{name: _LBW if text.startswith("lbw") else _PART for name, text in FACTORS.items()},
+    }
+)
+"""Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
+
+_OTHERWISE: Final = {_RANK: _OWN_RANK}
+"""Advice → the advice for commands without the options in it."""
+
+_FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
+
+_ROLES: Final = {_BASE: "base", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
+"""Advice on an option with values → what its values are."""
+
+
+def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) -> None:
+    """Raise UsageError for an option that only other programs have. `parameters`: those of the command."""
+    parameters = [*parameters]
+    options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+    known = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+    check_dashes(args, known)
+    given, args = args, [_hyphened(arg) for arg in args]
+    names = {arg.partition("=")[0]: own.partition("=")[0] for arg, own in zip(args, given, strict=True)}
+    found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
+    if found:
+        right = translated(args, known) if command == "merge" else ""
+        advice = {name: text for name in found if (text := advice_on(name, known))}
+        told = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
+        fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
+        words = " nor ".join(names[name] for name in found)
+        raise UsageError(f"there is no option {words} here", " ".join(given)[:200], fix)
+
+
+def advice_on(name: str, known: Iterable[str]) -> str:
+    """Return the advice on an option of another program to a command with these options; "" without one that fits."""
+    usual = FOREIGN[name]
+    return next((text for text in (usual, _OTHERWISE.get(usual, "")) if text and advice_fits(text, known)), "")
+
+
+def advice_fits(advice: str, known: Iterable[str]) -> bool:
+    """Return whether a command has the options that an advice names, but for those of a whole command in it."""
+    return {*known} >= {*re.findall(_FLAG, advice.partition("lora-merge ")[0])}
+
+
+def _usage(command: str, parameters: Iterable[Any]) -> str:
+    """Return the advice where the files of a command stand."""
+    if command == "merge":
+        return f"{_BASE}; {ADAPTERS}"
+    files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
+    return f"files stand behind the command: lora-merge {' '.join((command, *files))}"
+
+
+def _hyphened(arg: str) -> str:
+    """Return an argument with hyphens in the name of its option, as options here have them."""
+    name = arg.partition("=")[0]
+    return arg.replace(name, name.replace("_", "-"), 1) if name.startswith("--") else arg
+
+
+def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
+    """Return a merge in the words of another program as it is typed here; "" where that is not certain.
+
+    `known`: option of `merge` → whether it stands without a value.
+    """
+    given: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
+    rest, role = list[str](), "plain"
+    for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
+        before, role, own = role, *_read(word, role, known)
+        if not role:
+            return ""
+        rest += own
+        if not own and before == role and not word.startswith("-"):
+            given[role].append(word)
+            role = role if role in ("adapters", "strengths") else "plain"
+    base, *plain = [*given["base"], *given["plain"]] or [""]
+    adapters, strengths = [*given["adapters"], *plain], [right_form(text) for text in given["strengths"]]
+    if not base or not adapters or (strengths and len(strengths) != len(adapters)) or not all(strengths):
+        return ""
+    if strengths:
+        adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
+    for flag, values in (("-o", given["output"]), ("--dtype", given["dtype"])):
+        rest += [flag, values[-1]] if values else []
+    return typed(["lora-merge", base, *adapters, *rest])
+
+
+def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[str]]:
+    """Return the role of the word after this one, and the words of our command line in its place.
+
+    The role is "" if `word` is an option of no known program.
+    """
+    meant = FOREIGN.get(word, "")
+    if word in known:
+        return "plain" if known[word] else "value", [word]
+    if meant in _ROLES or word in FACTORS:
+        return _ROLES.get(meant, word), []
+    if word in NEEDLESS or (meant.startswith("use -") and "," not in meant and advice_fits(meant, known)):
+        return "plain", [] if word in NEEDLESS else meant.split()[1:]
+    if word.startswith("-"):
+        return "", []
+    if role in FACTORS:
+        told = FACTORS[role].format(word) or ONLY.get(word, "")
+        return ("plain", ["--strength-for", told]) if told else ("", [])
+    return ("plain", [word]) if role == "value" else (role, [])

@@ -1,0 +1,182 @@
+"""Help by groups of options, and what the shell offers when the user presses Tab."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Container, Iterable
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from ..errors import UsageError
+from ..options import OPTIONS
+from .compat import FOREIGN, advice_on
+from .terminal import DEBUG, EVERYWHERE, FLAG, Color
+
+GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
+"""Headings of options, in the order of the help; other options stand before them, below "Options"."""
+
+BY_NAME: Final = {
+    "output": "Output",
+    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"),
+}
+"""Parameter that many commands have → its heading."""
+
+LONGEST: Final = 40  # letters of choices that stand behind the name of an option
+
+
+def with_groups(command: Any) -> Any:
+    """Have a command say how it is used, and list its options by groups; returns the command.
+
+    `format_options`, `collect_usage_pieces` and `get_params` are click's places for that.
+    """
+    if command is not None:
+        command.get_params = partial(_parameters, command)
+        command.format_options = partial(_grouped, command)
+        command.collect_usage_pieces = partial(_usage, command)
+    return command
+
+
+def _parameters(command: Any, ctx: Any) -> list[Any]:
+    """Return the parameters of a command; for the shell's completion also the options that stand anywhere."""
+    own: list[Any] = type(command).get_params(command, ctx)
+    return [*own, *everywhere()] if ctx.resilient_parsing else own
+
+
+@cache
+def everywhere() -> list[Any]:
+    """Return the options of every command as parameters. The program takes them before it looks at any other."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_everywhere)
+    return [*typer.main.get_command(app).params]
+
+
+def _everywhere(
+    color: Annotated[Color, typer.Option(FLAG, help=EVERYWHERE[0][1])] = "auto",
+    debug: Annotated[bool, typer.Option(DEBUG, help=EVERYWHERE[1][1])] = False,
+) -> None: ...
+
+
+def _usage(command: Any, ctx: Any) -> list[str]:
+    """Return the words behind the name of a command, the options last: "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
+    words = []
+    for given in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
+        word = str(given.metavar or given.name.upper())
+        word += "..." if given.nargs == -1 and "..." not in word else ""
+        words.append(word if given.required else f"[{word}]")
+    return [*words, "[OPTIONS]"]
+
+
+def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
+    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
+    for parameter in command.get_params(ctx):
+        row = parameter.get_help_record(ctx)
+        if row is None:
+            continue
+        if parameter.param_type_name == "argument":
+            groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
+        else:
+            name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
+            groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
+    groups["Report"] += EVERYWHERE
+    groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
+    groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
+    for name, rows in groups.items():
+        if rows:
+            with formatter.section(name):
+                formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
+
+
+def _row(word: str, names: str, text: str) -> tuple[str, str]:
+    """Return the row of an option: `word` in place of a type, and of choices that find no room in a line."""
+    names = names.replace("<list[str]>", word).replace("<str>", word)
+    start, _, choices = names.partition(" <")
+    if len(choices) < LONGEST:
+        return names, text
+    said, bracket, default = text.partition("  [")
+    return f"{start} {word}", f"{said} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
+
+
+def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a function that gives the words with a beginning, for the shell's completion."""
+    found = list(words)
+
+    def beginning(incomplete: str) -> list[str]:
+        return [word for word in found if word.startswith(incomplete)]
+
+    return beginning
+
+
+def files(incomplete: str) -> list[str]:
+    """Return the files and folders whose paths begin so, for the shell's completion."""
+    from glob import escape, glob
+
+    found = sorted(glob(f"{escape(incomplete)}*"))  # noqa: PTH207
+    return [f"{path}/" if Path(path).is_dir() else path for path in found]
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a help text: examples, one a line, as click leaves them."""
+    return "\b\nExamples:\n" + "".join(f"  lora-merge {command}\n" for command in commands)
+
+
+REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+"""The errors of click for arguments that it cannot take, of typer's own copy of click or of click itself."""
+
+
+def typed() -> str:
+    """Return what was typed."""
+    return " ".join(["lora-merge", *sys.argv[1:]])[:200]
+
+
+def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
+    """Return the error for arguments that click cannot take, in our three lines."""
+    context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
+    command = context.info_name if context is not None and context.parent is not None else ""
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    if context is None and "requires an arg" in text:  # click does not tell the command
+        command = next((word for word in sys.argv[1:2] if word in commands), "merge")
+    see = f"see lora-merge help {command}".strip()
+    if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
+        what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
+        return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
+    if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
+        return UsageError(f"there is no option {name}", typed(), _meant(name, context) + see)
+    shown = re.search(
+        r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
+    )
+    such = f"such as {shown[1]}; " if shown else "write its value behind it; " if "requires an arg" in text else ""
+    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
+
+
+def _meant(name: str, context: Any) -> str:
+    """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
+    parameters = getattr(getattr(context, "command", None), "params", ())
+    known = [one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)]
+    known += ["--help", FLAG, DEBUG]
+    if not name.startswith("--"):
+        return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+    plain = name.replace("_", "-")
+    if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
+        return _in_file(plain)
+    near = _alike(plain, known) or [one for one in known if one.startswith(plain)][:3]
+    other = [advice for one in _alike(plain, FOREIGN) if (advice := advice_on(one, known))]
+    return f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
+
+
+def _in_file(flag: str) -> str:
+    """Return where an option of merges stands in a jobs file."""
+    if flag == "--strength":
+        return "write a strength behind its path in the jobs file: adapters: [lora.safetensors:0.8]; "
+    return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "
+
+
+def _alike(name: str, known: Iterable[str]) -> list[str]:
+    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
+    negated = name.startswith("--no-")
+    words = {one[2:]: one for one in known if one.startswith("--") and one.startswith("--no-") == negated}
+    return [words[word] for word in get_close_matches(name[2:], words, 1, 0.7)]

@@ -1,0 +1,167 @@
+"""The commands that only look: inspect, compare, schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import FitError, UsageError
+from ..paths import exists, expand
+from ..progress import unwatched
+from ..text import Lines, json_text
+from ..viewing.facts import schema as version
+from .argument_values import expanded, named_adapter
+from .compat import completed
+from .help import examples, offered
+from .options import HTML, PLOT, SILENT
+from .progress_display import watching
+from .reports import echo, put
+from .tables import parts
+
+if TYPE_CHECKING:
+    from ..job import Adapter
+
+AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command, lines in (
+        (inspect, ("inspect style.safetensors", "inspect sdxl.safetensors style.safetensors:0.8 --weights")),
+        (compare, ("compare sdxl.safetensors merged.safetensors",)),
+        (schema, ("schema report", "schema jobs > jobs.schema.json")),
+    ):
+        app.command(epilog=examples(*lines))(command)
+
+
+def inspect(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
+    ],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read the numbers too: norms, ranks; with a base what it keeps.")
+    ] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
+    blocks: Annotated[bool, typer.Option("--blocks", help="Parts and blocks of a base, for --strength-for.")] = False,
+    html: HTML = None,
+    plot: PLOT = None,
+    as_json: AS_JSON = False,
+    quiet: SILENT = False,
+) -> None:
+    """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
+    if blocks:
+        if len(files) > 1:
+            raise UsageError("blocks are those of one base", "--blocks", "name one file")
+        parts(files[0], as_json=as_json)
+        return
+    from ..viewing.inspect import inspect as look
+    from .file_report import show_file
+    from .picture_files import Pictures
+
+    pictures, pairs = Pictures(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
+    pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
+    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
+        asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
+        found = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
+    pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
+    if as_json:
+        put(json_text(found[0] if len(found) == 1 else {"files": found, "schema": version("files")}))
+    for n, facts in enumerate(() if as_json or quiet else found):
+        if n:
+            echo("")
+        show_file(facts, again=bool(n))
+    misfits = [facts["match"] for facts in found if "match" in facts and not facts["match"]["fits"]]
+    if misfits:
+        raise typer.Exit(FitError.exit_code)
+
+
+def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
+    """Return (file, None) for each file; (base, adapter) for each adapter, if the first file is a base and all others
+    are adapters."""
+    from ..files.checkpoint import open_checkpoint
+    from ..viewing.inspect import is_adapter
+
+    refs = [_ref(text) for text in files]
+    kinds = [is_adapter(open_checkpoint(ref.path)) for ref in refs] if len(refs) > 1 else []
+    if kinds and not kinds[0] and all(kinds[1:]):
+        return [(refs[0].path, ref) for ref in refs[1:]]
+    return [(ref.path, None) for ref in refs]
+
+
+def _ref(text: str) -> Adapter:
+    """Return a path with the strength and parts that may stand behind it."""
+    from ..job import Adapter
+
+    if exists(completed(text)):
+        return Adapter(expand(completed(text)))
+    found = named_adapter(text)
+    if isinstance(found, Adapter):
+        return Adapter(expand(found.path), found.strength, found.parts)
+    path, strength = found if isinstance(found, tuple) else (found, 1.0)
+    return Adapter(expand(path), strength)
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="For adapters that spell names in different words.")
+    ] = None,
+    html: HTML = None,
+    plot: PLOT = None,
+    as_json: AS_JSON = False,
+    quiet: SILENT = False,
+) -> None:
+    """Say where two models differ, or how alike adapters are.
+
+    Of models it tells by how much each tensor differs, of adapters how alike their changes are.
+    """
+    from ..viewing.compare import compare as look
+    from .file_report import show_comparison
+    from .picture_files import Pictures
+
+    first, second = expand(completed(a)), expand(completed(b))
+    pictures = Pictures(html, plot, quiet=as_json or quiet)
+    pictures.protect([first, second])
+    with watching(quiet=as_json or quiet, doing="reading both") as display:
+        found = look(
+            first,
+            second,
+            expand(completed(base)) if base else None,
+            pictures=html is not None,
+            progress=display or unwatched,
+        )
+    pictures.write(lambda: dict(found))
+    if as_json:
+        put(json_text(found))
+    elif not quiet:
+        show_comparison(found)
+
+
+def _schemas(incomplete: str) -> list[str]:
+    """Return the schemas whose names begin so, for the shell's completion."""
+    from ..viewing.facts import KINDS
+
+    return offered(KINDS)(incomplete)
+
+
+def schema(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="report|jobs|…", help="What the schema describes.", autocompletion=_schemas),
+    ] = "report",
+) -> None:
+    """Print the JSON Schema of a report, or of jobs files.
+
+    Merges print report, plan; commands that write adapters: adapter; verify: proof, adapter-proof; batch: job-report,
+    job-plan; inspect: inspect, files; parts, compare, algorithms, architectures, doctor: their names; all: error.
+    """
+    from ..viewing.facts import KINDS, schema_of
+
+    if what not in KINDS:
+        raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
+    found: dict[str, Any] = schema_of(what)
+    put(Lines.of(json_text(found, indent=2).splitlines()))

@@ -1,0 +1,127 @@
+"""The options of a merge as parameters of commands, made from the table `OPTIONS`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import typer
+
+from ..errors import MergeError
+from ..options import OPTIONS, Option
+from .argument_values import as_number, one_entry, one_setting, strengths
+from .help import offered
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
+PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]
+
+QUIET = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")]
+SILENT = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing: the exit code tells.")]
+
+
+def dialects(incomplete: str) -> list[str]:
+    """Return the dialects of adapters whose names begin so, for the shell's completion."""
+    from ..adapters_out.dialects import names
+
+    return offered(names())(incomplete)
+
+
+def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
+    from ..paths import expand
+    from .compat import completed
+    from .tables import parts_of
+
+    before, comma, word = incomplete.rpartition(",")
+    base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading
+    try:
+        found = parts_of(expand(completed(base)))
+    except (MergeError, OSError):  # the merge itself will tell
+        return []
+    return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*found["parts"], *found["blocks"]))(word)]
+
+
+OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
+    "strength_for": parts_on_line,
+    "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects,
+    "alpha": offered(("rank", "keep")),
+}  # fmt: skip
+"""Option that takes other words too → the words that the shell offers."""
+
+
+def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command these options in place of its `**options`.
+
+    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they say how an output
+    was made that does not say so itself, and have no defaults.
+    """
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        made = [_parameter(row, stated=stated) for row in rows]
+        place = [p.name for p in own].index(before) if before else len(own)
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own[:place], *made, *own[place:])]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+OF_VERIFY: Final = {"compute_dtype": "Whose rounding is allowed, whatever the recipe says. Default: fp32."}
+"""Option → its help where it is no statement on how an output was made."""
+
+KINDS: Final = {"switch": bool, "whole": int, "number": float}
+"""Kind of an option → type of its value on the command line, where it is not text."""
+
+
+@cache  # commands share rows
+def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
+    many = option.kind in ("numbers", "parts", "settings", "entries", "rules", "texts")
+    default = None if stated or many else option.default
+    words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
+    kind: Any = list[str] if many else KINDS.get(option.kind, words)
+    flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
+    text = OF_VERIFY.get(option.name, "As for merge, where there is no recipe.") if stated else option.help
+    made = typer.Option(
+        *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
+        autocompletion=OFFERED.get(option.name),
+    )  # fmt: skip
+    annotation = Annotated[kind if default is not None else kind | None, made]  # type: ignore[valid-type]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
+    """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a wrong text."""
+    found = dict(options)
+    for option in (rows[name] for name in found if name in rows):
+        if option.kind in ("whole", "number") and isinstance(found[option.name], str):
+            found[option.name] = as_number(found[option.name], option.flag, whole=option.kind == "whole")
+    found["strength"] = strengths(found.get("strength") or (), adapters)
+    found["setting"] = [one_setting(text) for text in found.get("setting") or ()]
+    found["metadata"] = [one_entry(text) for text in found.get("metadata") or ()]
+    return {name: value for name, value in found.items() if value not in (None, (), [])}
+
+
+def take_text(command: Any, ctx: Any) -> Any:
+    """Have the parameters of a command take text as it is; returns the command.
+
+    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
+    import alone takes 0.1 s. `make_job` and its like parse the text.
+    """
+    for parameter in command.get_params(ctx) if command else ():
+        if "process_value" not in vars(parameter):  # a process may run a command many times
+            parameter.process_value = partial(_process, parameter, parameter.process_value)
+    return command
+
+
+def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the text as it is; typer itself handles required arguments and switches."""
+    if value is None or value == ():
+        return process(ctx, value) if parameter.required else value
+    return process(ctx, value) if isinstance(value, bool) else value

@@ -1,1 +1,0 @@
-"""Pictures on a terminal, and the files of --html and --plot."""

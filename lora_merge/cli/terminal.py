@@ -1,0 +1,275 @@
+"""Colours, tables and panels on a terminal, by Rich. Pipes get plain text, and nothing here is imported for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
+
+from ..errors import UsageError
+from ..text import one_line
+from .stdio import commanding
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+Color: TypeAlias = Literal["auto", "always", "never"]
+
+COLORS: Final = get_args(Color)
+FLAG: Final = "--color"
+DEBUG: Final = "--debug"
+
+EVERYWHERE: Final = (
+    (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded."),
+    (DEBUG, "Tracebacks."),
+)
+"""The options of every command, as its help lists them. They stand anywhere on the command line."""
+
+WIDEST: Final = 100
+"""Columns of a panel at most; longer lines are hard to read."""
+
+
+REFLOWING: Final = (
+    "VTE_VERSION", "WT_SESSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE",
+    "ITERM_SESSION_ID", "GHOSTTY_RESOURCES_DIR", "VSCODE_INJECTION",
+)  # fmt: skip
+"""Variables of terminals that break long lines again when their width changes."""
+
+CUT: Final = ("XTERM_VERSION", "STY")
+"""Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
+
+
+def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
+    """Return the arguments without the options of every command.
+
+    Raises UsageError where `--color` lacks a value, if that is to be `checked`: a shell completes words one by one.
+    """
+    rest, at = list[str](), 0
+    while at < len(args):
+        name, equals, value = args[at].partition("=")
+        if args[at] == "--":
+            return [*rest, *args[at:]]
+        if name != FLAG:
+            rest += [args[at]] if args[at] != DEBUG else []
+        elif not equals:
+            at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
+        if checked and name == FLAG and value not in COLORS:
+            what = f"{value[:40]!r} is not a value of {FLAG}" if value else f"{FLAG} has no value"
+            raise UsageError(what, FLAG, f"use one of {', '.join(COLORS)}")
+        at += 1
+    return rest
+
+
+def chosen() -> str:
+    """Return the value of `--color` on the command line."""
+    for at, word in enumerate(sys.argv):
+        if word == "--":
+            break
+        if word.startswith(f"{FLAG}="):
+            return word.partition("=")[2]
+        if word == FLAG and at + 1 < len(sys.argv):
+            return sys.argv[at + 1]
+    return "auto"
+
+
+def debugging() -> bool:
+    """Return whether tracebacks are wanted."""
+    return DEBUG in (sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv)
+
+
+def styled(stream: Any) -> bool:
+    """Return whether a stream gets tables: a terminal does, and whatever there is with `--color always`."""
+    return chosen() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def colored() -> bool:
+    """Return whether tables and pictures have colours."""
+    return chosen() == "always" or (chosen() != "never" and not os.environ.get("NO_COLOR"))
+
+
+class _Ours:
+    """A stream for Rich, whose texts may command the terminal; the names in them are escaped before."""
+
+    def __init__(self, stream: Any) -> None:
+        self.write, self.flush, self.isatty = commanding(stream), stream.flush, stream.isatty
+        self.encoding = getattr(stream, "encoding", None) or "ascii"
+
+
+def columns(stream: Any) -> int:
+    """Return how wide a stream's terminal is now; where it is none, COLUMNS or 80."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns
+    except (OSError, ValueError):  # a file, a pipe, or nothing with a descriptor
+        return shutil.get_terminal_size().columns
+
+
+def reflows() -> bool:
+    """Return whether this is a terminal that breaks long lines again when it gets another width; False if not known."""
+    own = os.environ
+    if own.get("TMUX") and own.get("TERM", "").startswith(("tmux", "screen")):
+        return True
+    return not any(map(own.get, CUT)) and any(map(own.get, REFLOWING))
+
+
+def console(stream: Any) -> Console:
+    """Return a console of Rich on a stream, as wide as the terminal; with colours where they are wanted."""
+    from rich.console import Console
+
+    plain, width = not colored(), columns(stream)
+    return Console(
+        file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
+        color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
+    )  # fmt: skip
+
+
+def prepare(stream: Any) -> None:
+    """Import what `show` needs for a stream. On a busy machine that takes a second, in which nothing else is shown."""
+    if styled(stream):
+        from rich import box, console, panel, table, text  # noqa: F401
+
+
+def show(*shown: RenderableType, err: bool = False) -> None:
+    """Print tables, panels and texts of Rich."""
+    stream = sys.stderr if err else sys.stdout
+    there = console(stream)
+    for one in shown:
+        there.print(one)
+    stream.flush()
+
+
+def text(content: object, style: str = "") -> Text:
+    """Return a text whose control characters are escaped."""
+    from rich.text import Text
+
+    return Text(one_line(str(content)), style)
+
+
+def mark(name: Literal["done", "failed", "note"], stream: Any | None = None) -> str:
+    """Return ✓, ✗ or !, or what stands for them where the terminal lacks these letters."""
+    letters = {"done": ("✓", "OK"), "failed": ("✗", "X"), "note": ("!", "!")}[name]
+    return letters[0 if has(stream or sys.stdout, letters[0]) else 1]
+
+
+def has(stream: Any, letters: str) -> bool:
+    """Return whether a stream can show these letters."""
+    try:
+        letters.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+def cell(content: object) -> RenderableType:
+    """Return a text of Rich as it is, and anything else as an escaped text."""
+    from rich.text import Text
+
+    return content if isinstance(content, Text) else text(content)
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", right: Iterable[int] = ()
+) -> Any:
+    """Return a table; `right`: numbers of the columns whose cells stand at the right."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+
+    numbers = set(right)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for n, name in enumerate(columns):
+        made.add_column(text(name), justify="right" if n in numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(cell, row))
+    return Group(text(title, "bold"), made) if title else made
+
+
+def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
+    """Return rows whose first cells are words that say what they are about; `wide`: their least number of columns."""
+    from rich.table import Table
+
+    found = list(rows)
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True, min_width=wide)
+    for _ in range(max(map(len, found), default=1) - 1):
+        made.add_column(overflow="fold")
+    for row in found:
+        made.add_row(*map(cell, row))
+    return made
+
+
+def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") -> Any:
+    """Return a panel of such rows, of at most 100 columns."""
+    from rich import box
+    from rich.panel import Panel
+
+    width = min(WIDEST, columns(sys.stdout))
+    return Panel(
+        grid(rows), title=text(title, f"bold {style}"), title_align="left", border_style=style, box=box.ROUNDED,
+        width=width,
+    )  # fmt: skip
+
+
+def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> None:
+    """Print rows of a grid that hold a word longer than the room, such as a hash that is to be copied: it stays whole
+    on a line of its own, and further left where the width asks for that."""
+    from rich.text import Text
+
+    there = console(sys.stdout)
+    for name, value in rows:
+        start = Text(name.plain, "bold")
+        for words in _broken(value.plain, width - indent):
+            left = max(min(indent, width - len(words)), 0)
+            if len(start) > max(left - 2, 0):  # the name has a line of its own
+                there.print(start)
+                start = Text()
+            start.pad_right(left - len(start))
+            there.print(Text.assemble(start, (words, value.style)), soft_wrap=True)
+            start = Text()
+    sys.stdout.flush()
+
+
+def show_error(words: str) -> None:
+    """Print an error, "what / where: … / fix: …", in colours, broken between words."""
+    from rich.text import Text
+
+    first, *rest = words.split("\n")
+    there = console(sys.stderr)
+    sign = f"{mark('failed', sys.stderr)} error: "
+    for row in _broken(first, there.width - INDENT):
+        there.print(Text.assemble((sign.ljust(INDENT), "bold red"), (row, "bold")), soft_wrap=True)
+        sign = ""
+    for line in rest:
+        head, colon, tail = line.partition(":")
+        known = head.strip() if colon and head in ("  where", "  fix") else ""
+        style = {"where": "dim", "fix": "green"}.get(known, "")
+        start = f"  {known}:" if known else ""
+        for row in _broken((tail if known else line).strip(), there.width - INDENT):
+            there.print(Text.assemble((start.ljust(INDENT), f"bold {style}"), row), soft_wrap=True)
+            start = ""
+    sys.stderr.flush()
+
+
+INDENT: Final = 9
+"""Columns of the words that begin the lines of an error."""
+
+
+def _broken(words: str, width: int) -> Sequence[str]:
+    """Return lines of at most so many letters; a longer word, such as a path that is to be copied, stays whole."""
+    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False) or ("",)
+
+
+def broken(line: str, width: int) -> str:
+    """Return a line of text in rows that fit; those below the first begin where the text of the first does."""
+    if len(line) <= width:
+        return line
+    found = re.match(r"( *)([a-z]+ {2,})?", line)  # a label such as "needs    "
+    start, label = found.groups("") if found else ("", "")
+    return "\n".join(textwrap.wrap(
+        line, width, subsequent_indent=start + (" " * len(label) or "  "), break_long_words=False,
+        break_on_hyphens=False, replace_whitespace=False,
+    ))  # fmt: skip

@@ -1,0 +1,234 @@
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor. They decide nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from ..options import OPTIONS
+from ..progress import unwatched
+from ..text import json_text
+from .argument_values import named_adapter, named_parts, with_strengths
+from .compat import checked_output, completed
+from .help import examples
+from .options import HTML, QUIET, SILENT, read, with_options
+from .progress_display import PROOF, paused, watching
+from .reports import (
+    Asked,
+    carried_out,
+    carry_out,
+    echo,
+    put,
+    show_adapter_report,
+    show_plan,
+    show_proof,
+    show_report,
+    silent,
+    with_pictures,
+)
+from .terminal import styled
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+
+UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
+           "max_memory", "verify")  # fmt: skip
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command, lines in (
+        (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
+        (replay, ("replay merged.safetensors -o again.safetensors",)),
+        (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o before",)),
+        (doctor, ("doctor", "doctor /mnt/models")),
+    ):
+        app.command(epilog=examples(*lines))(command)
+
+
+@with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
+def verify(
+    output: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
+    ] = None,
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's inputs.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    quiet: SILENT = False,
+    **options: Any,
+) -> None:
+    """Prove that a file is the merge that its recipe says.
+
+    Its inputs are found by their hashes, or named.
+    """
+    from ..paths import expand
+    from ..proof.replay import prove
+
+    output, base = completed(output), base and completed(base)
+    strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
+    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
+    given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
+    folders = [expand(p) for p in search or []]
+    if base is None and not pairs and _is_adapter(expand(output)):
+        from ..adapters_out.replay import prove as prove_adapter
+        from ..viewing.merge_facts import proof_of_adapter
+
+        with watching(quiet=as_json or quiet) as display:
+            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=given)
+        if as_json:
+            put(json_text(proof))
+        for row in () if as_json or quiet else proof_of_adapter(proof):
+            echo(str(row))
+        return
+    with watching(quiet=as_json or quiet, weights=PROOF) as display:
+        proof = prove(
+            expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
+        )
+    if as_json:
+        put(json_text(proof))
+    elif not quiet:
+        show_proof(proof)
+
+
+@with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
+def replay(
+    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    quiet: QUIET = False,
+    **options: Any,
+) -> None:
+    """Make a merged checkpoint again from its recipe.
+
+    The inputs are found by their hashes.
+    """
+    from ..engine.admission import admit
+    from ..engine.torch_preload import preload
+    from ..paths import expand
+    from ..proof.replay import plan_again
+
+    made, output, folders = completed(made), str(checked_output(output)), [expand(p) for p in search or []]
+    if _is_adapter(expand(made)):
+        from ..adapters_out.replay import replay as replay_adapter
+
+        given = {k: v for k, v in options.items() if v is not None}
+        with watching(quiet=quiet) as display:
+            told = replay_adapter(expand(made), output, folders, progress=display or unwatched, **given)
+        if as_json:
+            put(told.to_json())
+        else:
+            show_adapter_report(told, "made again", quiet=quiet, verbose=False)
+        return
+    say = silent if as_json or quiet else echo
+    with watching(quiet=quiet) as display:
+        preload()
+        plan = admit(plan_again(expand(made), output, folders, **options))
+        with paused(display):
+            show_plan(plan, say)
+        done = carry_out(plan, display)
+    show_report(done, say, plan.base.notes, as_json=as_json)
+
+
+def _is_adapter(made: Path) -> bool:
+    """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
+    from ..adapter_options import WRITERS
+    from ..proof.read_recipe import made_by
+
+    return made_by(made) in WRITERS
+
+
+@with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
+def unmerge(
+    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    adapters: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
+    ] = None,
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")
+    ] = None,
+    html: HTML = None,
+    quiet: QUIET = False,
+    **options: Any,
+) -> None:
+    """Take adapters out of a merged checkpoint again.
+
+    The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
+    """
+    from ..engine.admission import admit
+    from ..paths import expand
+    from ..proof.replay import refuse_to_unmerge
+    from ..proof.unmerge import plan_unmerge
+    from .picture_files import Pictures
+    from .stdio import reporting
+
+    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    if output is None:
+        refuse_to_unmerge(expand(made))
+    strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
+    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], found), strength_for)
+    given = {"strength_for": parts, **found} if parts else found
+    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(given.get("overwrite")))
+    given |= {"overwrite": True} if dry_run else {}
+
+    def planned() -> Plan:
+        folders = [expand(p) for p in search or []]
+        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given), dry=dry_run)
+        pictures.protect(plan.inputs, [plan.job.output])
+        return plan
+
+    with reporting(report) as told:
+        if told is not None:
+            told.protect([expand(made)], [expand(output or made)])
+        done = carried_out(planned, told, how)
+    if done is not None:
+        pictures.write(lambda: with_pictures(*done))
+
+
+def doctor(
+    folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+    quiet: SILENT = False,
+) -> None:
+    """Say whether this machine can merge.
+
+    It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
+    """
+    from ..paths import expand
+
+    where = expand(folder)
+    if not where.is_dir():
+        raise UsageError("a folder is missing whose disk could be measured", str(where), "name a folder that is there")
+    with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
+        from .doctor import examine, lines, show_findings
+
+        found = examine(where)
+    if as_json:
+        put(json_text(found))
+    elif not quiet and styled(sys.stdout):
+        show_findings(found)
+    elif not quiet:
+        for line in lines(found):
+            echo(line)
+    raise typer.Exit(1 if found["problems"] else 0)

@@ -1,0 +1,222 @@
+"""Measures tensors that an adapter stores whole: V takes the place of the base's W, and V − W is the change.
+
+Norms of ΔW from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from math import isfinite, lcm, prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..algorithms import ALGORITHMS
+from ..change_statistics import WHOLE, Measure, Measured, Norms, Share
+from ..dtypes import FLOATS
+from ..files.checkpoint import Index
+from ..matching.patch import Match, PatchPart
+from ..models.weights import Weight, unstored
+from ..planning.plan import OutputTensor
+from .row_blocks import block, groups
+from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, Placement, as_stored, stage
+from .tensors import Fetch, decoded, stored_numbers
+
+if TYPE_CHECKING:
+    from .fold import StackedPatch
+    from .patch_tensors import PatchTensors
+
+LEAST: Final = 2**16
+"""A tensor of so many numbers is read whole; of a larger one at least so many are read."""
+
+EVERY: Final = 1024
+"""About one number in so many of a large tensor is read, from the base and from the adapter."""
+
+RUN: Final = 2**12
+"""Numbers that are read at once from a large tensor."""
+
+PART: Final = 2**20
+"""Numbers that are read at once where all are wanted."""
+
+
+class Replaced(NamedTuple):
+    """An output tensor that is an adapter's own, and what the base has in its place."""
+
+    target: OutputTensor
+    own: Weight  # of the base; all padding where it has nothing
+    adapter: int
+
+
+def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replaced]:
+    """Yield the targets that are tensors of adapters, and that no formula changes besides. Whole numbers are positions
+    and counts, whose sizes say nothing."""
+    owners: dict[str, int] = {}
+    for number, one in enumerate(matched):
+        owners |= dict.fromkeys((*one.replaced, *one.bases), number)
+    if not owners:
+        return
+    started = {key: info for one in matched for key, info in one.separated.items()}
+    for target in targets:
+        adapter, new = owners.get(target.name), target.weight.stored
+        if adapter is None or target.uses or new.dtype not in FLOATS:
+            continue
+        info = base.tensors.get(target.name) or started.get(target.name)
+        own = unstored(target.name, target.shape, new)
+        if info is not None:
+            own = Weight(info.shape, info, base.packed.get(info.name))
+        if own.packed is not None or own.stored.dtype in FLOATS:
+            yield Replaced(target, own, adapter)
+
+
+def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measured]:
+    """Yield the measure of each tensor, of all its numbers or of runs of them that lie evenly in it."""
+    for one in every:
+        yield Measured(one.target.name, measure(one, read))
+
+
+def measure(one: Replaced, read: Fetch, every: int = EVERY) -> Measure:
+    """Return the measure of a tensor. `every`: of a large one, one number in about so many is read; 1: all of them.
+
+    Tensors may have other numbers of rows: rows that the base lacks are zeros there, as in weights that an adapter
+    makes larger. What codes hold of the change is not known.
+    """
+    found = Measure()
+    for first, some in runs(one, every):
+        found += _sums(one, values(one.own, first, some, read), values(one.target.weight, first, some, read))
+    return found.scaled(prod(one.target.shape))
+
+
+def runs(one: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
+    """Yield (first number, count) of the runs of a tensor that are read, as for `measure`."""
+    count, weight, group = prod(one.target.shape), one.own, 1
+    if weight.packed is not None:  # whole rows are decoded together
+        group = lcm(weight.packing.encoding.group, max(prod(weight.shape[1:]), 1))
+    size = -(-(PART if every == 1 else RUN) // group) * group
+    whole, wanted = -(-count // size), -(-max(LEAST, count // every) // size)
+    for number in range(0, whole, 1 if every == 1 else max(whole // wanted, 1)):
+        yield number * size, min(size, count - number * size)
+
+
+def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
+    """Return numbers of a weight from `first` on, in fp64; zeros behind those that are stored."""
+    found = torch.zeros(count, dtype=HOST.dtype)
+    if (held := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
+        own = decoded(stored_numbers(weight, first, held, read), weight, first, held, read)
+        found[:held] = stage([own.reshape(-1)], HOST)[0]
+    return found
+
+
+def _sums(one: Replaced, before: Tensor, after: Tensor) -> Measure:
+    """Return the sums over some numbers; those that are not finite are left out."""
+    change = applied = after - before
+    if known := one.target.packed is None:
+        dtype = TORCH_DTYPES[one.target.dtype]
+        applied = as_stored(after, dtype) - as_stored(before, dtype)
+    sound = change.isfinite() & applied.isfinite()
+    change, applied, weight = change[sound], applied[sound], before[sound]
+    size = float(change @ change)
+    whole = Share(size, size, float(applied @ change) if known else None)
+    return Measure(
+        of=before.numel(), elements=before.numel(), changed=int(applied.count_nonzero()),
+        weight=float(weight @ weight), noise=float((applied - change).square().sum()) if known else 0.0,
+        largest=float(change.abs().max()) if change.numel() else 0.0, all=whole, adapters={one.adapter: whole},
+    )  # fmt: skip
+
+
+WORTH: Final = 3
+"""The products of the factors with themselves take at most 1 / WORTH of the operations of L R; else the norm is that of
+a sample."""
+
+
+def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
+    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum, where the changes are added up.
+
+    Left out are weights whose changes have no factors, those whose rows give the norm at less cost, and norms that
+    overflow.
+    """
+    at = Placement(lane.at.device, torch.promote_types(lane.at.dtype, torch.float32))
+    of_factors = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _from_factors(t)]
+    every: Norms = {}
+    for alike in groups(of_factors, lambda b: b, lambda _: len(of_factors)):
+        found = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
+        rows = zip(*(norm.clamp_min(0).tolist() for norm in found.values()), strict=True)
+        for whole, own in zip(alike, rows, strict=False):
+            if all(map(isfinite, own)):
+                known = dict(zip(found, own, strict=True))
+                if whole.target.combining is not None:
+                    del known[WHOLE]
+                every[whole.target.name] = known
+    return every
+
+
+def _from_factors(target: OutputTensor) -> bool:
+    """Return whether the norm of a weight's change costs less by its factors than by its rows."""
+    cols, uses = target.matrix[1], target.uses
+    if not all(map(factored, uses)):
+        return False
+    parts = sorted({(u.piece.start, u.piece.stop) for u in uses})
+    if not all(a[1] <= b[0] for a, b in pairwise(parts)):
+        return False
+    for part in parts:
+        rank = sum(map(_rank, (u for u in uses if (u.piece.start, u.piece.stop) == part)))
+        if WORTH * rank * (part[1] - part[0] + cols) > (part[1] - part[0]) * cols:
+            return False
+    return True
+
+
+def _norms(stacks: Sequence[StackedPatch], count: int, cols: int) -> dict[int, Tensor]:
+    """Return adapter → ‖s ΔW‖² [n] of n weights, from their patches."""
+    found: dict[int, Tensor] = {}
+    if any(s.taken is not None or s.view is not None for s in stacks):
+        return found
+    for _, some in groupby(sorted(stacks, key=_rows), key=_rows):
+        own = [*some]
+        table, widths = _products(own, count, cols)
+        _add(found, WHOLE, table)
+        at_column = 0
+        for adapter, same in groupby(zip(own, widths, strict=True), key=lambda pair: pair[0].adapter):
+            width = sum(w for _, w in same)
+            _add(found, adapter, table.narrow(1, at_column, width).narrow(2, at_column, width))
+            at_column += width
+    return found
+
+
+def _products(stacks: Sequence[StackedPatch], count: int, cols: int) -> tuple[Tensor, list[int]]:
+    """Return (LᵀL) ∘ (R Rᵀ) [n, r, r] of patches of the same rows, side by side, and the width of each."""
+    left, right = [], []
+    for s in stacks:
+        assert s.algorithm.low_rank is not None
+        unread = s.strength.new_zeros(()).expand(count, s.rows.stop - s.rows.start, cols)
+        first, second = s.algorithm.low_rank.factors(unread, s.tensors)
+        left.append(first)
+        right.append(second)
+    widths = [part.shape[-1] for part in left]
+    if len(stacks) == 1:  # the small product is scaled, not the factor
+        strength = stacks[0].strength
+        return (left[0].mT @ left[0]) * (right[0] @ right[0].mT) * (strength * strength), widths
+    wide = torch.cat([part * s.strength for part, s in zip(left, stacks, strict=True)], -1)
+    tall = torch.cat(right, 1)
+    return (wide.mT @ wide) * (tall @ tall.mT), widths
+
+
+def _add(found: dict[int, Tensor], adapter: int, products: Tensor) -> None:
+    more = products.sum((1, 2))
+    found[adapter] = found[adapter] + more if adapter in found else more
+
+
+def _rows(s: StackedPatch) -> tuple[int, int]:
+    return s.rows.start, s.rows.stop
+
+
+def _rank(use: PatchPart) -> int:
+    row = ALGORITHMS[use.patch.algorithm].low_rank
+    assert row is not None
+    return row.rank(use.patch.shapes, use.patch.view.shape)
+
+
+def factored(use: PatchPart) -> bool:
+    """Return whether ΔW of the rows is the product of two factors."""
+    row = ALGORITHMS[use.patch.algorithm]
+    return row.low_rank is not None and not row.reads_base and use.patch.magnitude is None and not use.piece.transposed

@@ -1,0 +1,608 @@
+"""Samples rows of blocks while they are folded: base, change and stored numbers, of which sums are made.
+
+Samples short runs of numbers, evenly spread over blocks: it takes two copies for each block, or on a device for a
+whole window, and a few operations for the sums of many blocks.
+
+Which numbers of a block are sampled, and how many.
+
+Measures outputs of codes: the sampled rows are read back from the new codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from math import isfinite
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..change_statistics import Checked, Measure, Measured, Share
+from ..planning.plan import OutputTensor
+from .cancelling import Cancelling
+from .fold import new_weights
+from .recoding import Codes, NewParts, read_back
+from .row_blocks import Block
+from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, host, strided, take, workspace
+from .tensors import Fetch
+
+if TYPE_CHECKING:
+    from ..change_statistics import Measured
+    from .fold import SampleOf, StackedPatch
+
+RUN: Final = 128
+"""The numbers of a run; they lie side by side."""
+
+PERIOD: Final = 256 * RUN
+"""One run lies in so many numbers, at their beginning."""
+
+LEAST: Final = 2 * PERIOD
+"""The numbers of a block that surely holds a whole run, wherever it begins."""
+
+RUN_NUMBERS: Final = 2**22
+"""The numbers that wait on a lane for their sums, where the lane's share of the memory has `ROOM` bytes for each."""
+
+ROOM: Final = 256
+"""Bytes; adding a number up takes less than 40."""
+
+PendingRunSums: TypeAlias = Callable[[], list[tuple[Measured, ...]]]
+"""Function that returns the measures of samples, once the lane is settled."""
+
+
+def several(block: Block) -> bool:
+    """Return whether several adapters change a block."""
+    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
+
+
+def same(target: OutputTensor) -> bool:
+    """Return whether the output can hold the numbers of the base as they are."""
+    return target.weight.packing.encoding is target.packing.encoding
+
+
+def suits(block: Block) -> bool:
+    """Return whether runs are enough for a block: it holds some, of plain numbers, and one adapter changes it."""
+    return block.elements >= LEAST and block.target.packed is None and not several(block)
+
+
+def runs(work: Tensor, period: int) -> Tensor:
+    """Return a copy of the runs [n, RUN] of flat numbers, one in so many."""
+    whole = len(work) // period * period
+    return work.narrow(0, 0, whole).view(-1, period).narrow(1, 0, RUN).clone()
+
+
+class RunSample(NamedTuple):
+    """Runs of some blocks that lie one after another, before and after the blocks are folded."""
+
+    blocks: Sequence[Block]
+    stands_for: Sequence[int]  # numbers of its weight that those of each block stand for; 0: no sample
+    before: Tensor  # [n, RUN]
+    after: Tensor
+    period: int  # one run lies in so many numbers
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are kept."""
+        return 2 * self.before.numel()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether they are on a device."""
+        return self.before.device.type != "cpu"
+
+
+@dataclass
+class RunSums:
+    """Runs that the lanes of devices have sampled and not added up yet, and the measures of the others."""
+
+    most: int  # numbers that wait on a lane for their sums, if no part has more
+    _found: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan
+    _kept: dict[DeviceStream, list[tuple[int, RunSample]]] = field(default_factory=dict)
+
+    def add(self, plan: int, samples: Sequence[RunSample], lane: DeviceStream) -> Callable[[], None]:
+        """Keep the samples of a lane; add them up once they are many. Call the result when the lane is settled."""
+        kept = self._kept.setdefault(lane, [])
+        kept += [(plan, one) for one in samples]
+        if sum(one.numbers for _, one in kept) < self.most:
+            return lambda: None
+        self._kept[lane] = []
+        return self._added(kept, lane)
+
+    def rest(self) -> Iterator[tuple[DeviceStream, Callable[[DeviceStream], Callable[[], None]]]]:
+        """Yield each lane with samples left, and a function that adds them up as `add` does; nothing is under way."""
+        kept, self._kept = self._kept, {}
+        return ((lane, partial(self._added, some)) for lane, some in kept.items() if some)
+
+    def of(self, plan: int) -> Iterator[Measured]:
+        """Yield the measures of a plan's tensors."""
+        return (one for number, some in self._found if number == plan for one in some)
+
+    def _added(self, kept: Sequence[tuple[int, RunSample]], lane: DeviceStream) -> Callable[[], None]:
+        read = added([one for _, one in kept], lane)
+        return lambda: self._found.extend(zip((plan for plan, _ in kept), read(), strict=True))
+
+
+def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
+    """Start to add up the numbers of each run; return a function for the measures of the blocks of each."""
+    kinds: dict[tuple[torch.dtype, str, bool], list[int]] = {}
+    for number, one in enumerate(every):
+        alike = all(same(b.target) for b in one.blocks)
+        kinds.setdefault((one.before.dtype, one.blocks[0].target.dtype, alike), []).append(number)
+    sums = [
+        _sums([every[number] for number in some], TORCH_DTYPES[dtype], alike=alike)
+        for (_, dtype, alike), some in kinds.items()
+    ]
+    there = brought(torch.cat(sums, 1), lane, "runs")
+    ordered = [number for some in kinds.values() for number in some]
+
+    def read() -> list[tuple[Measured, ...]]:
+        parts = there.split_with_sizes([len(every[number].before) for number in ordered], 1)
+        found, finite = dict(zip(ordered, parts, strict=True)), bool(there.isfinite().all())
+        return [tuple(_measured(one, found[number], finite=finite)) for number, one in enumerate(every)]
+
+    return read
+
+
+def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tensor:
+    """Return of each run [6, n]: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|.
+
+    `alike`: whether an output of this dtype holds the base's numbers as they are.
+    """
+    before, after = (torch.cat([getattr(one, name) for one in some]) for name in ("before", "after"))
+    change = after - before
+    applied = as_stored(after, dtype) - (before if alike else as_stored(before, dtype))
+    differ = torch.ne(applied, 0, out=torch.empty_like(applied))  # a sum of truth values takes three times as long
+    pairs = (before, before), (change, change), (applied, change), (applied, applied)
+    return torch.stack([*((x * y).sum(1) for x, y in pairs), differ.sum(1), change.abs().amax(1)])
+
+
+def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measured]:
+    """Yield the measures of blocks from the sums of their runs; runs with numbers that are not finite are left out."""
+    end = 0
+    for block, stands_for in zip(sample.blocks, sample.stands_for, strict=True):
+        low, end = end, end + block.elements
+        if not stands_for:
+            continue
+        own = sums[:, -(-low // sample.period) : (end - RUN) // sample.period + 1]
+        if not finite:
+            own = own[:, own.isfinite().all(0)]
+        if elements := RUN * own.shape[1]:
+            weight, change, kept, applied, changed, _ = own.sum(1, dtype=torch.float64).tolist()
+            scale = stands_for / elements
+            whole = Share(scale * change, scale * change, scale * kept)
+            yield Measured(block.target.name, Measure(
+                stands_for, elements, scale * changed, 0, scale * weight,
+                scale * max(applied - 2 * kept + change, 0.0), float(own[5].max()), whole,
+                {block.slices[0].use.patch.adapter: whole},
+            ))  # fmt: skip
+
+
+COARSE: Final = 4
+"""The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
+
+ROW_PERIOD: Final = 4
+"""Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The density of a sample: about one number of a block in `every`, and at least `least`."""
+
+    every: int = 256
+    least: int = 2**11
+    runs: bool = True  # whether runs of numbers may be sampled in place of rows
+    checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
+
+    def rows(self, blocks: Sequence[Block]) -> range:
+        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes lie side by side,
+        because those that share a scale are encoded together."""
+        block = blocks[0]
+        rows, cols, group = block.last - block.first, max(block.cols, 1), block.target.row_group
+        count = min(rows, max(-(-self.least // cols), self._others(blocks) * self._wanted(block) // cols))
+        if block.target.packed is None:
+            return range(0, rows // count * count, rows // count)
+        return range(min(rows, -(-count // group) * group))
+
+    def step(self, blocks: Sequence[Block], stands_for: int) -> int:
+        """Return n: one in n of `rows` is enough, if all of them stand for so many rows of the weight."""
+        block = blocks[0]
+        if block.target.packed is None:
+            return 1
+        rows, enough = self.rows(blocks), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
+        return max(
+            (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
+        )
+
+    def by_runs(self, blocks: Sequence[Block]) -> bool:
+        """Return whether these blocks are sampled by runs."""
+        return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)
+
+    def period(self, blocks: Sequence[Block]) -> int:
+        """Return n: one run is sampled in every n numbers of each of some blocks."""
+        return max(RUN, PERIOD // 256 * self.every // self._others(blocks))
+
+    def stands_for(self, blocks: Sequence[Block]) -> list[int]:
+        """Return how many rows of its weight the sampled rows of each block stand for; 0 for a block without a sample.
+
+        Rows that are encoded together may be most of a block: then only some of such blocks are sampled, unless
+        several are folded in one call.
+        """
+        block = blocks[0]
+        group = block.target.row_group
+        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._wanted(block):
+            return [self._until(b) for b in blocks]
+        period = group * max(self.every // COARSE, 1)
+        at = -(-block.first // period) * period
+        return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
+
+    @property
+    def _period(self) -> int:
+        return min(ROW_PERIOD, self.every)
+
+    def _others(self, blocks: Sequence[Block]) -> int:
+        """Return how many blocks of its run one of some sampled blocks stands for, at most."""
+        return min(self._period, max(-(-(b.run.high - b.run.low) // b.run.step) for b in blocks))
+
+    def _until(self, block: Block) -> int:
+        """Return the rows from a sampled block to the next sampled block of its run; 0 for a block without a sample."""
+        period = self._period * block.run.step
+        return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
+
+    def _wanted(self, block: Block) -> int:
+        """Return how many numbers of a block are sampled, if all blocks are."""
+        return max(block.elements // self.every, self.least)
+
+
+SUMS: Final = 6
+"""Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
+
+ROW_NUMBERS: Final = 2**21
+"""The numbers of rows that wait for their sums, until these are made."""
+
+
+Nearest: TypeAlias = Callable[[Tensor], Tensor]
+"""Function that returns the numbers [n, k · cols] that the output can hold for some."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The numbers that the output holds in the sampled rows."""
+
+    nearest: Nearest
+    same: bool = False  # whether it can hold the numbers of the base as they are
+
+
+class AdapterChange(NamedTuple):
+    """The change of one adapter in the sampled rows."""
+
+    adapter: int
+    change: Tensor  # [n, k · cols]
+    combined: bool  # whether it becomes one change with others, in which its part is unknown
+
+
+@dataclass
+class RowSample:
+    """Rows of blocks of one kind, before and after the blocks are folded."""
+
+    blocks: Sequence[Block]
+    rows: Sequence[range]  # of each block
+    stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
+    work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
+    parts: list[AdapterChange] = field(default_factory=list)
+    found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
+    before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
+    step: int = 1  # one row in so many is added up; the others are here because they are encoded together
+    units: Sequence[float] = ()  # of the numbers of each block, where they are not 1
+
+    @staticmethod
+    def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
+        """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
+        if not any(stands_for := sampling.stands_for(blocks)):
+            return None
+        rows, (n, _, cols) = sampling.rows(blocks), base.shape
+        width = len(rows) * cols
+        if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
+            width = 1 << (width - 1).bit_length()
+        sample = RowSample(
+            blocks,
+            [rows] * n,
+            stands_for,
+            workspace(base, (3, n, width)),
+            step=sampling.step(blocks, max(stands_for)),
+        )
+        take(strided(base, rows), sample.work.select(0, 0))
+        return sample
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the rows are on a device, where they are added up at once."""
+        return self.work.device.type != "cpu"
+
+    @property
+    def several(self) -> bool:
+        """Whether several adapters change the blocks, so that the change of each is kept."""
+        return several(self.blocks[0])
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are kept."""
+        return self.work.numel()
+
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
+        before = self.work.select(0, 1).clone() if self.parts else self.work.select(0, 0)
+        take(strided(merged, self.rows[0]), self.work.select(0, 1))
+        self.parts.append(AdapterChange(adapter, self.work.select(0, 1) - before, combined=False))
+
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
+        """Record a change that becomes one change with others."""
+        own = torch.zeros_like(self.work.select(0, 0))
+        take(change(self.rows[0]), own)
+        for part, strength in zip(own.unbind(), strengths, strict=True):
+            part.mul_(strength)
+        self.parts.append(AdapterChange(adapter, own, combined=True))
+
+    def note_merged(self, merged: Tensor) -> None:
+        """Record the merged blocks [n, rows, cols]."""
+        take(strided(merged, self.rows[0]), self.work.select(0, 1))
+
+    def note_stored(self, stored: Tensor) -> None:
+        """Record what is stored [n, rows, cols], where numbers are rounded stochastically."""
+        self.found = torch.zeros_like(self.work.select(0, 0))
+        take(strided(stored, self.rows[0]), self.found)
+
+    def on_host(self) -> RowSample:
+        """Return the sample with its rows on the host."""
+        parts = [part._replace(change=host(part.change)) for part in self.parts]
+        return replace(self, work=host(self.work), parts=parts)
+
+    def only(self, numbers: Sequence[int]) -> RowSample:
+        """Return the sample of some of the blocks, by their numbers."""
+        if len(numbers) == len(self.blocks):
+            return self
+        return RowSample(
+            [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
+            self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts], step=self.step,
+            units=[self.units[n] for n in numbers] if self.units else (),
+        )  # fmt: skip
+
+    def thinned(self) -> RowSample:
+        """Return the sample without the rows that are not added up, once nothing is to be encoded any more."""
+        if self.step == 1:
+            return self
+
+        def some(numbers: Tensor | None) -> Tensor | None:
+            if numbers is None:
+                return None
+            lead = numbers.shape[:-1]
+            return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
+
+        work, found, before = map(some, (self.work, self.found, self.before))
+        assert work is not None, "it was given"
+        return replace(self, rows=[r[:: self.step] for r in self.rows], work=work, found=found, before=before, step=1)
+
+    def sums(self, stored: Stored | None) -> Tensor:
+        """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.
+
+        `stored`: None where what is stored is not measured. The merged numbers are overwritten.
+        """
+        base, change, applied = self.work.unbind()
+        found = self.found
+        if found is None:
+            found = change if stored is None else stored.nearest(change)
+        more = []
+        for part in self.parts:
+            own = left = part.change
+            if stored is not None and not part.combined:
+                left = found - stored.nearest(change - own)
+            more += [(own * own).sum(1), (left * own).sum(1)]
+        before = self.before
+        if before is None:
+            before = base if stored is None or stored.same else stored.nearest(base)
+        torch.sub(found, before, out=applied)
+        change -= base
+        return self._added(more)
+
+    def sound(self) -> list[float]:
+        """Return the sums without the numbers that are NaN, infinite, or too large for what is stored."""
+        found = self.on_host()
+        found.work.masked_fill_(~torch.isfinite(found.work).all(0), 0.0)
+        more = [p.change.masked_fill(~torch.isfinite(p.change), 0.0).square().sum(1) for p in found.parts]
+        sums: list[float] = found._added([x for own in more for x in (own, torch.full_like(own, torch.nan))]).tolist()
+        return sums
+
+    def _added(self, more: Sequence[Tensor]) -> Tensor:
+        base, change, applied = self.work.unbind()
+        dot, differ = torch.linalg.vecdot, torch.ne(applied, 0, out=torch.empty_like(applied))
+        sums = [dot(base, base), dot(change, change), dot(applied, change), dot(applied, applied), differ.sum(1)]
+        return torch.cat([*sums, change.abs().amax(1), *more])
+
+    def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
+        """Return the measure of each block. `known`: whether what is stored was measured."""
+        found = sums.tolist()
+        found, count = found if all(map(isfinite, found)) else self.sound(), len(self.blocks)
+        return tuple(self._measure(n, found[n::count], known=known) for n in range(count))
+
+    def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
+        if self.units:
+            unit, changed, largest = self.units[n], own[4], own[5]
+            own = [unit * unit * x for x in own]
+            own[4:SUMS] = changed, unit * largest
+        weight, change, left, square, changed, largest = own[:SUMS]
+        block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
+        elements = len(rows) * block.cols if stands_for else 0
+        scale = stands_for / len(rows)
+        whole = Share(scale * change, scale * change, scale * left if known else None)
+        shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
+        for number, part in enumerate(self.parts):
+            size, kept = (scale * x for x in own[SUMS + 2 * number : SUMS + 2 * number + 2])
+            separate = known and not part.combined and isfinite(kept)
+            shares[part.adapter] = Share(size, size if separate else 0.0, kept if separate else None)
+        sums = Measure(
+            stands_for * block.cols, elements, scale * changed if known else 0.0, 0,
+            scale * weight,
+            scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
+        )  # fmt: skip
+        numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
+        return Measured(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
+
+
+PendingRowSums: TypeAlias = Callable[[], tuple[Measured, ...]]
+"""Function that returns the measures of some blocks, once their lane is settled."""
+
+
+def sums_of(sample: RowSample) -> tuple[RowSample, Tensor]:
+    """Return the sample and its sums, for blocks whose output is plain numbers, or codes that are decoded already."""
+    target = sample.blocks[0].target
+    if target.packed is not None:
+        return sample, sample.sums(None)
+    return sample, sample.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
+
+
+def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> PendingRowSums:
+    """Bring all sums to the host with one transfer."""
+    if not samples:
+        return tuple
+    found = [sums_of(one) for one in _joined(samples)]
+    sizes = [len(sums) for _, sums in found]
+    every = brought(torch.cat([sums for _, sums in found]), lane, "sums")
+
+    def read() -> tuple[Measured, ...]:
+        parts = zip(found, every.split_with_sizes(sizes), strict=True)
+        return tuple(one for (sample, _), sums in parts for one in sample.measured(sums, known=True))
+
+    return read
+
+
+def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
+    """Yield the samples, those of one width that are summed in one way joined into one."""
+    kinds: dict[tuple[Any, ...], list[RowSample]] = {}
+    for w in every:
+        target = w.blocks[0].target
+        apart = id(w) if w.parts else None
+        known = w.found is None, w.before is None, bool(w.units)
+        kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), *known, apart
+        kinds.setdefault(kind, []).append(w)
+    for alike in kinds.values():
+        first = alike[0]
+        yield (
+            first
+            if len(alike) == 1
+            else RowSample(
+                [b for w in alike for b in w.blocks],
+                [r for w in alike for r in w.rows],
+                [s for w in alike for s in w.stands_for],
+                torch.cat([w.work for w in alike], 1),
+                found=None if first.found is None else torch.cat([w.found for w in alike if w.found is not None]),
+                before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
+                units=[unit for w in alike for unit in w.units],
+            )
+        )
+
+
+class SharedSums:
+    """Samples of several threads on the host, whose sums are made in one call for many blocks."""
+
+    def __init__(self, threads: int) -> None:
+        self._left, self._samples, self._numbers, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
+
+    def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measured, ...]:
+        """Keep the samples of a thread at its end; return the measures of all that are kept, once they are many or this
+        is the last thread."""
+        with self._lock:
+            self._left -= 1
+            self._samples += samples
+            self._numbers += sum(one.numbers for one in samples)
+            if self._left and self._numbers < ROW_NUMBERS:
+                return ()
+            every, self._samples, self._numbers = self._samples, [], 0
+        with torch.no_grad():
+            lane, by_runs = DeviceStream(HOST), [one for one in every if isinstance(one, RunSample)]
+            found = bring_sums([one for one in every if isinstance(one, RowSample)], lane)()
+            return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
+
+
+class FoldedWeights(NamedTuple):
+    """Merged weights [n, rows, cols], a sample of them, if any, and whether the terms of each cancel, where that is
+    looked at."""
+
+    merged: Tensor
+    sample: RowSample | RunSample | None
+    cancelled: Tensor | None
+
+
+def fold_and_sample(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
+) -> FoldedWeights:
+    """Return merged weights as `new_weights` does, a sample of them, and whether their terms cancel."""
+    if not (base.numel() and stacks):
+        return FoldedWeights(new_weights(blocks, base, stacks), None, None)
+    before, sample, numbers, period = None, None, list[int](), 0
+    if sampling is not None and base.device.type == "cpu" and sampling.by_runs(blocks):
+        numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+        period = sampling.period(blocks)
+        before = runs(base.view(-1), period) if any(numbers) else None
+    elif sampling is not None:
+        sample = RowSample.of(blocks, base, sampling)
+    alone = not several(blocks[0])
+    single = base.dtype == torch.float32 and blocks[0].target.combining is None
+    # On a device, a change that cancels with the base alone is not looked for: it would take two more calls each.
+    sums = Cancelling(base, sample) if single and not (alone and base.device.type != "cpu") else None
+    merged = new_weights(blocks, base, stacks, None if alone else sample if sums is None else sums)
+    if sums is not None:
+        sums.note(merged)
+    if sample is not None:
+        sample.note_merged(merged)
+    cancelled = None if sums is None else sums.found
+    if before is None:
+        return FoldedWeights(merged, sample, cancelled)
+    after = runs(merged.reshape(-1), period)
+    return FoldedWeights(merged, RunSample(blocks, numbers, before, after, period), cancelled)
+
+
+def sample_width(sample: RowSample | None) -> int:
+    """Return how many of the first numbers of each block are in its sample."""
+    return sample.work.shape[2] if sample is not None else 0
+
+
+def measure_codes(
+    own: RowSample, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
+) -> tuple[Sequence[Measured], Sequence[RowSample]]:
+    """Return (measures of blocks, samples that are still to be added up); one of the two is empty.
+
+    `own`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite
+    afterwards; `made`: their new codes.
+    """
+    target = own.blocks[0].target
+    if target.weight.padded:
+        return own.measured(own.sums(None), known=False), ()
+    base, merged, _ = own.work.unbind()
+    size = target.weight.packing.encoding.nbytes(sample_width(own))
+
+    def nearest(values: Tensor) -> Tensor:
+        """Return what the output would hold for some numbers."""
+
+        def one(n: int, some: Tensor) -> Tensor | None:
+            block = own.blocks[n]
+            codes = Codes(bases[n][: size if same(target) else 0], None)
+            return read_back(block.target, block.first * block.cols, some, codes, fetch)
+
+        return _each(values, one)
+
+    own = replace(own, found=_each(merged, lambda n, _: made[n].seen),
+                  before=None if same(target) else nearest(base))  # fmt: skip
+    if not own.parts:
+        return (), (own.thinned(),)
+    return own.measured(own.sums(Stored(nearest, same(target))), known=True), ()
+
+
+def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
+    """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
+    made = torch.empty_like(values)
+    for n, (old, new) in enumerate(zip(values.unbind(), made.unbind(), strict=True)):
+        found = of(n, old)
+        new.copy_(old if found is None else found.view(new.shape))
+    return made

@@ -1,0 +1,255 @@
+"""Combines several changes of one weight into one change, by the rows of COMBINATIONS.
+
+Sources: TIES, Yadav et al. 2023, arXiv:2306.01708; DARE, Yu et al. 2023, arXiv:2311.03099; DELLA, Deep et al. 2024,
+arXiv:2406.11617; Model Breadcrumbs, Davari and Belilovsky 2023, arXiv:2312.06795; Model Stock, Jang et al. 2024,
+arXiv:2403.19522; Consensus TA, Wang et al. 2024, arXiv:2405.07813. All act on ΔW, never on factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..files.codecs.draws import draws
+from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
+from ..method_parameters import SMALLEST, Numbers
+from .row_matrix import Rows, largest
+from .tensor_moves import Placement, stage
+
+STEPS: Final = 100
+"""The most steps of the Karcher mean; it usually takes fewer than ten."""
+
+PRODUCTS: Final = ("slerp", "karcher", "model_stock")
+"""Methods whose coefficients depend on the products of all pairs of changes."""
+
+OPPOSITE: Final = 1e-12
+"""Directions whose sum has a smaller square cancel each other: the search for their mean begins at the first one."""
+
+PARALLEL: Final = 0.9995
+"""The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
+
+
+def coefficients(
+    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: Numbers
+) -> list[float]:
+    """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
+    count = len(strengths)
+    if method == "mean":
+        if abs(total := sum(strengths)) < SMALLEST:
+            raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
+        own = [s / total for s in strengths]
+    elif method == "slerp" and count == 2:
+        own = _slerp(products, strengths, n.t or 0.0)
+    elif method == "karcher":
+        own = _karcher(products, strengths)
+    elif method == "model_stock" and count > 1:
+        stock = _stock(products)
+        own = [stock * sum(strengths) / count / count] * count
+    else:
+        own = list(strengths)
+    return [n.scale * c for c in own]
+
+
+def _cosine(products: Sequence[Sequence[float]], i: int, j: int) -> float:
+    size = math.sqrt(products[i][i]) * math.sqrt(products[j][j])
+    return max(-1.0, min(1.0, products[i][j] / size)) if size > 0 else 0.0
+
+
+def _slerp(products: Sequence[Sequence[float]], strengths: Sequence[float], t: float) -> list[float]:
+    sign = math.copysign(1.0, strengths[0]) * math.copysign(1.0, strengths[1])
+    cosine = _cosine(products, 0, 1) * sign
+    if abs(cosine) > PARALLEL or 0.0 in (products[0][0], products[1][1]):
+        return [(1 - t) * strengths[0], t * strengths[1]]
+    angle = math.acos(cosine)
+    sine = math.sin(angle)
+    return [math.sin((1 - t) * angle) / sine * strengths[0], math.sin(t * angle) / sine * strengths[1]]
+
+
+def _stock(products: Sequence[Sequence[float]]) -> float:
+    """Return t = Nρ / (1 + (N−1)ρ) in [0, 1], ρ the mean cosine of all pairs."""
+    count = len(products)
+    pairs = list(combinations(range(count), 2))
+    mean = sum(_cosine(products, i, j) for i, j in pairs) / len(pairs)
+    below = 1 + (count - 1) * mean
+    return max(0.0, min(1.0, count * mean / below)) if below > 0 else 0.0
+
+
+def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
+    method: str,
+    changes: Sequence[Tensor],
+    strengths: Sequence[float],
+    n: Numbers,
+    seeds: Sequence[str],
+    *,
+    vector: bool = False,
+) -> Tensor:
+    """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
+    found = changes[0]
+    made = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    if found.device.type != "cpu":
+        return found.copy_(made.read(slice(0, found.shape[0])))
+    for rows, block in made.blocks():
+        found[rows] = block
+    return found
+
+
+def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
+    method: str,
+    changes: Sequence[Rows],
+    strengths: Sequence[float],
+    n: Numbers,
+    seeds: Sequence[str],
+    *,
+    vector: bool = False,
+) -> Rows:
+    """Return Δ of one weight from τᵢ [out, cols] in fp64, one of each adapter that changes it.
+
+    `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which
+    slerp and karcher add, and which are one row for della.
+    """
+    row, shape = COMBINATIONS[method], changes[0].shape
+    if row.linear or method == "karcher":
+        own = SUM if vector and method in UNDIRECTED else method
+        weights = coefficients(own, gram(changes) if own in PRODUCTS else (), strengths, n)
+        return Rows(shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)]))
+    if row.keeps:
+        lines = [_one_line(c) if vector else c for c in changes]
+        thin = [thinned(row.keeps, c, n, seed) for c, seed in zip(lines, seeds, strict=True)]
+        changes = [_column(c, shape) for c in thin] if vector else thin
+
+    def read(rows: slice) -> Tensor:
+        scaled = torch.stack([c.read(rows).mul_(s) for c, s in zip(changes, strengths, strict=True)])
+        if method == "consensus":
+            made = _consensus(scaled, n.agree)
+        else:
+            made = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
+        return n.scale * made
+
+    return Rows(shape, read)
+
+
+def _one_line(vector: Rows) -> Rows:
+    """Return all numbers of a vector as one row."""
+    return Rows.of(vector.dense().view(1, -1))
+
+
+def _column(line: Rows, shape: tuple[int, int]) -> Rows:
+    """Return the numbers of one row as those of a vector again."""
+    return Rows.of(line.dense().view(shape))
+
+
+def total(changes: Sequence[Tensor]) -> Tensor:
+    """Return the sum; the first of the changes is overwritten."""
+    for t in changes[1:]:
+        changes[0].add_(t)
+    return changes[0]
+
+
+def gram(changes: Sequence[Rows]) -> list[list[float]]:
+    """Return ⟨τᵢ, τⱼ⟩."""
+    found = [[0.0 for _ in changes] for _ in changes]
+    for blocks in zip(*(c.blocks() for c in changes), strict=True):
+        flat = [block.reshape(-1) for _, block in blocks]
+        for i, a in enumerate(flat):
+            for j, b in enumerate(flat):
+                found[i][j] += float((a @ b).item())
+    return found
+
+
+def thinned(how: str, change: Rows, n: Numbers, seed: str) -> Rows:
+    """Return a change with some entries set to 0, and for random choices the others scaled up."""
+    count, cols = change.numel(), change.shape[1]
+    kept = math.floor(n.density * count)
+    top = math.floor(n.gamma * count) if how == "middle" else 0
+    if how in ("largest", "middle"):
+        most = largest(change, min(count, top + kept))
+        above = largest(change, top) if top else None
+
+        def cut(rows: slice) -> Tensor:
+            part = change.read(rows)
+            mask = most.of(part, rows.start)
+            return part.mul_(mask if above is None else mask.logical_and_(above.of(part, rows.start).logical_not_()))
+
+        return Rows(change.shape, cut)
+    draw = draws(n.seed)
+
+    def drawn(rows: slice) -> Tensor:
+        part = change.read(rows)
+        some = _like(draw(seed, rows.start * cols, part.numel()), part).view_as(part)
+        chance = torch.full_like(part, n.density) if how == "random" else _by_rank(part, n.density, n.epsilon)
+        return part.mul_(torch.where(some < chance, 1 / chance, torch.zeros_like(part)))
+
+    return Rows(change.shape, drawn)
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor on the device and in the dtype of another one."""
+    return stage([tensor], Placement(other.device, other.dtype))[0]
+
+
+def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
+    """Return the chance of each entry to be kept: within a row from density − ε for the smallest to density + ε."""
+    width = change.shape[-1]
+    chance = torch.linspace(-epsilon, epsilon, width, dtype=change.dtype, device=change.device).add_(density)
+    order = change.abs().argsort(dim=-1, stable=True)
+    return torch.empty_like(change).scatter_(-1, order, chance.expand_as(change))
+
+
+def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
+    """Return the entries whose sign is elected: their sum, divided by how many they are, by their Σ|sᵢ|, or by 1."""
+    votes = scaled if n.elect == "sum" else scaled.sign()
+    agree = (scaled >= 0) == (votes.sum(0) >= 0)
+    agree &= scaled != 0
+    total = torch.where(agree, scaled, torch.zeros_like(scaled)).sum(0)
+    if n.normalise == "none":
+        return total
+    weights = [1.0 if n.normalise == "count" else abs(s) for s in strengths]
+    column = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device).view(-1, 1, 1)
+    divisor = torch.where(agree, column, torch.zeros_like(column)).sum(0)
+    return torch.where(divisor > 0, total / divisor.clamp_min(1e-30), torch.zeros_like(total))
+
+
+def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
+    """Return the sum where at least `agree` changes (default: all of the weight's) have one sign, else 0; of a weight
+    that fewer adapters change nothing is left."""
+    wanted = len(scaled) if agree is None else agree
+    most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))
+    return torch.where(most >= wanted, scaled.sum(0), torch.zeros_like(scaled[0]))
+
+
+def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) -> list[float]:
+    """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
+
+    The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
+    """
+    norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
+    there = [i for i, size in enumerate(norms) if size > 0]
+    if not there:
+        return [0.0] * len(strengths)
+    scale = [strengths[i] / norms[i] for i in there]
+    cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(there, scale, strict=True)]
+                            for i, p in zip(there, scale, strict=True)], dtype=torch.float64)  # fmt: skip
+    at = torch.ones(len(there), dtype=torch.float64)
+    if float(at @ cosines @ at) < OPPOSITE:
+        at = torch.eye(len(there), dtype=torch.float64)[0]
+    for _ in range(STEPS):
+        at /= (at @ cosines @ at).clamp_min(0).sqrt()
+        seen = (cosines @ at).clamp(-1, 1)
+        angles = seen.acos()
+        sines = angles.sin()
+        turn = torch.where(
+            (angles > 1e-12) & (sines > 1e-12), angles / sines.clamp_min(1e-12), torch.zeros_like(angles)
+        )
+        step = (turn - at * (turn @ seen)) / len(there)
+        size = float((step @ cosines @ step).clamp_min(0).sqrt())
+        if size < 1e-10:
+            break
+        at = math.cos(size) * at + math.sin(size) / size * step
+    found = dict(zip(there, (at * (sum(norms) / len(norms))).tolist(), strict=True))
+    return [found.get(i, 0.0) * s / norms[i] if i in found else 0.0 for i, s in enumerate(strengths)]

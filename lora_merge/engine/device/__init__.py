@@ -1,1 +1,0 @@
-"""Whole windows on a device."""

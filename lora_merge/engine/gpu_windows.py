@@ -1,0 +1,391 @@
+"""Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
+
+The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
+block by block: where a number is too large for its dtype, and where the device is out of memory.
+
+Registers the buffers of windows with CUDA, which then reads and writes them itself, without a copy on the host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..algorithms import DoesNotFit
+from ..change_statistics import Measured
+from ..disk.pages import address
+from . import change_sample
+from .block_folder import BlockMerger
+from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, fold_and_sample, runs, suits
+from .device_memory import base_share
+from .devices import device_bytes, precise_at
+from .row_blocks import block, groups
+from .stages import Buffer, Outcome, WindowTask
+from .tensor_moves import (
+    TORCH_DTYPES,
+    DeviceStream,
+    Gather,
+    Placement,
+    brought,
+    cast_all,
+    download,
+    extremes,
+    fit,
+    holds,
+    rounded,
+    upload,
+)
+from .tensors import Item, codecs_on
+from .windows import Fold, Window
+
+PORTABLE: Final = 1
+"""cudaHostRegisterPortable: the memory is pinned for all devices."""
+
+
+class RegisteredBuffers:
+    """Buffers that are registered; their memory is kept until it is unregistered, by `close` at the latest."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._memory: dict[int, tuple[memoryview, torch.device]] = {}
+        """Buffer → its memory, and the device that was current when it was registered."""
+        self._wanted, self._lock = wanted, Lock()
+
+    def has(self, buffer: Buffer, device: torch.device) -> bool:
+        """Return whether the device can use a buffer itself; registers it, and again after it has grown.
+
+        False where that fails, as it does under a limit on locked memory; no other buffer is tried then.
+        """
+        memory = buffer.memory
+        with self._lock:
+            held = self._memory.get(id(buffer))
+            if held is not None and held[0] is memory:
+                return True
+            if held is not None:  # nothing is under way in it: the buffer was free since
+                self._drop(id(buffer))
+            if not self._wanted or not len(memory):
+                return False
+            error = _cudart().cudaHostRegister(address(memory), len(memory), PORTABLE)
+            if int(error):  # an enumeration, which is true for every value
+                self._wanted = False
+                _clear_error(device)
+                return False
+            self._memory[id(buffer)] = memory, device
+            return True
+
+    def close(self) -> None:
+        """Unregister all buffers; nothing may be under way in them."""
+        with self._lock:
+            for key in [*self._memory]:
+                self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        """Unregister a buffer. Any device can do that, but one that this process has not used would be started for it,
+        as device 0 is where a thread has chosen none: half a GB of its memory."""
+        memory, device = self._memory.pop(key)
+        with suppress(RuntimeError), torch.cuda.device(device):  # of a failed device: the first error is reported
+            _cudart().cudaHostUnregister(address(memory))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _clear_error(device: torch.device) -> None:
+    """Let the next kernel be the one that reports the error of the failed call, as CUDA keeps it until then."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+ALIGNED: Final = 8
+"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
+
+
+class Joined(NamedTuple):
+    """Consecutive blocks of one tensor that are folded as one."""
+
+    fold: Fold
+    parts: tuple[Fold, ...]
+
+
+class Batch(NamedTuple):
+    """Blocks of a window that are folded at once, in the order of their results, with a way to fold them one by one."""
+
+    task: WindowTask
+    folds: tuple[Fold, ...]
+    items: Callable[[], list[Item]]
+    made: Sequence[int]  # offsets of all results of the window
+    nbytes: int  # of the device's memory that folding takes
+
+
+class FoldedBlocks(NamedTuple):
+    """Folded blocks, in another order than in their window."""
+
+    folds: list[Fold]
+    work: Tensor  # their merged numbers, flat
+    sizes: list[int]  # how many there are of each
+    row_samples: list[RowSample]  # of the blocks that are sampled by rows
+    by_runs: RunSample | None  # of the others
+    cancelled: list[Tensor]  # whether the terms of blocks cancel, where that is looked at
+
+
+class DeviceWindows:
+    """Folds windows in the threads of a pool, each of which has a lane to a device."""
+
+    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
+        """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
+        self.blocks, self.pool, self.piece = blocks, pool, piece
+        self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
+        """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
+        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
+        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.share // change_sample.ROOM))
+        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
+
+    def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
+        """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
+        bytes are not numbers that the device has. `item` returns a block with its tensors on the host."""
+        change, ours = task.change, list[Fold]()
+        made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
+        for f in change.folds:
+            if self._takes(f):
+                ours.append(f)
+            else:
+                yield f
+        for apart in (False, True):
+            for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
+                items = partial(lambda some: [item(f) for j in some for f in _by_block(j)], some)
+                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), items, made, nbytes))
+
+    def _takes(self, f: Fold) -> bool:
+        target, at = f.block.target, self.blocks.at[0]
+        weight = target.weight
+        if not (target.packing.encoding.plain and weight.packing.encoding.plain) or weight.padded:
+            return False
+        dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
+        aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
+        alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
+        return aligned and alike and (self.blocks.draw is None or codecs_on(at.device))
+
+    def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
+        """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
+        them takes; a block that is larger stays alone."""
+        part, run, used = list[Joined](), list[Fold](), 0
+        rate, target = 0.0, None
+        for f in folds:
+            if f.block.target is not target:  # its blocks are alike
+                target = f.block.target
+                rate = self.blocks.size(f.block) / max(f.block.elements, 1)
+            needed = int(rate * f.block.elements)
+            full = bool(run) and used + needed > self.blocks.share
+            if run and (full or not _follows(run[-1], f)):
+                part.append(_joined(run))
+                run = []
+            if full:
+                yield part, used
+                part, used = [], 0
+            run.append(f)
+            used += needed
+        if run:
+            yield [*part, _joined(run)], used
+
+    def _fold(self, part: Batch) -> Outcome:
+        """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
+        than a lane's share."""
+        room = self.blocks.room
+        if room.full or self.blocks.exceeds(part.nbytes):
+            return self.blocks.fold_here(part.items())
+        with room.shared() if part.nbytes <= self.blocks.share else room.alone():
+            done = self.blocks.turn(partial(self._at_once, part))
+        if isinstance(done, str):
+            self.blocks.note("smaller batches were used")
+        return Outcome(measured=done()) if callable(done) else self.blocks.fold_here(part.items())
+
+    def _at_once(self, part: Batch, lane: DeviceStream) -> PendingRowSums | None:
+        """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
+        adapter's value is invalid, or terms cancel: folding block by block then finds which."""
+        task, apart = part.task, part.folds[0].apart
+        host = task.base_bytes.views(task.window)[apart]
+        low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
+        given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
+        there = self._uploaded(part, given, low, lane)
+        start = part.folds[0].at // ALIGNED * ALIGNED
+        size = part.folds[-1].at + part.folds[-1].nbytes - start
+        if apart:
+            out = torch.empty(size, dtype=torch.uint8, device=lane.at.device)
+        else:  # other plans need the base's bytes
+            out = there if task.last else there.clone()
+        kinds: dict[tuple[bool, str], list[Fold]] = {}
+        for f in part.folds:
+            kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
+        try:
+            found = [self._merged(some, there, low, lane) for some in kinds.values()]
+        except DoesNotFit:
+            return None
+        ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
+        flags = [flag for made in found for flag in made.cancelled]
+        cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
+        lane.settle()
+        dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
+        if cancelled.any() or not all(map(fit, ends, dtypes)):
+            return None
+        for made, dtype in zip(found, dtypes, strict=True):
+            new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
+            drawn = self.blocks.draw is not None and dtype.itemsize < 4
+            if drawn:
+                old = made.work.split_with_sizes(made.sizes)
+                new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
+            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
+            if drawn:
+                _note_stored(made, new)
+        read = self._add_up(task.plan, found, lane)
+        view = task.own.out.view(task.window.start, task.window.size)
+        for a, b in _runs(part, bridged=not apart):
+            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
+        lane.settle()
+        return read
+
+    def _uploaded(self, part: Batch, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
+        """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
+        tasks."""
+        task, apart = part.task, part.folds[0].apart
+        piece = self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane)
+        if task.first and task.last:
+            return upload(given, lane, piece)
+        key = (id(task.window), apart, low, len(given), lane.at)
+        with self._sharing:
+            if key not in self._shared:
+                there = upload(given, lane, piece)
+                if len(given) + sum(len(held) for _, held in self._shared.values()) > self._room:
+                    return there
+                lane.settle()
+                self._shared[key] = task.window, there
+            return lane.hold(self._shared[key][1])
+
+    def forget(self, window: Window) -> None:
+        """Give up the bytes of a window that all plans have merged."""
+        with self._sharing:
+            self._shared = {key: held for key, held in self._shared.items() if held[0] is not window}
+
+    def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
+        direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
+        return 0 if direct else self.piece
+
+    def _add_up(self, plan: int, found: Sequence[FoldedBlocks], lane: DeviceStream) -> PendingRowSums:
+        """Start to add up the samples of a part, and of earlier ones; return a function for the measures of blocks that
+        are sampled by rows. Those of the others are kept."""
+        read = bring_sums([w for made in found for w in made.row_samples], lane)
+        rest = self.run_sums.add(plan, [made.by_runs for made in found if made.by_runs is not None], lane)
+
+        def both() -> tuple[Measured, ...]:
+            rest()
+            return read()
+
+        return both
+
+    def measured(self, plan: int) -> Iterator[Measured]:
+        """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
+        for lane, add in self.run_sums.rest():
+            rest = self.blocks.turn(add, DeviceStream(lane.at))
+            if not isinstance(rest, str):
+                rest()
+        return self.run_sums.of(plan)
+
+    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBlocks:
+        """Fold blocks of one placement and dtype."""
+        at = precise_at(lane.at, folds[0].block)
+        stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
+        ordered = [f for stack in stacks for f in stack]
+        sizes = [f.block.elements for f in ordered]
+        work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
+        for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
+            dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
+            gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
+        patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
+        gather.run()
+        by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
+        before, done, row_samples = runs(work, change_sample.PERIOD) if by_runs else None, 0, list[RowSample]()
+        flags: list[Tensor] = []
+        for stack, own in zip(stacks, patches, strict=True):
+            b = stack[0].block
+            base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
+            sampling = None if by_runs and suits(b) else self.blocks.sampling
+            merged, sample, cancelled = fold_and_sample([f.block for f in stack], base, own, sampling)
+            flags += [] if cancelled is None else [cancelled]
+            row_samples += [sample] if isinstance(sample, RowSample) else []
+            if merged is not base:
+                base.copy_(merged)
+            done += base.numel()
+        sampled = None
+        if before is not None:
+            numbers = [f.block.elements if suits(f.block) else 0 for f in ordered]
+            sampled = RunSample(
+                [f.block for f in ordered], numbers, before, runs(work, change_sample.PERIOD), change_sample.PERIOD
+            )
+        return FoldedBlocks(ordered, work, sizes, row_samples, sampled, flags)
+
+    def close(self) -> None:
+        """Unregister the buffers; nothing may be under way."""
+        self.registered.close()
+
+
+def _note_stored(made: FoldedBlocks, stored: Sequence[Tensor]) -> None:
+    """Record in the samples what is stored, where numbers are rounded stochastically."""
+    numbers = {id(f.block): own for f, own in zip(made.folds, stored, strict=True)}
+    for sample in made.row_samples:
+        sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
+
+
+def _follows(a: Fold, b: Fold) -> bool:
+    return (
+        a.block.target is b.block.target and a.block.last == b.block.first
+        and (a.at + a.nbytes, a.source + a.source_bytes) == (b.at, b.source)
+        and len(a.block.slices) == len(b.block.slices)
+        and all(x.use is y.use for x, y in zip(a.block.slices, b.block.slices, strict=True))
+    )  # fmt: skip
+
+
+def _joined(run: Sequence[Fold]) -> Joined:
+    """Return consecutive blocks as one, which has a sample of its own and stands for no other."""
+    first, last = run[0], run[-1]
+    whole = block(first.block.target, first.block.first, last.block.last)
+    return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
+
+
+def _by_block(joined: Joined) -> Iterator[Fold]:
+    """Yield the blocks that were joined; their samples stand for these alone."""
+    for f in joined.parts:
+        run = f.block.run._replace(low=joined.fold.block.first, high=joined.fold.block.last)
+        yield replace(f, block=replace(f.block, run=run))
+
+
+def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
+    them and was uploaded, if no other result lies there."""
+
+    def near(a: Fold, b: Fold) -> bool:
+        end = a.at + a.nbytes
+        return end == b.at or (bridged and part.made[bisect_left(part.made, end)] == b.at)
+
+    low = part.folds[0]
+    for a, b in zip(part.folds, (*part.folds[1:], None), strict=True):
+        if b is None or not near(a, b):
+            yield low.at, a.at + a.nbytes
+            low = b or low
+
+
+def _numbers(there: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Return a part of some bytes as numbers, flat; they share the bytes."""
+    return there[at : at + nbytes].view(dtype)
+
+
+def _bytes(memory: memoryview, low: int, high: int) -> Tensor:
+    """Return a part of the host's memory as a tensor that shares it."""
+    return torch.frombuffer(memory[low:high], dtype=torch.uint8)

@@ -1,1 +1,0 @@
-"""Numbers of a merge, recorded while its blocks are folded."""

@@ -1,0 +1,118 @@
+"""Stores merged numbers as codes and scales, with one rounding, on the device on which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..disk.files import Memory
+from ..disk.spool import PartBytes
+from ..errors import InputError, TooLarge
+from ..files.codecs.base import CODES, DRAW, OutOfRange, Packing
+from ..planning.plan import OutputTensor
+from .tensor_moves import Placement, host, odd, stage
+from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw
+
+
+class Codes(NamedTuple):
+    """The codes that the base has for some numbers, as bytes on the host, and what is wanted of the new ones."""
+
+    base: Tensor
+    uniform: Tensor | None  # uniform numbers, for stochastic rounding
+    look: int = 0  # how many of the first numbers are wanted as a reader of the output decodes them
+
+
+class NewParts(NamedTuple):
+    """The codes of merged numbers, as bytes on the host, and the bytes of the other parts that changed."""
+
+    codes: Tensor
+    others: tuple[PartBytes, ...]
+    seen: Tensor | None = None
+    """The first numbers, flat, on the host, as a reader of the output decodes them; None if none are wanted."""
+
+
+def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | None:
+    """Return how merged numbers from `first` on are stored, computed on their device; nothing is written.
+
+    Returns None where a part of the whole weight does not cover the numbers.
+    """
+    old, new = _encoded(target, first, values, codes, fetch)
+    if new is None:
+        return None
+    changed = []
+    for role, numbers in new.items():
+        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
+            part = target.packing.parts[role]
+            changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
+    seen = host(_decoded(target.packing, first, codes.look, old, new)) if codes.look else None
+    return NewParts(host(as_bytes(new[CODES])), tuple(changed), seen)
+
+
+def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
+    """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
+    where a part of the whole weight does not cover them. Nothing is written."""
+    found = recode(target, first, values, codes._replace(look=values.numel()), fetch)
+    return None if found is None else found.seen
+
+
+def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tensor:
+    """Return `count` numbers from `first` on, flat. `old` and `new`: parts of at least so many numbers."""
+    encoding, parts = packing.encoding, {}
+    for role, before in old.items():
+        numbers = new.get(role, before)
+        if role == CODES:
+            parts[role] = as_bytes(numbers)[: encoding.nbytes(count)]
+        elif (part := packing.parts.get(role)) is not None:
+            parts[role] = as_bytes(numbers)[: part.span(first, count)[1]].view(before.dtype)
+    with computing(parts[CODES].device):
+        return encoding.decode(parts, first, count).reshape(-1)
+
+
+def _encoded(
+    target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """Return the stored parts of some numbers: the base's, and those of the merged values; None where no part covers
+    them."""
+    packing, count = target.packing, values.numel()
+    afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    on_host = values.device.type == "cpu"
+    wide = (host(values, dtype) if on_host else stage([values], Placement(values.device, dtype))[0]).reshape(-1)
+    if afresh and odd(wide):
+        raise InputError("the base holds NaN or infinite numbers, which no code stands for",
+                         f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
+    before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
+    old = parts_of(beside(before, wide), packing, first, count, fetch)
+    if codes.uniform is not None:
+        old[DRAW] = beside(codes.uniform, wide)
+    try:
+        with computing(wide.device):
+            new = packing.encoding.encode(wide, old, first)
+    except OutOfRange as e:
+        raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
+    return old, None if new is None else dict(new)
+
+
+def refitted(target: OutputTensor, largest: float, fetch: Fetch) -> OutputTensor:
+    """Return the target with parts of the whole weight, held in memory, that cover this largest magnitude."""
+    encoding, _, parts, _ = target.packing
+    whole = {role: fetch(part.info) for role, part in parts.items() if not part.numbers}
+    made = {
+        role: replace(
+            parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(numbers)))), offset=0
+        )
+        for role, numbers in encoding.refit(whole, largest).items()
+    }
+    found = {role: part._replace(info=made.get(role, part.info)) for role, part in parts.items()}
+    return target._replace(packed=target.packing._replace(parts=found))
+
+
+def new_parts(target: OutputTensor) -> Iterator[PartBytes]:
+    """Yield the parts of a refitted target that are held in memory."""
+    for part in target.packing.parts.values():
+        if isinstance(part.info.source, Memory) and not part.numbers:
+            yield PartBytes(part.info.name, 0, bytes(part.info.source.content()))

@@ -1,0 +1,175 @@
+"""A matrix whose rows are computed when they are asked for.
+
+Finds the largest numbers of a matrix read by rows, exactly: bits of magnitudes are counted, a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+PIECE: Final = 2**18
+"""Numbers of a block of rows: they stay in the caches."""
+
+HELD: Final = 2**21
+"""Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix [out, cols]. Its blocks of rows are the same whatever memory there is, and so are sums over them."""
+
+    shape: tuple[int, int]
+    read: Callable[[slice], Tensor]
+    """Function of a range of rows that returns them in new memory, which the caller may overwrite."""
+    memory: Tensor | None = None
+    """The whole matrix, where it is in memory."""
+
+    @staticmethod
+    def of(whole: Tensor) -> Rows:
+        """Return a matrix that is in memory."""
+        return Rows((whole.shape[0], whole.shape[1]), lambda rows: whole[rows].clone(), whole)
+
+    @staticmethod
+    def product(left: Tensor, right: Tensor) -> Rows:
+        """Return the product of two factors."""
+        return Rows((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
+
+    def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix.
+        `owned`: whether the caller may overwrite them."""
+        out, cols = self.shape
+        held = self.memory is not None and self.memory.device.type != "cpu"
+        step = max(1, out if held else PIECE // max(cols, 1))
+        for first in range(0, out, step):
+            rows = slice(first, min(first + step, out))
+            yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
+
+    def numel(self) -> int:
+        """Return how many numbers it has."""
+        return self.shape[0] * self.shape[1]
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the whole matrix, in a dtype or in its own; one that is in memory is not copied."""
+        if self.memory is not None and dtype in (None, self.memory.dtype):
+            return self.memory
+        found = None
+        for rows, block in self.blocks():
+            if found is None:
+                found = torch.empty(self.shape, dtype=dtype or block.dtype, device=block.device)
+            found[rows] = block
+        return self.read(slice(0, 0)) if found is None else found
+
+    def held(self) -> Rows:
+        """Return the same matrix; a small one is computed once."""
+        return self if self.numel() > HELD or self.memory is not None else Rows.of(self.dense())
+
+    def part(self, rows: slice) -> Rows:
+        """Return a range of the rows."""
+        return self if rows == slice(0, self.shape[0]) else Rows(
+            (rows.stop - rows.start, self.shape[1]),
+            lambda own: self.read(slice(rows.start + own.start, rows.start + own.stop)))  # fmt: skip
+
+    def of_rows(self, order: Tensor) -> Rows:
+        """Return the rows with these numbers, in this order."""
+        return Rows((len(order), self.shape[1]), lambda rows: self._some(order[rows]))
+
+    def _some(self, order: Tensor) -> Tensor:
+        """Return the rows with these numbers; neighbours are computed in one call."""
+        cuts = [0, *(order.diff() != 1).nonzero().flatten().add_(1).tolist(), len(order)]
+        runs = [order[low:high].tolist() for low, high in pairwise(cuts) if low < high]
+        return torch.cat([self.read(slice(run[0], run[-1] + 1)) for run in runs]) if runs else self.read(slice(0, 0))
+
+
+AT_ONCE: Final = 16
+"""Bits that are counted each time that all numbers are read."""
+
+FEW: Final = 2**21
+"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
+
+INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
+"""Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
+
+
+class Largest(NamedTuple):
+    """The numbers that are the largest in magnitude: all above a bound, and the first of those that equal it."""
+
+    least: float  # the smallest magnitude among them
+    last: int  # the place, counted row by row, of the last number of that magnitude among them
+    cols: int
+
+    def of(self, block: Tensor, first: int) -> Tensor:
+        """Return whether each number of a block of rows, the first of which has this number, is among them."""
+        size = block.abs()
+        kept = size >= self.least
+        low = first * self.cols
+        if self.last < low + block.numel() - 1:
+            equal = (size == self.least).view(-1)
+            kept.view(-1)[max(0, self.last + 1 - low) :][equal[max(0, self.last + 1 - low) :]] = False
+        return kept
+
+
+def largest(change: Rows, count: int) -> Largest:
+    """Return which numbers are the largest `count` in magnitude."""
+    cols = change.shape[1]
+    if count <= 0 or count >= change.numel():
+        return Largest(torch.inf if count <= 0 else 0.0, -1 if count <= 0 else change.numel(), cols)
+    known, left, wanted, number = _leading_bits(change, count)
+    bits, place = _with_leading_bits(known, left, number, change)
+    least = bits.kthvalue(number - wanted + 1).values
+    wanted -= int((bits > least).sum())
+    last = int(place[int((bits == least).cumsum(0).clamp_(max=wanted).argmax())])  # the first that is `wanted`
+    value = least.reshape(1).view(next(d for d, (i, _) in INTEGERS.items() if i == bits.dtype))
+    return Largest(float(value[0]), last, cols)
+
+
+def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
+    """Return (leading bits of the count-th largest magnitude, number of bits after them, its place among the magnitudes
+    with these leading bits, counted from the largest, number of these magnitudes)."""
+    known, left, wanted, number = 0, -1, count, change.numel()
+    if change.numel() <= FEW:
+        return known, INTEGERS[change.read(slice(0, 0)).dtype][1], wanted, change.numel()
+    while left:
+        counts: Tensor | None = None
+        for _, block in change.blocks():
+            kind, width = INTEGERS[block.dtype]
+            before = width if left < 0 else left
+            after = max(0, before - AT_ONCE)
+            bits = block.abs_().reshape(-1).view(kind)
+            if left >= 0:
+                bits = bits[(bits >> left) == known]
+            own = torch.bincount((bits >> after) & ((1 << (before - after)) - 1), minlength=1 << (before - after))
+            counts = own if counts is None else counts.add_(own)
+        assert counts is not None, "there are numbers"
+        above = counts.flip(0).cumsum(0)
+        place = int((above < wanted).sum())
+        wanted -= int(above[place - 1]) if place else 0
+        digit = len(counts) - 1 - place
+        known, left = (known << (before - after)) | digit, after
+        number = int(counts[digit])
+        if number <= FEW:
+            break
+    return known, left, wanted, number
+
+
+def _with_leading_bits(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
+    """Return (bits, places) of the `number` magnitudes with these leading bits."""
+    nothing = change.read(slice(0, 0))
+    kind = INTEGERS[nothing.dtype][0]
+    if number == change.numel():
+        every = torch.cat([block.abs_().reshape(-1).view(kind) for _, block in change.blocks()])
+        return every, torch.arange(number, device=every.device)
+    found = nothing.new_empty(number, dtype=kind)
+    places, at = nothing.new_empty(number, dtype=torch.int64), 0
+    for rows, block in change.blocks():
+        bits = block.abs_().reshape(-1).view(found.dtype)
+        there = ((bits >> left) == known).nonzero().view(-1)
+        end = at + len(there)
+        found[at:end], places[at:end] = bits[there], there + rows.start * change.shape[1]
+        at = end
+    return found, places

@@ -1,1 +1,0 @@
-"""Weights that the output stores in another way than the base."""

@@ -1,0 +1,195 @@
+"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted numbers, unchanged bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ..change_statistics import Measures, checked
+from ..disk.reader import Reader
+from ..disk.spool import Spool
+from ..disk.writer import amend
+from ..dtypes import COMPUTE_DTYPES
+from ..planning.plan import Plan, partners
+from ..text import Note, listed
+from .block_folder import BlockMerger
+from .change_norms import replaced, replaced_measures
+from .devices import choose, device_bytes, one_core, places, release, threads
+from .gpu_adapters import AdaptersOnDevice
+from .gpu_windows import DeviceWindows
+from .patch_tensors import PatchTensors
+from .quantised_output import NewCodes, made_again
+from .recoding import new_parts, refitted
+from .stages import Outcome, WindowTask, settled
+from .tensor_moves import convert, settle
+from .tensors import KEPT, SHARE, DeviceCache, Item, TensorCache, base_view, decoded, packed, raw
+from .windows import Change, Fold, Window, pinned_bytes
+
+PINNED_UNITS: Final = 24
+"""Parts of the pinned memory: 4 for adapters, and for each of three lanes 2 for windows and 4 for single blocks."""
+
+
+class WindowMerger:
+    """Merges the windows of plans of one layout and one placement; ResourceError if the device is missing."""
+
+    def __init__(self, plans: Sequence[Plan], parts: Sequence[Path], reader: Reader) -> None:
+        """`parts`: the unfinished output of each plan, a file or a folder."""
+        self.plans, self.choice = plans, choose(plans)
+        job = replace(plans[0].job, device=self.choice.device)
+        at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.device = ",".join(str(p.device) for p in at)
+        room = min(p.job.max_memory for p in plans) // SHARE
+        own = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        self.cache = TensorCache(reader, own, room)
+        self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
+        unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
+        held = None
+        if at[0].device.type != "cpu":
+            held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
+        kept = DeviceCache(min(KEPT, room // (4 * SHARE)))
+        tensors = PatchTensors(self.cache.fetch, plans[0].weights, kept, held=held)
+        merger = BlockMerger.of(job, at, tensors, self.pool)
+        changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
+        self.blocks = replace(merger, staged=2 * unit, sampling=replace(merger.sampling, checked=changed))
+        self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
+        self.outcomes = [Outcome() for _ in plans]
+        """For each plan, the results that are too large for their dtype."""
+        self.measures = [Measures() for _ in plans]
+        self.notes: list[list[Note]] = [[] for _ in plans]
+        self.spools = [Spool(part.parent) for part in parts]
+        self.codes = NewCodes(plans, self.blocks, self.pool, self.cache.read)
+
+    def begin(self, task: WindowTask) -> None:
+        """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
+        base_bytes, base = task.base_bytes.views(task.window)
+        out = task.own.out.view(task.window.start, task.window.size)
+        if not task.last:
+            for low, high in _kept(task.window, task.change):
+                out[low:high] = base_bytes[low:high]
+        task.under_way.extend(self.codes.measure(task.plan, task.change, base))
+        for c in task.change.converts:
+            if not c.target.packing.encoding.plain:
+                task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
+                continue
+            name, weight = c.target.name, c.target.weight
+            numbers = packed(
+                base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,)
+            )
+            values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
+            into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
+            if not convert(values, into):
+                task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
+        kept = None if task.last else base_bytes  # the last task overwrites the base values
+
+        def item(f: Fold) -> Item:
+            block, held = self.codes.block(task.plan, f.block)
+            return replace(_item(replace(f, block=block), out, base if f.apart else kept), held=held)
+
+        left = task.change.folds
+        if self.whole is not None:
+            started = [*self.whole.begin(task, item)]
+            left = [f for f in started if isinstance(f, Fold)]
+            task.under_way.extend(f for f in started if not isinstance(f, Fold))
+        for future in self.blocks.begin([item(f) for f in left]):
+            task.under_way.append(future)
+        if firsts := [f.block.target for f in left if f.block.begins]:
+            task.under_way.append(self.pool.submit(self.blocks.norms, firsts))
+
+    def settle(self, task: WindowTask) -> None:
+        """Wait for the blocks of a task."""
+        try:
+            found = settled(task.under_way)
+        finally:
+            if self.whole is not None and task.last:
+                self.whole.forget(task.window)
+        self.spools[task.plan].put(found.parts)
+        self.measures[task.plan].take(found.measured)
+        self.measures[task.plan].know(found.norms)
+        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=(), norms={})
+
+    def complete(self, number: int, part: Path) -> Collection[str]:
+        """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs,
+        whose names are returned."""
+        plan, spool = self.plans[number], self.spools[number]
+        if self.whole is not None:
+            self.measures[number].take(self.whole.measured(number))
+        targets = (t for f in plan.files for t in f.targets)
+        self.measures[number].take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
+        again = self.outcomes[number].largest
+        if spool.empty and not again:
+            return ()
+        files = [(part / f.name if f.name else part, f.targets) for f in plan.files]
+        homes = {t.name: (path, t) for path, targets in files for t in targets}
+        starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
+        spool.write(starts)
+        self.notes[number] += _unequal(plan, again)
+        for name, magnitude in again.items():
+            path, old = homes[name]
+            target = refitted(old, magnitude, self.cache.fetch)
+            self.measures[number].forget(name)
+            for block, codes, outcome in made_again(target, self.blocks):
+                amend(path, raw(codes), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
+                spool.put(outcome.parts)
+                self.measures[number].take(outcome.measured)
+            spool.put([*new_parts(target)])
+            spool.write(starts)
+            self.forget()
+        return again.keys()
+
+    def forget(self) -> None:
+        """Drop the adapters' tensors of this window, so that memory does not grow with the model."""
+        self.cache.forget()
+        self.blocks.tensors.kept.clear()
+
+    def close(self) -> None:
+        """End the threads, and give back the memory of their streams, which no other stream can use."""
+        self.pool.shutdown()
+        if self.whole is not None:
+            self.whole.close()
+        self.forget()
+        if (held := self.blocks.tensors.held) is not None:
+            held.forget()
+        release(self.blocks.at)
+        for spool in self.spools:
+            spool.close()
+
+
+def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
+    """Yield a note for the user if a weight needs a larger scale than before, and servers read others with it."""
+    joined = partners(t for f in plan.files for t in f.targets) if grown else {}
+    for name in sorted(joined.keys() & grown)[:1]:
+        others = listed([t.name for t in joined[name] if t.name != name])
+        yield Note(
+            f"{name} needs a larger scale of the whole weight than before; vLLM and SGLang read one scale for it"
+            f" and {others}: their numbers would be wrong, write --dtype bf16 for them"
+        )
+
+
+def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the window that are read into the output buffer and not folded."""
+    folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
+    low, high = next(folds, (window.size, window.size))
+    for r in window.direct:
+        at, end = r.at, r.at + r.nbytes
+        while low < end:
+            if at < low:
+                yield at, low
+            at = high
+            low, high = next(folds, (window.size, window.size))
+        if at < end:
+            yield at, end
+
+
+def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
+    """Return a block with its base values and its result as tensors that share the buffers.
+
+    Without `base`, the base values lie in `out`, where the result overwrites them.
+    """
+    block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
+    into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)
+    if base is None:
+        return Item(block, into, into)
+    return Item(block, base_view(f, base), into)

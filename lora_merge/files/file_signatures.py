@@ -1,0 +1,164 @@
+"""Recognises files that people pass by mistake: other formats by their first bytes, other networks by their keys."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from ..errors import InputError
+from ..paths import ENDINGS
+from ..text import listed, quoted
+from .folder_layouts import entries
+
+MAGIC: Final = (
+    # first bytes       what it is                         what to do
+    (b"PK\x03\x04", "a zip archive", "give the checkpoint inside it, or a torch file saved by torch.save"),
+    (b"\x80\x02", "a Python pickle", "give the .safetensors version of the model"),
+    (b"ggjt", "a GGML file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
+    (b"version https://git-lfs", "a git-lfs pointer, not the model itself", "run `git lfs pull` in its folder"),
+    (b"<!DOCTYPE", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<!doctype", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<html", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<?xml", "an XML document", "download the file again; the server sent an error message"),
+    (b"\x89HDF", "an HDF5 file (Keras)", "give the PyTorch version of the model, as .safetensors"),
+    (b"\x93NUMPY", "a NumPy array", "give a .safetensors checkpoint"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (b"7z\xbc\xaf", "a 7z archive", "unpack it first"),
+    (b"Rar!", "a RAR archive", "unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive", "unpack it first"),
+    (b"\x89PNG", "a picture", "give a .safetensors checkpoint"),
+    (b"\xff\xd8\xff", "a picture", "give a .safetensors checkpoint"),
+    (b"{", "a JSON file", "give the .safetensors file or its folder"),
+)  # fmt: skip
+"""Formats that people pass instead of a checkpoint; used only for files without a valid header."""
+
+BESIDE: Final = (
+    "load it beside the model when that runs; it does not change the weights of the model, so nothing can be merged"
+)
+
+EMBEDDING: Final = "an embedding (textual inversion)"
+
+CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+
+BY_NUMBERS: Final = (
+    "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
+    "take a version of it with names"
+)
+
+PACKED: Final = "weights or factors packed for the kernels of nunchaku (SVDQuant)"
+
+UNPACKED: Final = "give the file that it was converted from"
+
+MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state dict
+
+LONGEST_NAME: Final = 200  # characters of such a name
+LEVELS: Final = 3  # of dicts and lists in which such names are looked for
+
+FOREIGN: Final = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        # a key looks so                                                     what the file is
+        (r"lora_controlnet$",                                                "a Control-LoRA: factors of a ControlNet"),
+        (r"lllite_",                                                         "a ControlNet-LLLite"),
+        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",     "a ControlNet"),
+        (r"control_(?:layers|noise_refiner)\.",                              "a ControlNet"),
+        (r"(?:image_proj|ip_adapter(?:_proj_model)?)\.|.*\.ip_adapter_",     "an IP-Adapter"),
+        (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
+        (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
+        (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
+        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     EMBEDDING),
+        (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
+        (r".*\.processor\.(?:[qkv]|proj)_loras\.\d",                         "a LoRA for a condition (EasyControl)"),
+        (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       PACKED),
+        (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
+    )
+)  # fmt: skip
+"""Key pattern → what the file is: networks and embeddings that people take for adapters, the surest patterns first.
+Used only for files without adapter tensors."""
+
+
+def foreign(keys: Iterable[str]) -> str:
+    """Return what a file without adapter tensors is; "" if its keys do not show it."""
+    keys = [*keys]
+    of_tokens = EMBEDDING if keys and not any("." in key for key in keys) else ""  # or names of encoders
+    return next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), of_tokens)
+
+
+def instead(what: str) -> str:
+    """Return what to do with such a file."""
+    return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == PACKED else BESIDE
+
+
+def are_factors(loaded: Sequence[object]) -> bool:
+    """Return whether a list of tensors is up, down, up, down …, as in the first files of cloneofsimo/lora."""
+    shapes = [tuple(getattr(t, "shape", ())) for t in loaded]
+    pairs = [*zip(shapes[::2], shapes[1::2], strict=False)]
+    return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
+
+
+def nested(value: object) -> Iterator[str]:
+    """Yield the names of values in nested dicts and lists: `LEVELS` levels deep, at most `MOST_NAMES` names.
+
+    A container that occurs several times is searched once.
+    """
+    seen: set[int] = set()
+    return islice(_nested(value, "", LEVELS, seen), MOST_NAMES)
+
+
+def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
+    entries = dict.items(value) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not depth or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in entries:
+        if isinstance(key, str | int):
+            yield f"{name}{str(key)[:LONGEST_NAME]}"
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST_NAME]}.", depth - 1, seen)
+
+
+TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"
+"""Bytes of plain text."""
+
+
+def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
+    """Return the error for a file of `size` bytes that begins with `start` and is not a safetensors file."""
+    if size == 0:
+        return InputError("the file is empty", str(path), "download or export it again")
+    if not any(start):
+        return InputError("the file holds zeros", str(path), "download it again; it was never completed")
+    for magic, what, fix in MAGIC:
+        if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
+            return InputError(f"not a .safetensors file but {what}", str(path), fix)
+    if not start.strip(TEXT):
+        why = f"it is text, {quoted(start.decode('ascii'))}"
+    kind = path.suffix if path.suffix in ENDINGS else ".safetensors"
+    return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")
+
+
+def missing(path: Path) -> InputError:
+    """Return the error for a file that is not there, with the names of those that may be meant."""
+    if path.is_symlink():
+        return InputError("a link that points nowhere", str(path), "download the model again")
+    if not path.parent.is_dir():
+        there = next((p for p in path.parents if p.is_dir()), Path())
+        return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
+    if set(path.name) & set("*?[") and any(fnmatch(entry.name, path.name) for entry in entries(path.parent)):
+        fix = f'name each file; in a jobs file write matrix: {{lora: {{glob: "{path}"}}}} and adapters: ["{{lora}}"]'
+        return InputError("a pattern, and not a file", str(path), fix)
+    stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
+    for entry in entries(path.parent):
+        if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():
+            stems.setdefault(entry.stem, []).append(entry.name)
+    close = [stem for stem in stems if stem.lower() == path.stem.lower()]
+    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
+    if near:
+        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+    models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
+    held = f"its folder has {listed(models)}" if models else "its folder has no model"
+    return InputError("file not found", str(path), f"check the path; {held}")

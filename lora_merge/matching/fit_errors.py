@@ -1,0 +1,377 @@
+"""Errors for an adapter that does not fit its base: one error for all problems of one kind, with the likely reason.
+
+The reason is one sentence that names both models, or says why a convolution does not fit. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Final
+
+from ..adapters.modules import weight_shapes
+from ..adapters.peft.rules import PeftRules
+from ..dtypes import Shape, flat
+from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
+from ..files.file_signatures import foreign, instead
+from ..files.folder_layouts import PEFT
+from ..models.adapter_architecture import architectures, described, seen, variants
+from ..models.architectures import Architecture
+from ..models.inferred_base import has_words, names_all
+from ..models.names import UNKNOWN, Names, of_the_denoiser
+from ..models.network import Component
+from ..models.part_factors import or_strength_zero
+from ..models.prefixes import innermost
+from ..options import Unmatched
+from ..text import NUMBER, Note, by_pattern, counted, plural
+from .patch import Match, Patch
+
+_BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
+
+TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
+TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
+"""The end of the class of a transformers model for a task: LlamaForCausalLM."""
+
+SHARED: Final = re.compile(r"(?:^|\.)shared$")
+
+OWN_BASE: Final = "use the base the adapter was trained on"
+WHOLE_BASE: Final = "use a checkpoint or folder that holds all of these"
+
+GROUPED: Final = (
+    "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "
+    "different groups, which such a weight cannot hold, so it can only be applied when the model runs"
+)
+
+UNET: Final = ("lora_unet_", "unet.")
+"""Prefixes of names in a U-Net of Stable Diffusion; kohya's scripts also write the first one for other denoisers."""
+
+KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
+"""The beginnings of names in adapters for image and video models, of the denoiser and of text encoders."""
+
+MOST_PATTERNS: Final = 1000  # of names of the base that are compared with a module's; a comparison takes 0.1 ms
+LONGEST_NAME: Final = 120  # letters at the end of a name that are compared
+MOST_ROWS: Final = 12  # of a map in a message
+SHOWN_NAMES: Final = 2  # nearest names in a message
+LETTERS: Final = "ijklmn"
+"""The numbers in a row of a map, in order."""
+
+PARTS: Final = {
+    "te": "the text encoder",
+    "te1": "the first text encoder",
+    "te2": "the second text encoder",
+    "te3": "the third text encoder",
+    "te4": "the fourth text encoder",
+    "vae": "the autoencoder",
+    "denoiser": "the denoiser",
+    "transformer_2": "the second transformer (low noise)",
+}
+
+
+def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+    """Return the likely reason why modules have no place in the base, in one sentence that names both models.
+
+    `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
+    (where shapes do not fit) "" if nothing looks wrong.
+    """
+    if names.second and any(m.startswith("transformer.") for m in unmatched):
+        return missing_networks(["transformer"], ["transformer_2"])
+    wanted = Counter(names.wanted(m) for m in unmatched)
+    labels = {part.label for part in names.parts}
+    known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
+    if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
+        return why
+    if other := _for_pictures(names, unmatched, shapes):
+        return f"the adapter is for {other}, the base is {_one(names.architecture)}; {OWN_BASE}"
+    if absent := sorted(set(wanted) - labels):
+        return missing_networks(absent, sorted(labels))
+    part = max(names.parts, key=lambda p: (wanted[p.label], p is names.parts[0]), default=None)
+    if part is None or part is names.parts[0]:
+        return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched}, modules)
+    return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched if names.wanted(m) == part.label}, {})
+
+
+def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+    """Return what an adapter is for, by its names, where the base is not a model of images or videos; else "".
+
+    A base that neither a table nor its class knows is none if it has no weight of these shapes.
+    """
+    held = {flat(shape) for shape in names.weights().values()}
+    for_task = TASK_CLASS.search(names.architecture) is not None
+    if (
+        not names.known
+        and any(m.startswith(UNET) for m in unmatched)
+        and not any(names.knows(m) or (not for_task and shapes.get(m) in held) for m in unmatched)
+    ):
+        return f"the denoiser of an image or video model ({UNET[0]}…)"
+    if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):
+        return f"an image or video model ({unmatched[0]} …)"
+    return ""
+
+
+def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
+    """Return a sentence that names both models if the adapter looks made for another variant of the base, else "".
+
+    The names may fit all the same, as those of a text-to-video adapter on a Wan 2.1 image-to-video base. `shapes`
+    returns the shapes for `explain`, and is called only where the base has variants.
+    """
+    known = names.known
+    if known is None or not known.variants:
+        return ""
+    return other_variant(of_the_denoiser(shapes()), known, names.weights())
+
+
+def missing_networks(absent: Sequence[str], held: Sequence[str]) -> str:
+    """Return the sentence on modules of networks that the base does not hold."""
+    missing, present = (" and ".join(map(_part, labels)) for labels in (absent, held))
+    if list(held) == ["model"]:
+        return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
+    return f"some modules are for {missing}, the base holds only {present}; {WHOLE_BASE}"
+
+
+def _part(label: str) -> str:
+    return f"the text encoder {label[1:]}" if label[0] == "=" else PARTS.get(label, f"the {label}")
+
+
+def _likely_reason(
+    names: Names, part: Component | None, lost: Mapping[str, Shape], modules: Mapping[str, Shape]
+) -> str:
+    """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
+
+    `lost`: the unmatched modules, with the shapes of the weights that they change, () if their tensors do not show
+    them. `modules`: the adapter's modules without their prefixes.
+    """
+    base, stored = part.architecture if part else None, names.weights(part)
+    title = base.title if base else (part and part.title) or names.architecture
+    return (
+        other_model(modules, base, stored)
+        or other_variant(modules, base, stored)
+        or _other_size([m for m in lost if names.knows(m)], stored)
+        or _other_names(lost, title, stored)
+    )
+
+
+def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on both models if the adapter is for another variant of this architecture; else ""."""
+    in_adapter, in_base = seen(modules), seen(stored)
+    if base is None or base not in architectures(in_adapter):
+        return ""
+    if not set(variants(base, in_adapter)) - set(variants(base, in_base)):
+        return ""
+    return _sentence(described([base], in_adapter), described([base], in_base))
+
+
+def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on both models if the adapter is for another architecture; else ""."""
+    in_adapter, in_base = seen(modules), seen(stored)
+    found, own = architectures(in_adapter), (base,) if base else architectures(in_base)
+    if not found or any(a in found for a in own):
+        return ""
+    if not all(names_all(a, modules) for a in found if has_words(a)):
+        return ""  # a guess that the adapter's own names do not confirm
+    return _sentence(described(found, in_adapter), described(own, in_base))
+
+
+def _one(model: str) -> str:
+    """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    return f"a {model}" if model[:1].islower() and model != UNKNOWN else model
+
+
+def _sentence(made_for: str, base: str) -> str:
+    return f"the adapter looks made for {_one(made_for)}, the base is {_one(base)}; use the base it was trained on"
+
+
+def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on a base with fewer blocks than the adapter changes; else ""."""
+    wanted = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
+    last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
+    if wanted <= last or last < 0:
+        return ""
+    why = f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model"
+    return f"{why}; {OWN_BASE}"
+
+
+def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str, Shape]) -> str:
+    """Return the sentence on names that the base does not have; "" without names."""
+    if not unmatched:
+        return ""
+    tied = any("embed" in name or "wte" in name for name in stored)
+    names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
+    if all(TASK.search(name) for name in names):
+        return (
+            f"{names[0].removeprefix(PEFT)} is a head that a model for a task has "
+            "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
+            "save it, and merge into this"
+        )
+    if all(name.endswith("embed_tokens") for name in names) and any(SHARED.search(name) for name in stored):
+        return "encoder, decoder and head of the base share one tensor, and the adapter was trained with them apart"
+    if tied and all(name.endswith("lm_head") for name in names):
+        return (
+            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
+            "trained apart from it; save the base untied first"
+        )
+    base = f"the base is {_one(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
+    name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
+    alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
+    if not alike:
+        return f"{base}, in which no weight is {list(shape)} as {name} needs it; {OWN_BASE}"
+    near = nearest(innermost(name)[1], alike)
+    of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
+    why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
+    groups = [*by_pattern(unmatched).values()][:MOST_ROWS]
+    rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
+    every = "" if rows else ", with a row for every such name"
+    rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
+    fix = (
+        f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
+    )
+    return f"{why}; {fix}, else {OWN_BASE}"
+
+
+def nearest(name: str, stored: Iterable[str]) -> list[str]:
+    """Return the modules of the base, up to two, whose names are most like a module's; one of each pattern."""
+    patterns = by_pattern(stored)
+    body = NUMBER.sub("{i}", name)
+    ratios = {p: SequenceMatcher(None, _words(p), _words(body)).ratio() for p in [*patterns][:MOST_PATTERNS]}
+    near = sorted(ratios, key=lambda p: (-ratios[p], p))[:SHOWN_NAMES]
+    numbers = NUMBER.findall(name)
+    return [next((k for k in patterns[p] if NUMBER.findall(k) == numbers), patterns[p][0]) for p in near]
+
+
+def _words(name: str) -> list[str]:
+    """Return the last words of a name, in which modules of one kind are alike."""
+    return re.findall("[a-z]+|[0-9]+|{i}", name[-LONGEST_NAME:].lower())
+
+
+def _row(modules: Sequence[str], unmatched: Mapping[str, Shape], stored: Mapping[str, Shape]) -> str:
+    """Return the row of a map with which all modules of one pattern match the base's of another; "" if none does that.
+
+    The nearest names of their shape are tried.
+    """
+    shape, body = unmatched[modules[0]], innermost(modules[0])[1]
+    count = len(NUMBER.findall(body))
+    for key in nearest(body, (key for key, of in stored.items() if not shape or flat(of) == shape)):
+        if len(NUMBER.findall(key)) != count or count > len(LETTERS):
+            continue
+        targets = [(_numbered(key, NUMBER.findall(innermost(m)[1])), unmatched[m]) for m in modules]
+        if all(target in stored and (not of or flat(stored[target]) == of) for target, of in targets):
+            letters = [f"{{{letter}}}" for letter in LETTERS]
+            return f'"{_numbered(body, letters)}": "{_numbered(key, letters)}"'
+    return ""
+
+
+def _numbered(name: str, numbers: Sequence[str]) -> str:
+    """Return a name with other texts in the place of its numbers."""
+    remaining = iter(numbers)
+    return NUMBER.sub(lambda _: next(remaining), name)
+
+
+def advice_for_groups(down: Shape, weight: Shape) -> str:
+    """Return the advice for a convolution in groups whose `down` reads the channels of all groups; else "".
+
+    Trainers that add a branch beside the layer give this branch all channels (PEFT, kohya's scripts).
+    """
+    if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
+        return ""
+    groups, rest = divmod(down[1], weight[1])
+    return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
+
+
+WITHOUT: Final = "or, to merge without it, leave it out or give it strength 0"
+SHOWN: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
+STRANGE: Final = "unknown tensor"
+IDLE: Final = "a change of 0 to a tensor of whole numbers"
+
+
+def raise_problems(
+    result: Match, names: Names, failures: Sequence[MergeError], unfit: Sequence[Sequence[str]], unmatched: Unmatched
+) -> None:
+    """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one.
+
+    `unfit`: for each module that has another shape, the weights of the base that it changes.
+    """
+    if result.modules and not (failures or result.unmatched):
+        return
+    path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
+    if failures:
+        worst = failures[0]
+        same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
+        reason = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
+        why = _why(reason)
+        if (
+            isinstance(worst, ShapeMismatch) and not why and result.unmatched
+        ):  # the names may give the reason where the shapes do not
+            reason = explain(names, list(result.unmatched), shapes)
+            why = _why(reason)
+            if why.startswith("the base is "):
+                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
+                why = f"the base is {_one(names.architecture)}, and {no_place}"
+            why = f"{worst.what}: {why}"
+        fix = _advice(reason) or worst.fix
+        if not why and result.modules > len(failures) == len(unfit):
+            fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
+        count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
+        raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
+    left = counted(by_pattern(result.unmatched), SHOWN)
+    if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
+        raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
+    reason = explain(names, list(result.unmatched), shapes)
+    why, fix = _why(reason), _advice(reason)
+    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_one(names.architecture)}")
+    if result.modules == 0:
+        raise UnmatchedModules(
+            f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",
+            where,
+            fix,
+        )
+    if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
+        # their names are not names of layers, which could be compared with the base's
+        advice = "correct their names" if why.startswith("the base is ") else reason
+        raise UnmatchedModules(
+            f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
+            f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
+            f"{advice}; or leave them out with --unmatched skip",
+        )
+    if result.unmatched and unmatched == "error":
+        raise UnmatchedModules(
+            f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}",
+            where,
+            f"{fix}; or leave them out with --unmatched skip",
+        )
+
+
+def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None:
+    """Raise NoChange if the scale of all patches of an adapter is 0, which its configuration or alpha gives."""
+    scale = None
+    for patch in patches:
+        scale = patch.numbers.get("scale")
+        if scale != 0 or patch.reads_base:
+            return
+    if scale == 0:
+        zero = rules.zero_alpha
+        why = f"its configuration says {zero} = 0" if zero else "the scale of all its modules is 0"
+        fix = "state the alpha of the training: --setting lora_alpha=VALUE" if zero else "correct its configuration"
+        raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
+
+
+def _why(reason: str) -> str:
+    """Return the reason of a text `reason; advice`; a text without a semicolon is all advice."""
+    return reason.rpartition("; ")[0]
+
+
+def _advice(reason: str) -> str:
+    return reason.rpartition("; ")[2]
+
+
+def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | None:
+    """Return the sentence on an adapter that looks made for another variant; FitError unless `unmatched` is "skip"."""
+    if result.grown:  # the adapter resizes the base to the variant that it was made for
+        return None
+    why = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
+    if why and unmatched == "error":
+        what = "the adapter looks made for another variant of the model"
+        fix = "use the base it was trained on, or merge all the same with --unmatched skip"
+        raise FitError(what, f"{result.adapter.path}: {why}", fix)
+    return Note(why) if why else None

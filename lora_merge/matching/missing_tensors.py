@@ -1,0 +1,129 @@
+"""Modules that lack a tensor which the other modules of their file have. No torch.
+
+The remaining tensors often fit another row of ALGORITHMS: a LoRA without its `up` fits a whole difference, an AdaLoRA
+without its `lora_E` a plain LoRA, a DoRA without its magnitude a LoRA. A trainer treats all modules alike, so the
+other modules show which tensor is missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from ..adapters.modules import Module
+from ..adapters.peft.rules import PeftRules
+from ..adapters.suffixes import SHARED, SUFFIXES, split
+from ..algorithms import ALGORITHMS
+from ..errors import InputError
+
+Kinds: TypeAlias = Mapping[tuple[frozenset[str], tuple[str, ...]], int]
+"""(slots, algorithms) → number of modules that have them."""
+
+BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
+"""Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
+
+UNGATHERED: Final = (
+    "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements where a save was not gathered; gather it "
+    "(stage3_gather_16bit_weights_on_model_save), or take the weights from the checkpoint (zero_to_fp32.py)"
+)
+"""The advice for tensors of shape [0]."""
+
+LONGEST_END: Final = 40  # characters: the end of a key that is compared with SUFFIXES
+STEM: Final = "module"  # any path of a module, in front of an ending that is looked up
+AGREEING: Final = 2  # so many other modules must have the tensor that one module lacks
+
+
+class Gap(NamedTuple):
+    """A tensor that a module lacks."""
+
+    slot: str
+    key: str  # the end of its name in the other modules of the file: lora_up.weight
+
+
+def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
+    """Return the incomplete modules, each with the tensor that it lacks."""
+    weights = [(m, _compared_slots(m)) for m in modules if m.parameter == "weight"]
+    biases = {m.name for m in modules if m.parameter == "bias"}
+    kinds = Counter((has, m.algorithms) for m, has in weights)
+    lacking = _lacking(kinds)
+    paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
+    found: dict[str, str] = {}
+    for m, has in weights:
+        if {"up", "down"} <= has:
+            missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
+        else:
+            missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
+        missing = missing or (_slot_of_others(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
+        if missing:
+            found[m.where] = min(missing)
+    ends = {slot: _end_of_key(slot, modules) for slot in {*found.values()}}
+    return {where: Gap(slot, ends[slot]) for where, slot in found.items()}
+
+
+def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
+    """Return what follows a module's name in the keys of this slot; the slot's own name where no key tells."""
+    for m in modules:
+        info = m.slots.get(slot) or m.shared.get(slot)
+        if info is not None and info.name.startswith(f"{m.name}."):
+            return info.name.removeprefix(f"{m.name}.")
+    return slot
+
+
+def _compared_slots(m: Module) -> frozenset[str]:
+    """Return the slots that a module has, but for those that only some layers get."""
+    return frozenset({*m.slots, *m.shared}) - BY_LAYER
+
+
+def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
+    """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
+    found: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
+    for slots, algorithms in (kind for kind, count in kinds.items() if count >= AGREEING):
+        for slot in slots:
+            found.setdefault(slots - {slot}, []).append((slot, algorithms))
+    return found
+
+
+def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
+    """Return the one slot that this module lacks and the others of its algorithms have; empty if there is none."""
+    for slot, algorithms in others:
+        if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in set(algorithms) & set(m.algorithms)):
+            return frozenset({slot})
+    return frozenset()
+
+
+def incomplete(what: str, path: Path) -> InputError:
+    """Return the error for a module that lacks a tensor."""
+    return InputError("the adapter is incomplete", f"{path}: {what}", "export or download it again")
+
+
+def lacks(module: Module) -> str:
+    """Return the sentence on the slots that the module lacks for the closest row of ALGORITHMS."""
+    known = [ALGORITHMS[a] for a in module.algorithms]
+    missing = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
+    ends = {slot: _end_of_key(slot, [module]) for slot in sorted(module.slots)}
+    have = ", ".join(ends.values()) or "alpha"
+    fewest = next((slots for slots in missing if slots), None)
+    if fewest is None:
+        return f"{module.where} mixes tensors of different algorithms ({have})"
+    beside = next(iter(ends.values()), "")[-LONGEST_END:]
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside) for slot in fewest)}"
+
+
+def _in_spelling(slot: str, beside: str) -> str:
+    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight.
+
+    SUFFIXES has the rows of one spelling side by side.
+    """
+    found = split(f"{STEM}.{beside}")
+    here = SUFFIXES.index(found[1]) if found else 0
+    parts = SUFFIXES[here].ending.split(".")
+
+    def distance(index: int) -> tuple[int, int]:
+        other = SUFFIXES[index].ending.split(".")
+        return sum(one != two for one, two in zip_longest(parts, other)), abs(index - here)
+
+    rows = [index for index, row in enumerate(SUFFIXES) if row.slot == slot]
+    return SUFFIXES[min(rows, key=distance)].ending.removeprefix(".") if rows else slot

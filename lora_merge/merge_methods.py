@@ -1,0 +1,104 @@
+"""The table of the values of `--method`: the rules by which several adapters change one weight.
+
+The arithmetic of `sum` and `compose` is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
+
+In every rule a strength multiplies the change of its formula, F(W) − W, also where the library that trains the formula
+has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or applies it elsewhere (LyCORIS's BOFT, in every stage).
+
+PEFT 0.21.2 treats several adapters at once differently for each formula. It composes OFT, BOFT, HRA, RoAd and (IA)³ in
+the order given, but OFT's forward pass uses the reverse order of its merge. Forward passes of HiRA and GLoRA add the
+changes. DoRA adapters are composed with the norms of the unchanged weight, which is neither rule. If one adapter is
+merged into the result of another, `compose` is the rule for all formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Method:
+    """One value of `--method`: how several changes of one weight meet."""
+
+    name: str
+    rule: str  # the formula of the new weight, or of the one change that is added to it
+    in_turn: bool = False  # whether a formula reads the weight that the adapters before it have changed
+    linear: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
+    keeps: str = ""  # how each change is thinned out first: by magnitude, at random …
+    elects: bool = False  # whether only entries with the sign of the sum are kept
+    own: tuple[str, ...] = ()  # numbers that only this rule takes
+
+    @property
+    def combines(self) -> bool:
+        """Whether the changes of a weight become one change, which needs all of them as a whole."""
+        return not self.in_turn and self.name != SUM
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance decides which entries are kept."""
+        return self.keeps in ("random", "ranked")
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of the numbers that the rule takes."""
+        further = {"largest": (), "random": ("seed",), "ranked": ("epsilon", "seed"), "middle": ("gamma",)}
+        thin = ("density", *further[self.keeps]) if self.keeps else ()
+        return (*thin, *(("elect", "normalise") if self.elects else ()), *self.own)
+
+
+ELECTIONS: Final = ("sum", "count")
+"""The rules for the sign of an entry, the default first: the sum of all changes, or how many have the sign."""
+
+DIVISORS: Final = ("count", "weight", "none")
+"""The divisors of the entries of the elected sign, the default first: their number, their Σ|sᵢ|, or 1."""
+
+SUM: Final = "sum"
+"""The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
+
+MEAN: Final = "mean"
+"""The sum, divided by the sum of the strengths."""
+
+COMBINATIONS: Final[Mapping[str, Method]] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
+            Method(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            Method("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
+            Method("dare", "random entries, divided by density", keeps="random"),
+            Method("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
+            Method("della", "random entries, large ones more often", keeps="ranked"),
+            Method("della_ties", "della, of the elected sign", keeps="ranked", elects=True),
+            Method("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
+            Method("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
+            Method("prune", "the largest entries", keeps="largest"),
+            Method("slerp", "on the arc between two", linear=True, own=("t",)),
+            Method("karcher", "the mean direction on the sphere, times the mean norm"),
+            Method("model_stock", "mean, scaled by the agreement of directions", linear=True),
+            Method("consensus", "entries on whose sign enough adapters agree", own=("agree",)),
+        )
+    }
+)
+"""The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combination.py; the proof has
+its own in proof/methods_again.py."""
+
+UNDIRECTED: Final = ("slerp", "karcher")
+"""Methods on directions, which say nothing of biases and norms."""
+
+ADDED: Final = "biases and norms have no direction: they are added"
+"""The note on the changes of biases and norms."""
+
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+    {
+        SUM: COMBINATIONS[SUM],
+        "compose": Method("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
+        **COMBINATIONS,
+    }
+)
+"""The values of `--method` for merging."""
+
+SAME_COMBINATION: Final = {"cat": SUM, "svd": SUM, "task_arithmetic": SUM, "linear": SUM, "magnitude_prune": "prune"}
+"""Name in other programs → row of COMBINATIONS."""

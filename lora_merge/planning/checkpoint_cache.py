@@ -1,0 +1,115 @@
+"""Checkpoints opened for planning; the jobs of a batch that name one file share its header."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapters.attached import detached
+from ..adapters.modules import AdapterFile, group, looks_like_adapter
+from ..disk.files import FileState
+from ..errors import AdapterAsBase, UsageError
+from ..files.checkpoint import Index, adapter_config, open_checkpoint
+from ..models.names import Names, names
+
+MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
+
+
+class CheckpointCache:
+    """Opened checkpoints; one whose file has changed is opened again. For one thread only."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
+        self._size = 0
+
+    def base(self, path: Path, table: Path | None, *, plain: bool = False) -> tuple[Index, Names]:
+        """Return a base and its names; InputError if it cannot be merged into.
+
+        `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off.
+        """
+        key = ("base", path, table, plain)
+        found = self._get(key)
+        if found is None:
+            index = open_checkpoint(path)
+            if plain and (parts := detached(index, adapter_config(path))):
+                index = parts[0]
+            _check_base(index)
+            lookup = names(index, table)
+            notes = (*index.notes, *lookup.notes, *index.quantised.notes)
+            found = self._keep(key, replace(index, notes=notes), lookup)
+        return found
+
+    def own_adapter(self, path: Path) -> AdapterFile:
+        """Return the adapter that a model holds: attached inside its weights, or in a file of its folder.
+
+        UsageError if it holds none.
+        """
+        found = self._get(("own", path))
+        if found is None:
+            parts = detached(open_checkpoint(path), adapter_config(path))
+            if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
+                raise UsageError("no adapter is named, and the model holds none", str(path),
+                                 "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
+            if parts is None:
+                return self.adapter(path)
+            found = self._keep(("own", path), parts[1], group(parts[1]))
+        file: AdapterFile = found[1]
+        return file
+
+    def index(self, path: Path) -> Index:
+        """Return the tensors of an adapter by name, from its header."""
+        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
+        return found[0]
+
+    def adapter(self, path: Path) -> AdapterFile:
+        """Return an adapter as modules; InputError if the file is not an adapter."""
+        index = self.index(path)
+        found = self._get(("adapter", path))
+        if found is None or found[0] is not index:
+            found = self._keep(("adapter", path), index, group(index))
+        file: AdapterFile = found[1]
+        return file
+
+    def pretend(self, file: AdapterFile) -> None:
+        """Let an adapter that is not written yet be the one at its path."""
+        self._keep(("index", file.path), file.index, None)
+        self._keep(("adapter", file.path), file.index, file)
+
+    def _get(self, key: tuple[Any, ...]) -> tuple[Index, Any] | None:
+        if key not in self._kept:
+            return None
+        if not _unchanged(self._kept[key][0]):
+            self._drop(key)
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _keep(self, key: tuple[Any, ...], index: Index, made: Any) -> tuple[Index, Any]:
+        self._drop(key)
+        self._kept[key] = index, made
+        self._size += _size(key, index)
+        while self._size > MOST_TENSORS and len(self._kept) > 2:
+            self._drop(next(iter(self._kept)))
+        return index, made
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        if key in self._kept:
+            self._size -= _size(key, self._kept.pop(key)[0])
+
+
+def _size(key: tuple[Any, ...], index: Index) -> int:
+    """Return how many tensors an entry adds to what is kept: the modules of an adapter have those of its index."""
+    return 0 if key[0] == "adapter" else len(index.tensors)
+
+
+def _unchanged(index: Index) -> bool:
+    return all(FileState.at(path) == header.state for path, header in index.headers.items())
+
+
+def _check_base(base: Index) -> None:
+    if looks_like_adapter(base):
+        fix = "name the base first, adapters after it; adapters alone: lora-merge combine A B"
+        raise AdapterAsBase("the base is itself an adapter", str(base.path), fix)
+    base.quantised.check(base.path, "keep", [""])  # "": all tensors

@@ -1,0 +1,61 @@
+"""How the changes of one weight become one change: the method of a job, its numbers, the seeds of its random draws."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..adapters.modules import AdapterFile
+from ..disk.files import Memory
+from ..job import Job, numbers
+from ..matching.patch import PatchPart
+from ..merge_methods import METHODS, Method
+from ..method_parameters import Numbers
+from .recipe import sha256
+
+
+@dataclass(frozen=True, eq=False)
+class Combining:
+    """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
+
+    method: Method
+    numbers: Numbers
+    adapters: Sequence[AdapterFile]
+
+    @staticmethod
+    def of(job: Job, adapters: Sequence[AdapterFile]) -> Combining | None:
+        """Return the way in which a job combines changes; None where it adds them, or applies them in turn."""
+        row = METHODS[job.method]
+        return Combining(row, numbers(job), adapters) if row.combines else None
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """For each adapter, the SHA-256 of its files and how often the same one comes before it."""
+        own = [digest(a) for a in self.adapters]
+        return tuple(f"{one}#{own[:n].count(one)}" for n, one in enumerate(own))
+
+    def seed(self, adapter: int, uses: Sequence[PatchPart]) -> str:
+        """Return the seed of the random draws for the changes that an adapter makes to a weight; "" without draws.
+
+        It names the adapter, its module, and the row of that module with which the weight begins. `uses`: these
+        changes.
+        """
+        if not self.method.draws:
+            return ""
+        first = min(uses, key=lambda u: (u.piece.start, u.patch.algorithm))
+        module = first.patch.module
+        return f"{self.digests[adapter]}/{module.name}.{module.parameter}/{first.patch.algorithm}@{first.start}"
+
+
+def digest(adapter: AdapterFile) -> str:
+    """Return the SHA-256 of an adapter's files, joined by +; of an adapter in memory, that of its tensors."""
+    if all(f.exists() for f in adapter.index.files):
+        return "+".join(sha256(f) for f in adapter.index.files)
+    found = hashlib.sha256()
+    for name, info in sorted(adapter.index.tensors.items()):
+        assert isinstance(info.source, Memory), "tensors without a file are in memory"
+        found.update(f"{name}/{info.dtype}/{info.shape}".encode(errors="replace"))
+        found.update(info.source.content()[info.offset : info.offset + info.nbytes])
+    return found.hexdigest()

@@ -1,0 +1,348 @@
+"""The methods that make one change of several, a second time: numpy in float64, no code of engine/combination.py.
+
+Every method is written as Δ = Σ partsᵢ, one part for each adapter. Where two computations in float64 may decide
+otherwise, because two magnitudes or a sum and zero differ by rounding alone, the slack of an entry says by how much the
+result then differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Final
+
+import numpy as np
+
+from ..matching.patch import Patch, PatchPart
+from ..merge_methods import Method
+from ..method_parameters import Numbers
+from ..models.weights import WeightView
+from ..planning.plan import OutputTensor
+from .reference import REFERENCE
+from .reference.column_rows import Rows
+from .reference.floats import Array
+
+NEAR: Final = 1e-12
+"""Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
+
+BLOCK: Final = 2**22
+"""Numbers of a change that are computed at once."""
+
+STEPS: Final = 100
+"""The most steps of the Karcher mean."""
+
+
+@dataclass(frozen=True, eq=False)
+class PatchRows:
+    """The rows of one tensor that one patch changes: parts of the patch that have no row in common."""
+
+    uses: Sequence[PatchPart]
+
+    @property
+    def first(self) -> PatchPart:
+        """The first of them."""
+        return self.uses[0]
+
+    @property
+    def patch(self) -> Patch:
+        """The patch."""
+        return self.first.patch
+
+    @property
+    def strength(self) -> float:
+        """The strength on this tensor."""
+        return self.first.strength
+
+    @property
+    def cols(self) -> int:
+        """The width of the tensor."""
+        return self.first.piece.cols
+
+    @cached_property
+    def _pieces(self) -> tuple[Array, Array, Array]:
+        """The first row and the last row + 1 of every piece, in their order, and its first row in the view."""
+        places = np.array(sorted((u.piece.start, u.piece.stop, u.start) for u in self.uses))
+        assert (places[1:, 0] >= places[:-1, 1]).all(), "a view has no row twice"
+        return places[:, 0], places[:, 1], places[:, 2]
+
+    def find(self, rows: Array) -> tuple[Array | slice, Array]:
+        """Return the places in `rows` of the rows that lie in a piece, and which rows of the view these are."""
+        starts, stops, first = self._pieces
+        number = np.searchsorted(starts, rows, side="right") - 1
+        inside = (number >= 0) & (rows < stops[number])
+        at = slice(None) if inside.all() else np.flatnonzero(inside)
+        return at, rows[at] + (first - starts)[number[at]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
+
+    target: OutputTensor
+    key: str = ""  # the tensor's name
+    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
+    growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
+
+    def on(self, key: str) -> Made:
+        """Return these changes for another tensor that a formula reads."""
+        return replace(self, key=key)
+
+    def enlarged(self, factors: Array) -> Array:
+        """Record the largest factor, and return the factors."""
+        self.growth.append(float(np.max(np.abs(factors[np.isfinite(factors)]), initial=1.0)))
+        return factors
+
+    @property
+    def uses(self) -> Sequence[PatchPart]:
+        """All changes of the tensor where adapters act in turn; () where differences are added."""
+        return self.target.others.get(self.key, ())
+
+
+def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
+    """Return the uses of a tensor in their order; consecutive uses of one patch become one `PatchRows`."""
+    found: list[list[PatchPart]] = []
+    for use in uses:
+        last = found[-1][-1] if found else None
+        if last and last.patch is use.patch and not use.piece.transposed:
+            found[-1].append(use)
+        else:
+            found.append([use])
+    return [PatchRows(some) for some in found]
+
+
+def costs_all(use: PatchPart) -> bool:
+    """Return whether one row of the formula costs as much as all of them."""
+    magnitude = use.patch.magnitude
+    row = REFERENCE.get(use.patch.algorithm)
+    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
+
+
+def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Array]]:
+    """Yield, for every tensor that holds some of these rows of a view, its name, the places in `rows` of the rows that
+    it holds, and its own numbers of them. No piece of the view is transposed."""
+    if len(view.row_slices) == 1:  # as nearly always: the search below takes five times as long
+        piece = view.row_slices[0]
+        yield piece.key, np.arange(len(rows)), rows + piece.start
+        return
+    firsts = np.array([at for _, at in view.addresses()])
+    starts = np.array([piece.start for piece in view.row_slices])
+    number = np.searchsorted(firsts, rows, side="right") - 1
+    lines = rows + (starts - firsts)[number]
+    names = {key: n for n, key in enumerate(dict.fromkeys(piece.key for piece in view.row_slices))}
+    of = np.array([names[piece.key] for piece in view.row_slices])[number]
+    for key, n in names.items():
+        at = np.flatnonzero(of == n)
+        if len(at):
+            yield key, at, lines[at]
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Rows of Δ as one part for each adapter, and by how much rounding may change each entry."""
+
+    parts: dict[int, Array]
+    slack: Array
+
+    @property
+    def total(self) -> Array:
+        """Δ itself."""
+        return np.asarray(np.sum([*self.parts.values()], axis=0))
+
+
+def of_weight(
+    target: OutputTensor, parts_of: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
+) -> Combined:
+    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
+    how, by = target.combining, dict[int, list[PatchRows]]()
+    assert how is not None, "the changes of this weight become one"
+    for part in parts_of:
+        by.setdefault(part.patch.adapter, []).append(part)
+
+    (out, cols), whole = target.matrix, any(costs_all(u) for u in target.uses)
+    step = max(1, out if whole else BLOCK // max(cols, 1))
+
+    def read(parts: Sequence[PatchRows], some: Array) -> Array:
+        return np.asarray(np.sum([change(p, some) for p in parts], axis=0) / parts[0].strength)
+
+    strengths = [parts[0].strength for parts in by.values()]
+    seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
+    changes = [Rows((out, cols), partial(read, parts), step) for parts in by.values()]
+    parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2)
+    return Combined(dict(zip(by, parts, strict=True)), slack)
+
+
+def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
+    method: Method, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
+    rows: Array, vector: bool,
+) -> tuple[list[Array], Array]:  # fmt: skip
+    """Return the parts and the slack of rows of Δ from τᵢ [out, cols] at strength 1.
+
+    `vector`: for biases and norms, which slerp and karcher add.
+    """
+    if method.linear or method.name == "karcher":
+        return _weighted(method.name, changes, strengths, n, rows, added=vector)
+    scaled: list[Array] = []
+    slack: Array = np.zeros(())
+    for change, strength, seed in zip(changes, strengths, seeds, strict=True):
+        if vector:  # della ranks within rows: a vector is one
+            line = Rows.of(change.flat(np.asarray).reshape(1, -1))
+            factor, unsure = (f.reshape(change.shape)[rows] for f in _factors(method, line, n, seed, np.arange(1)))
+        else:
+            factor, unsure = _factors(method, change, n, seed, rows)
+        scaled.append(strength * change.at(rows))
+        slack = slack + np.where(unsure, np.abs(scaled[-1]) * max(1.0, float(factor.max(initial=1.0))), 0.0)
+        scaled[-1] *= factor
+    if method.elects or method.name == "consensus":
+        slack = 2 * slack + _doubtful(scaled, slack > 0)
+    if method.elects:
+        _elect(scaled, strengths, n)
+    elif method.name == "consensus":
+        needed = len(scaled) if n.agree is None else n.agree
+        up, down = (sum(s > 0 for s in some) for some in (scaled, [-s for s in scaled]))
+        for s in scaled:
+            s[np.maximum(up, down) < needed] = 0.0
+    for s in scaled:
+        s *= n.scale
+    return scaled, abs(n.scale) * slack
+
+
+def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
+    name: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, rows: Array, *, added: bool
+) -> tuple[list[Array], Array]:
+    """Return the parts wᵢτᵢ, and their slack."""
+    curved = name in ("slerp", "karcher")
+    weights = list(strengths) if curved and added else _weights(name, changes, strengths, n)
+    largest = max(abs(s) * t.largest for s, t in zip(strengths, changes, strict=True)) if curved else 0.0
+    parts = [n.scale * w * t.at(rows) for w, t in zip(weights, changes, strict=True)]
+    return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale))
+
+
+def _factors(method: Method, change: Rows, n: Numbers, seed: str, rows: Array) -> tuple[Array, Array]:
+    """Return what each entry of some rows of a change is multiplied by, and where rounding may decide otherwise."""
+    (out, width), size = change.shape, np.abs(change.at(rows))
+    count, unsure = out * width, np.zeros(size.shape, dtype=bool)
+    if not method.keeps:
+        return np.ones(size.shape), unsure
+    if method.keeps in ("largest", "middle"):
+        top = math.floor(n.gamma * count) if method.keeps == "middle" else 0
+        inner = _first(change, rows, size, min(count, top + math.floor(n.density * count)), unsure)
+        return np.asarray((inner & ~_first(change, rows, size, top, unsure)).astype(np.float64)), unsure
+    chance: Array = np.full(size.shape, n.density)
+    if method.keeps == "ranked":
+        order = np.argsort(size, axis=1, kind="stable")
+        steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(width) / max(width - 1, 1)
+        np.put_along_axis(chance, order, steps[None, :], axis=1)
+        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * change.largest
+        tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
+        np.put_along_axis(unsure, order, tied, axis=1)
+    drawn = uniform(seed, n.seed, rows[:, None] * width + np.arange(width))
+    return np.where(drawn < chance, 1 / chance, 0.0), unsure
+
+
+def _first(change: Rows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
+    """Return which magnitudes of some rows, `size`, are among the largest `count` of all, of equal ones the earlier;
+    mark those that are near the last of them."""
+    numbers = change.shape[0] * change.shape[1]
+    if not 0 < count < numbers:
+        return np.full(size.shape, count > 0)
+    every, at = change.flat(np.abs), numbers - count
+    every.partition((at - 1, at))
+    edges = every[at - 1 : at + 1].copy()
+    left = count - int(np.count_nonzero(every[at:] > edges[1]))  # so many equal ones are among them
+    del every
+    equal = size == edges[1]
+    before = np.zeros(change.shape[0] + 1, dtype=np.int64)  # equal ones in all rows before each
+    for some, block in change.blocks():
+        before[some.start + 1 : some.stop + 1] = np.count_nonzero(np.abs(block) == edges[1], axis=1)
+    place = np.cumsum(before)[rows][:, None] + np.cumsum(equal, axis=1)
+    unsure |= np.abs(size - edges.mean()) <= NEAR * change.largest
+    return np.asarray((size > edges[1]) | (equal & (place <= left)))
+
+
+def uniform(name: str, seed: int, places: Array) -> Array:
+    """Return the draws of a name and a seed at some places: SplitMix64 of the place, of which the upper 24 bits
+    are the number."""
+    start = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:8], "little") ^ seed
+    with np.errstate(over="ignore"):
+        z = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64((start - 2**63) % 2**64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray((z >> np.uint64(40)).astype(np.float64) / 2**24)
+
+
+def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: Numbers) -> None:
+    """Set the entries that lack the elected sign to 0, and divide the others."""
+    up = sum(scaled if n.elect == "sum" else map(np.sign, scaled), np.zeros(())) >= 0
+    divisor = np.zeros(up.shape)
+    for s, strength in zip(scaled, strengths, strict=True):
+        s[(s > 0) & ~up | (s < 0) & up] = 0.0
+        divisor += (s != 0) * (1.0 if n.normalise == "count" else abs(strength))
+    if n.normalise != "none":
+        divisor[divisor == 0] = 1.0
+        for s in scaled:
+            s /= divisor
+
+
+def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
+    """Return Σ|sᵢtᵢ| where the elected sign, or whether an entry is zero, hangs on rounding or on an unsure entry."""
+    size = sum(map(np.abs, scaled), np.zeros(()))
+    near = np.abs(sum(scaled, np.zeros(()))) <= NEAR * size
+    tiny = np.zeros(size.shape, dtype=bool)
+    for s in scaled:
+        tiny |= (s != 0) & (np.abs(s) <= NEAR * np.abs(s).max(initial=0.0))
+    return np.where(near | tiny | unsure, size, 0.0)
+
+
+def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers) -> list[float]:
+    """Return wᵢ with Δ = Σ wᵢτᵢ, from the cosines of all pairs."""
+    count = len(changes)
+    if method == "mean":
+        return [s / sum(strengths) for s in strengths]
+    products = np.zeros((count, count))
+    for blocks in zip(*(t.blocks() for t in changes), strict=True):
+        flat = [s * block.ravel() for s, (_, block) in zip(strengths, blocks, strict=True)]
+        products += [[np.dot(a, b) for b in flat] for a in flat]
+    norms = [math.sqrt(square) for square in products.diagonal()]
+    sizes = np.outer(norms, norms)
+    cosines = np.divide(products, sizes, out=np.zeros_like(sizes), where=sizes > 0).clip(-1, 1)
+    if method == "karcher":
+        along = _karcher(cosines, norms)
+        return [s * a / size if size else 0.0 for s, a, size in zip(strengths, along, norms, strict=True)]
+    if count == 1:
+        return list(strengths)
+    if method == "model_stock":
+        signs = np.sign(strengths)
+        pairs = (cosines * np.outer(signs, signs))[np.triu_indices(count, 1)]
+        below = 1 + (count - 1) * pairs.mean()
+        stock = min(max(count * pairs.mean() / below, 0.0), 1.0) if below > 0 else 0.0
+        return [stock * sum(strengths) / count / count] * count
+    one, other = 1 - (n.t or 0.0), n.t or 0.0
+    cosine = float(cosines[0, 1])
+    if abs(cosine) <= 0.9995 and all(norms):
+        angle = math.acos(cosine)
+        one, other = (math.sin(x * angle) / math.sin(angle) for x in (one, other))
+    return [one * strengths[0], other * strengths[1]]
+
+
+def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
+    """Return the Karcher mean of unit vectors with these cosines, times the mean of the norms, as multiples of them."""
+    there = np.array([float(size > 0) for size in norms])
+    if not there.any():
+        return [0.0] * len(norms)
+    at = there.copy()
+    length = math.sqrt(max(float(at @ cosines @ at), 0.0))
+    at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(there))]
+    for _ in range(STEPS):
+        seen = (cosines @ at).clip(-1, 1)
+        angles = np.arccos(seen)
+        sines = np.sin(angles)
+        turn = np.divide(angles, sines, out=np.zeros_like(angles), where=(angles > 1e-12) & (sines > 1e-12)) * there
+        step = (turn - at * float(turn @ seen)) / there.sum()
+        size = math.sqrt(max(float(step @ cosines @ step), 0.0))
+        if size < 1e-10:
+            break
+        at = math.cos(size) * at + math.sin(size) * step / size
+    return list(at * float(np.mean(norms)))

@@ -1,0 +1,130 @@
+"""Computes slots that no file holds by the row's own steps, as PEFT does on loading, and checks them in numpy.
+
+Checks of slots that a row computes from the base when it loads an adapter (`Algorithm.rebuild`), in float64.
+
+Signs of singular vectors and the order of equal numbers depend on the machine, so a second computation may give other
+slots. The computed slots are taken instead, and checked against their definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from ..algorithms import ALGORITHMS, Loaded
+from ..errors import VerificationFailed
+from ..matching.patch import Patch
+from ..text import quoted
+from .reference.floats import Array, held
+
+CLOSE: Final = 1e-3
+"""Tolerance of a decomposition in fp32, as a share of the largest singular value."""
+NEAR: Final = 0.1
+"""Tolerance of FRoD's basis, rounded to 16 bits, against that of fp64, as a share of its norm."""
+
+
+@dataclass(frozen=True)
+class Remade:
+    """The computed slots, and the tensors and settings that they were computed from."""
+
+    found: Mapping[str, Array]
+    read: Callable[[str], Array]  # a slot of the base, or "" for the weight [out, cols]
+    shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]  # of the weight
+    settings: Mapping[str, Any]
+
+
+def _largest(r: Remade) -> bool:
+    """Check SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
+    places, scores = r.found["places"], np.abs(r.read("")).reshape(-1)
+    ranked = np.sort(scores)[:: -1 if r.settings.get("top", True) else 1]
+    different = len(np.unique(places)) == len(places)
+    return different and np.array_equal(scores[places], ranked[: len(places)])
+
+
+def _triples(r: Remade) -> bool:
+    """Check PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
+    left, right, weight = (held(v, "F64") for v in (r.found["left"], r.found["right"], r.read("")))
+    values = np.linalg.svd(weight, compute_uv=False)
+    sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
+    used = sizes > CLOSE * values[0]
+    u, v = (side[:, used] / np.linalg.norm(side[:, used], axis=0) for side in (left, right.T))
+    unit = np.eye(u.shape[1])
+    exact = [(u.T @ weight @ v, np.diag(sizes[used]))]
+    if not r.settings.get("low_rank", False):  # a randomised method, which is not exact
+        exact.append((sizes, values[: len(sizes)]))
+    near = all(np.abs(one - other).max(initial=0.0) <= CLOSE * values[0] for one, other in exact)
+    return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
+
+
+def _groups(r: Remade) -> bool:
+    """Check AdaMSS: every row is in one group, and the rows of a group are in the order of the weight."""
+    order = r.found["order"]
+    heights = [r.shapes[f"up_{i}"][0] for i in range(sum(slot.startswith("up_") for slot in r.shapes))]
+    rows = np.argsort(order)
+    ends = np.cumsum(heights)
+    inside = np.delete(np.diff(rows), ends[:-1] - 1)
+    return np.array_equal(np.sort(order), np.arange(len(order))) and bool((inside > 0).all())
+
+
+def _shares(r: Remade) -> bool:
+    """Check Uni-LoRA: entries of the vector, each weighed by its number of uses in all layers, which differs by 1."""
+    numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
+    often = np.array([total // numbers, total // numbers + 1], np.float64)
+    weights = held(1 / np.sqrt(often[often > 0]), dtype)
+    inside = all(((v >= 0) & (v < numbers)).all() for v in (r.found["down_choice"], r.found["up_choice"]))
+    step = np.spacing(np.float32(weights.max())) if dtype in ("F32", "F64") else 0.0
+    near = (np.abs(r.found[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
+    return inside and all(found.all() for found in near)
+
+
+def _joint(r: Remade) -> bool:
+    """Check FRoD: places off the diagonal, each once; the basis that is common to all layers (see `_basis`)."""
+    (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
+    off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
+    wanted = _basis([r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"])
+    apart = np.minimum(*(np.linalg.norm(basis - sign * wanted, axis=0) for sign in (1.0, -1.0)))
+    return off and bool(np.linalg.norm(apart) <= NEAR * np.linalg.norm(wanted))
+
+
+def _basis(weights: list[Array], ridge: float) -> Array:
+    """Return V: for Wᵢ = Qᵢ R, Rᵀ E with the eigenvectors E of the mean of (QᵢᵀQᵢ + ridge)⁻¹."""
+    stacked = np.concatenate(weights)
+    if stacked.shape[0] < stacked.shape[1]:
+        return np.asarray(np.linalg.svd(stacked)[2].T)
+    upper: Array = np.linalg.qr(stacked)[1]
+    parts = [np.linalg.solve(upper.T, weight.T).T for weight in weights]
+    mean = sum(np.linalg.inv(part.T @ part + ridge * np.eye(len(upper))) for part in parts) / len(parts)
+    return np.asarray(upper.T @ np.linalg.eigh(mean)[1])
+
+
+CHECKS: Final[Mapping[str, Callable[[Remade], bool]]] = MappingProxyType(
+    {"supertuning": _largest, "psoft": _triples, "adamss": _groups, "unilora": _shares, "frod": _joint}
+)
+"""Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""
+
+
+REPORT = "report it with the configuration of the adapter and of the base"
+
+
+def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
+    """Return the slots that the patch's file lacks; VerificationFailed where one does not pass the row's check.
+
+    `read`: gives a slot of the base or the file in the fitted shape, or for "" the weight [out, cols]; in float32, or
+    in float64 if the base stores it so.
+    """
+    row, settings = ALGORITHMS[patch.algorithm], dict(patch.settings)
+    if not row.is_rebuilt(patch.shapes):
+        return {}
+    more = patch.shapes, patch.view.shape, settings
+    found = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
+    if not CHECKS[patch.algorithm](Remade(found, read, *more)):
+        where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(found))}"
+        raise VerificationFailed(
+            "tensors computed from the base do not satisfy the definition of the adapter's method", where, REPORT
+        )
+    return found

@@ -1,0 +1,1 @@
+"""A second reading of names, formulas and scales, independent of the planner's tables."""

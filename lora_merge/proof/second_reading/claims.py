@@ -1,0 +1,371 @@
+"""The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
+
+`claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
+not certain are left out. Every claim must be what the plan says (second_reading.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from ...dtypes import FLOATS
+from .formulas import fits, kind_of, square_experts, variant
+from .methods import METHODS, VECTOR, Known
+from .modules import NUMBERS, Group, groups, shapes
+from .rows import PEFT, Place, Places, reordered, rows_of
+from .scales import Numbers
+
+CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
+"""Names that transformers gives to layers whose weights are [in, out]."""
+
+STARTED: Final = ("pissa", "olora")
+"""Rows of ALGORITHMS for LoRA whose start PEFT takes out of the weight."""
+
+COPIED: Final = ".base_layer."
+"""Part of the names under which PEFT stores copies of the base's own weights."""
+
+IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Types of models in which every layer with a name of CONV1D is [in, out]."""
+
+OUT_IN: Final = ("gpt_bigcode",)
+"""Types of models in which none of them is."""
+
+SHARED_NUMBERS: Final = f"base_model.{VECTOR[:-1]}"
+
+REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Parameters of stacked experts, in the order in which transformers' classes register them."""
+
+TOKENS: Final = ".trainable_tokens_delta"
+WRAPPED: Final = ".base_layer"
+LORA_ROLES: Final = {"up", "down"}
+MOST_PARAMETERS: Final = 100
+
+TABLES: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
+                 "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
+"""Layers that may share one weight."""
+
+
+Strength = Callable[[str, str], float | None]
+"""(key of the base, Place.network) → an adapter's strength there; None where it is unknown."""
+
+
+class Span(NamedTuple):
+    """Rows [start, stop) of a stored base tensor `cols` wide, and the row of ΔW that is added to the first of them.
+
+    `transposed`: the base stores the transpose of the weight that ΔW is for.
+    """
+
+    key: str
+    start: int
+    stop: int
+    cols: int
+    transposed: bool
+    first: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The change of one module of an adapter to the base."""
+
+    name: str  # the module as the adapter calls it
+    kind: str  # the row of ALGORITHMS
+    tensors: Mapping[str, str]  # slot of the formula → name of the tensor
+    spans: Mapping[Span, float]  # where → strength, which is not 0
+    scale: float
+    axis: str = ""  # of DoRA's norm: out or in; "" without DoRA
+    shared: Mapping[str, str] = field(default_factory=dict)  # slot → name of a tensor that several modules share
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further numbers and settings
+
+
+@dataclass(frozen=True)
+class Base:
+    """The tensors, the configuration and the networks of a base."""
+
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any]
+    places: Places
+
+    @property
+    def ties(self) -> bool:
+        """Whether some of its layers may share a weight that is stored once."""
+        return bool(self.config.get("architectures")) and self.config.get("tie_word_embeddings") is not False
+
+    @cached_property
+    def in_out_names(self) -> frozenset[str]:
+        """Last names of layers of which one is certainly [in, out]: its bias is as long as its second axis."""
+        found = set()
+        for key, info in self.tensors.items():
+            bias = self.tensors.get(key.removesuffix("weight") + "bias") if key.endswith(".weight") else None
+            if bias is not None and len(info.shape) == 2 and bias.shape == info.shape[1:] != info.shape[:1]:
+                found.add(key.split(".")[-2])
+        return frozenset(found)
+
+
+def claims(
+    tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str] = ()
+) -> Iterator[Claim]:
+    """Yield what is certain of an adapter's modules; modules that claim the same place are left out, but for those
+    whose tensors are all among `copies`, the names of tensors that the plan takes for copies of others."""
+    uncertain = _uncertain_prefix(tensors, base)
+    certain = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
+    read = [replace(group, kind=variant(group, numbers)) for group in certain]
+    yield from _experts(read, numbers, base, strength, copies)
+    yield from _tokens(tensors, numbers, base, strength)
+    placed = ((group, _place(group, read, base)) for group in read)
+    found = [
+        (g, p) for g, place in placed if place is not None and (p := _ordered(g, place, numbers, base)) is not None
+    ]
+    if any(_is_stored_in_out(group, place) for group, place in found):  # then a square weight may, too
+        found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
+    taken = Counter((_family(group.kind), place.rows) for group, place in found if not _is_copy(group, copies))
+    has_copies = any(COPIED in name for name in tensors)
+    vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
+    for group, place in found:
+        claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
+        if claim is not None and claim.kind in STARTED and has_copies:
+            continue  # a stored copy may lack the start already, and stand in for the base: the plan compares them
+        if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
+            continue
+        if claim is not None and group.kind in METHODS:
+            claim = _of_method(claim, group, place, numbers, tensors)
+        if claim is not None:
+            yield claim
+
+
+def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
+    """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
+    own = [info for info in tensors.values() if info.name.endswith(TOKENS)]
+    others = [n for n in tensors if own and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
+    layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if own and len(t.shape) == 2]
+    tables = [layer for layer in layers if layer.rpartition(".")[2] in TABLES]
+    for info in () if base.ties and (others or len(tables) > 1) else own:
+        stem = info.name.removesuffix(TOKENS).removesuffix(".token_adapter")
+        place = base.places.find(stem, "weight")
+        if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
+            (row,), factor = place.rows, strength(place.rows[0].key, place.network)
+            runs = numbers.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
+            spans = {Span(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor}
+            if runs:
+                yield Claim(stem, "set", {"diff": info.name}, spans, 1.0)
+
+
+def _is_copy(group: Group, copies: Collection[str]) -> bool:
+    return all(info.name in copies for role, info in group.roles.items() if role not in NUMBERS)
+
+
+def _experts(
+    read: list[Group], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str]
+) -> Iterator[Claim]:
+    """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
+    found = [(group, *there) for group in read if (there := _stacked(group, numbers, base)) is not None]
+    taken = Counter(place.rows for group, place, _ in found if not _is_copy(group, copies))
+    for group, place, path in found:
+        scale = numbers.of_experts(group, path, place.shape[0])
+        factor = strength(place.rows[0].key, place.network)
+        sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
+        row = (
+            "lora_experts"
+            if len({*sides}) > 1
+            else square_experts(numbers.config(group.stem), str(base.config.get("model_type") or ""))
+        )
+        if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
+            continue
+        if sorted(sides) == sorted(place.shape[1:]):
+            spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
+            tensors = {role: info.name for role, info in group.roles.items()}
+            yield Claim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
+
+
+def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | None:
+    """Return where the experts of a module lie that PEFT's `target_parameters` names, and the parameter's path.
+
+    PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
+    outermost (tuners/lora/layer.py, ParamWrapper).
+    """
+    names = numbers.config(group.stem).get("target_parameters")
+    if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
+        return None
+    owner, depth = group.stem.replace(WRAPPED, ""), group.stem.count(WRAPPED)
+    path = owner.removeprefix(PEFT)
+    parts = [str(name).rpartition(".") for name in names]
+    leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
+    known = len(leaves) == 1 or leaves <= {*REGISTERED}
+    if not known or not all(of for of, _, _ in parts) or depth >= len(leaves):
+        return None
+    leaf = (sorted(leaves, key=REGISTERED.index) if len(leaves) > 1 else [*leaves])[-1 - depth]
+    place = base.places.find(owner, leaf)
+    alone = place is not None and len(place.rows) == 1 and len(place.shape) == 3
+    return (place, f"{path}.{leaf}") if place is not None and alone else None
+
+
+def _of_method(
+    claim: Claim, group: Group, place: Place, numbers: Numbers, tensors: Mapping[str, StoredTensor]
+) -> Claim | None:
+    """Return the claim with the numbers of its method's row; None where others may apply."""
+    method, alpha = METHODS[group.kind], numbers.limit(group)
+    if alpha is None or (alpha and method.type):
+        return None
+    known = Known(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
+    keys = method.shared_keys(group.stem.removeprefix(PEFT))
+    shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
+    scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
+    settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
+    return replace(claim, scale=scale, settings=numbers.stated(settings), shared=shared)
+
+
+def _is_stored_in_out(group: Group, place: Place) -> bool:
+    """Return whether the shape shows that the base stores the transpose of the weight."""
+    return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
+
+
+def _is_in_out(base: Base) -> bool:
+    """Return whether every layer of this type of model with a name of CONV1D is [in, out]."""
+    return str(base.config.get("model_type")) in IN_OUT
+
+
+def _uncertain_prefix(tensors: Mapping[str, StoredTensor], base: Base) -> str:
+    """Return the prefix of one of two expert models, where the base is one of them and nothing here says which."""
+    both = any(name.startswith("transformer_2.") for name in tensors)
+    return "transformer." if both and not base.places.has("transformer_2") else ""
+
+
+def _family(kind: str) -> str:
+    return "low rank" if kind.startswith("lora") else kind
+
+
+def _place(group: Group, read: list[Group], base: Base) -> Place | None:
+    place = base.places.find(group.stem, group.parameter)
+    if place is None or any(base.tensors[r.key].dtype not in FLOATS for r in place.rows):
+        return None
+    leaf = group.stem.rpartition(".")[2]
+    if base.ties and (leaf in TABLES or place.rows[0].key.split(".")[-2:-1] in [[t] for t in TABLES]):
+        return None
+    return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
+
+
+def _ordered(group: Group, place: Place, numbers: Numbers, base: Base) -> Place | None:
+    """Return the place with its rows in the order of the adapter's; None where nothing states that order.
+
+    A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
+    without it are stacked.
+    """
+    network = base.places.of_heads(place)
+    if network is None:
+        return place
+    named = any(".default" in info.name for info in group.roles.values())
+    order = numbers.order if named else "stacked"
+    files = {base.tensors[network.prefix + name].file for name in network.shapes}
+    stored = "heads" if len(files) > 1 else "stacked"
+    if order == stored:
+        return place
+    return reordered(place, by_heads=stored == "heads") if order and len(place.rows) == 1 else None
+
+
+def _part(group: Group, number: int, read: list[Group], place: Place, known: tuple[int, ...]) -> Place | None:
+    """Return the rows of row part `number`, which lie below those of the parts before it.
+
+    Where all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
+    base's weight do.
+    """
+    sizes = {
+        g.part: g.roles["up"].shape[0]
+        for g in read
+        if (g.stem, g.parameter) == (group.stem, group.parameter) and g.part is not None
+        if "up" in g.roles and g.roles["up"].shape
+    }
+    if len(place.rows) != 1 or number not in sizes:
+        return None
+    if known and all(n < len(known) and known[n] == size for n, size in sizes.items()):
+        return rows_of(place, sum(known[:number]), sum(known[: number + 1]))
+    if sorted(sizes) == list(range(len(sizes))) and sum(sizes.values()) == place.shape[0]:
+        start = sum(sizes[n] for n in range(number))
+        return rows_of(place, start, start + sizes[number])
+    return None
+
+
+def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: Strength) -> Claim | None:
+    turned = _turned(group, place, numbers, base)
+    scale = numbers.scale(group)
+    if turned is None or scale is None or _contradicts(group, numbers):
+        return None
+    kind, axis = kind_of(group, place.shape, numbers), _axis(group, place, turned=turned)
+    if kind is None or axis is None:
+        return None
+    rows = list(_spans(place, turned=turned))
+    if kind == "peft_ia3_out" or (group.kind in METHODS and METHODS[group.kind].bias):
+        rows += _bias(place, base, place.shape[1 if turned else 0])
+    spans: dict[Span, float] = {}
+    for span in rows:
+        factor = strength(span.key, place.network)
+        if factor is None:
+            return None
+        if factor:
+            spans[span] = factor
+    tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBERS}
+    settings = numbers.stated({"parts": ()}) if kind == "lora_fused" else {}
+    return Claim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
+
+
+def _contradicts(group: Group, numbers: Numbers) -> bool:
+    """Return whether a module has two tensors of one role, or a magnitude although its configuration denies DoRA."""
+    return bool(group.twice) or (numbers.config(group.stem).get("use_dora") is False and "magnitude" in group.roles)
+
+
+def _spans(place: Place, *, turned: bool) -> Iterator[Span]:
+    first = 0
+    merged: list[tuple[str, int, int, int]] = []
+    for r in place.rows:  # neighbouring rows of one tensor are one span
+        if merged and merged[-1][0] == r.key and merged[-1][2] == r.start:
+            merged[-1] = (r.key, merged[-1][1], r.stop, r.cols)
+        else:
+            merged.append((r.key, r.start, r.stop, r.cols))
+    for key, start, stop, cols in merged:
+        yield Span(key, start, stop, cols, turned, first)
+        first += stop - start
+
+
+def _bias(place: Place, base: Base, outputs: int) -> Iterator[Span]:
+    """Yield the bias of a layer whose outputs are scaled."""
+    key = place.rows[0].key.removesuffix("weight") + "bias"
+    info = base.tensors.get(key)
+    if info is not None and info.shape == (outputs,):
+        yield Span(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
+
+
+def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | None:
+    """Return whether the base stores the transpose of the factors' product; None if they do not fit, or it is unknown.
+
+    The shapes decide; for square weights the type of the model does.
+    """
+    upright, in_out_names = fits(group, place.shape), fits(group, place.shape[::-1])
+    if len(place.shape) != 2 or len(place.rows) > 1 or not in_out_names:
+        return False if upright else None
+    name = place.rows[0].key.split(".")[-2:-1]
+    conv1d = bool(name) and name[0] in CONV1D and str(base.config.get("model_type")) not in OUT_IN
+    if upright and not (
+        conv1d
+        or numbers.config(group.stem).get("fan_in_fan_out")
+        or numbers.turns
+        or (name and name[0] in base.in_out_names)
+    ):
+        return False
+    return True if not upright or (conv1d and _is_in_out(base)) else None
+
+
+def _axis(group: Group, place: Place, *, turned: bool) -> str | None:
+    """Return the axis of DoRA's magnitude, "" without one; None where it is unknown."""
+    info = group.roles.get("magnitude")
+    if info is None:
+        return ""
+    if group.kind == "lora_embedding" or len(place.shape) < 2:
+        return None
+    shape, (out, inputs) = info.shape, place.shape[::-1] if turned else place.shape[:2]
+    if info.name.endswith(".dora_scale") and len(shape) > 1 and shape[0] != out:
+        return "in" if shape[1] == inputs and prod(shape) == inputs else None
+    return "out" if prod(shape) == out else None

@@ -1,0 +1,307 @@
+"""Compares the changes of two adapters: cosine, norms and common subspaces of ΔW, by block and by module.
+
+Compares tensors that two adapters store whole: the values that take the place of the base's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..adapters.modules import AdapterFile, group, rank_of
+from ..adapters.peft.rules import PeftRules
+from ..adapters.stated import rules_of
+from ..adapters.suffixes import split_parameter
+from ..algorithms.lora import LORA
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..engine.change_norms import Replaced, runs, values
+from ..engine.tensors import Fetch, TensorCache
+from ..engine.torch_state import undisturbed
+from ..errors import MergeError
+from ..files.checkpoint import Index
+from ..job import make_job
+from ..models.blocks import block_name, blocks, in_order
+from ..models.inferred_base import Name, common_names, plain
+from ..models.names import names
+from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.make_plan import plan_job
+from ..planning.plan import OutputTensor
+from ..text import Note
+from .compare_models import Difference, plain_sums
+from .module_change import NOISE, Delta, Deltas, changes, replaced_by, shape_of
+from .pictures import evenly
+from .pictures import pictures as pictured
+
+Key: TypeAlias = tuple[Name, str]
+"""(network and name of a module, parameter), alike in all dialects of one layout."""
+
+ROWS: Final = "rows of trained tokens: name a base with --base"
+
+
+class Sums(NamedTuple):
+    """Sums over two changes: of squares, and of products."""
+
+    a: float = 0.0
+    b: float = 0.0
+    inner: float = 0.0
+
+
+def compare_whole(a: AdapterFile, b: AdapterFile) -> dict[str, Any]:
+    """Return how the values differ that both store: `equal`, `total`, `tensors` by A's names, `only_a`, `only_b`, and
+    under `left` which tensors cannot be compared, and why."""
+    left: dict[str, str] = {}
+    one, other = dict(_values(a, left)), dict(_values(b, left))
+    total, tensors = Difference(), dict[str, Difference]()
+    with Reader([a.index, b.index]) as reader:
+        for key, own in one.items():
+            if (far := other.get(key)) is None:
+                continue
+            if own.shape != far.shape:
+                left[own.name] = of_shapes(own.shape, far.shape)
+                continue
+            tensors[own.name] = plain_sums(own, far, reader)
+            total.add(tensors[own.name])
+    return {
+        "equal": sum(found.equal for found in tensors.values()), "total": total.to_dict(),
+        "tensors": {name: found.to_dict() for name, found in tensors.items()},
+        "only_a": [own.name for key, own in one.items() if key not in other],
+        "only_b": [far.name for key, far in other.items() if key not in one], "left": left,
+    }  # fmt: skip
+
+
+def of_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> str:
+    """Return why two weights cannot be compared."""
+    return f"other shapes: {list(a)} in A, {list(b)} in B"
+
+
+def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[Key, StoredTensor]]:
+    """Yield the tensors that take the place of the base's; the others come into `left`, with the reason."""
+    known = rules_of(file)
+    for info in file.strange:
+        target = _target(info, known.of(info.name), left)
+        name, parameter = split_parameter(target) if target else ("", "")
+        if target:
+            yield (plain(name or target), parameter), info
+
+
+def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
+    """Return the name of the tensor that one takes the place of; "" for a tensor that is no such value."""
+    try:
+        value = known.stored_value(info.name)
+    except MergeError as e:
+        left[info.name] = e.what
+        return ""
+    if value is None:
+        return info.name
+    if value.kind != "value" or value.rows is not None:
+        left[info.name] = ROWS if value.kind == "value" else value.why
+        return ""
+    return value.target
+
+
+def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> Sums:
+    """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
+    found = Sums()
+    for first, count in runs(a, 1):
+        old = values(a.own, first, count, read)
+        one, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
+        sound = one.isfinite() & other.isfinite()
+        one, other = one[sound], other[sound]
+        found = Sums(found.a + float(one @ one), found.b + float(other @ other), found.inner + float(one @ other))
+    return found
+
+
+Spaces: TypeAlias = tuple[Tensor, Tensor] | None
+"""Orthonormal bases of a column space and a row space."""
+
+OPPOSED: Final = -0.1
+"""The cosine below which two changes fight: those of independent trainings are within a few hundredths of 0."""
+
+NEEDS_BASE: Final = "its change depends on the weights: name a base with --base"
+
+MORE: Final = 8
+"""Random columns more than the rank: with just as many, a direction can be lost by chance."""
+
+
+@dataclass
+class Alike:
+    """Sums over the modules that both adapters change."""
+
+    a: float = 0.0  # squares
+    b: float = 0.0
+    inner: float = 0.0
+    overlaps: list[float] = field(default_factory=list)
+    pictures: dict[str, Any] = field(default_factory=dict)  # of one module
+
+    def add(self, other: Alike) -> None:
+        """Add the sums of other modules."""
+        self.a, self.b, self.inner = self.a + other.a, self.b + other.b, self.inner + other.inner
+        self.overlaps += other.overlaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None where there is none."""
+        both = sqrt(max(self.a, 0.0) * max(self.b, 0.0))
+        return {
+            "a": sqrt(max(self.a, 0.0)), "b": sqrt(max(self.b, 0.0)), "cosine": self.inner / both if both else None,
+            "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
+        }  # fmt: skip
+
+
+@undisturbed()
+def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = False) -> dict[str, Any]:
+    """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
+    for those that take each other back.
+
+    Without a base, modules are found by their names, in the words of their model where they tell it. With one, each
+    adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
+    and histogram of both changes.
+    """
+    files = group(a), group(b)
+    shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
+    left: dict[str, str] = {}
+    pairs = _by_name(*files, shown) if base is None else _on_base(a, b, base, left, pictures=pictures)
+    total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
+    only: dict[str, list[str]] = {"a": [], "b": []}
+    for name, block, one in pairs:
+        if isinstance(one, Alike):
+            total.add(one)
+            rows.setdefault(block, Alike()).add(one)
+            table[name] = one.to_dict() | one.pictures
+        elif one in only:
+            only[one].append(name)
+        else:
+            left[name] = one
+    notes = []
+    if base is None and only["a"] and only["b"]:
+        which = "not every module" if table else "no module"
+        notes.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
+    whole = compare_whole(*files) if base is None else {}
+    left |= whole.pop("left", {})
+    for side, names_of in only.items():
+        names_of += whole.pop(f"only_{side}", ())
+    by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
+    return {
+        "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": notes, "total": total.to_dict(),
+        "blocks": by_block, "modules": table, "not_compared": left,
+        "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
+        **({"whole": whole} if whole.get("tensors") else {}),
+    }  # fmt: skip
+
+
+def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str]]:
+    """Yield (module, block, sums) of modules in both; in place of the sums "a" or "b" for those in one, or why they
+    cannot be compared.
+
+    `shown`: modules of A that get pictures.
+    """
+    weights = ([m for m in file.modules if m.parameter == "weight"] for file in (a, b))
+    mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in weights))
+    others = {(theirs.get(m.name, plain(m.name)), m.parameter): m for m in b.modules}
+    with Reader([a.index, b.index]) as reader, torch.no_grad():
+        first, second = Deltas(a, reader), Deltas(b, reader)
+        for module in a.modules:
+            other = others.pop((mine.get(module.name, plain(module.name)), module.parameter), None)
+            pair = None if other is None else (first.of(module), second.of(other))
+            sums = "a" if pair is None else _pair(*pair, pictures=module.where in shown)
+            yield module.where, block_name(module.name), sums
+        yield from ((m.where, block_name(m.name), "b") for m in others.values())
+
+
+def _pair(
+    a: Delta | None,
+    b: Delta | None,
+    of: tuple[OutputTensor | None, OutputTensor | None] = (None, None),
+    *,
+    pictures: bool = False,
+) -> Alike | str:
+    """Return the sums of two changes of one weight, or why there are none; `of`: the weights of two plans whose changes
+    they are."""
+    if a is None or b is None:
+        return NEEDS_BASE
+    if a.shape != b.shape:
+        return of_shapes(a.shape, b.shape)
+    one, other = a.inner(a), b.inner(b)
+    known = one > 0 and other > 0  # zeros span no space
+    overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
+    return Alike(one, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pictures of two changes: kind → {"a": …, "b": …}."""
+    return {kind: {"a": a.get(kind), "b": b.get(kind)} for kind in sorted({*a, *b})}
+
+
+def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
+    """Yield the mean squared cosine of the principal angles between the column spaces, and between the row spaces:
+    ‖Q₁ᵀ Q₂‖² / min(r₁, r₂). Björck and Golub 1973, doi:10.1090/S0025-5718-1973-0348991-3."""
+    if one is None or other is None:
+        return
+    for p, q in zip(one, other, strict=True):
+        if count := min(p.shape[1], q.shape[1]):
+            yield float((p.T @ q).square().sum()) / count
+
+
+def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
+    """Return orthonormal bases of the column space and the row space of a change; None where it is not known to be a
+    product of few columns.
+
+    Of a whole matrix, a product with random columns, a few more than the rank, spans the same space. Halko, Martinsson
+    and Tropp 2011, doi:10.1137/090771806, section 4.1.
+    """
+    change = delta.full
+    if change is None:
+        return delta.spaces()
+    uses = target.uses if target is not None else ()
+    if not uses or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in uses):
+        return None
+    rank = min(sum(rank_of(u.patch.module) for u in uses), *change.shape)
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for matrix in (change, change.T):
+        sketch = matrix @ torch.randn(matrix.shape[1], rank + MORE, generator=random)
+        columns, sizes, _ = torch.linalg.svd(sketch, full_matrices=False)
+        found.append(columns[:, sizes > NOISE * sizes[:1]][:, :rank])
+    return found[0], found[1]
+
+
+def _on_base(
+    a: Index, b: Index, base: Path, left: dict[str, str], *, pictures: bool
+) -> Iterator[tuple[str, str, Alike | str]]:
+    """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
+    "" as its block and then the side, "a" or "b". What has no place in the base comes into `left`, with the reason."""
+    opened = CheckpointCache()
+    plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
+    for match in (m for plan in plans for m in plan.adapters):
+        left |= {**match.unused, **match.unmatched}
+    lookup = names(plans[0].base)
+    block_of = blocks(lookup).of
+    with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
+        whole = [{one.target.name: one for one in replaced_by(plan)} for plan in plans]
+        first, second = (
+            {t.name: t for f in p.files for t in f.targets if t.uses or t.name in own}
+            for p, own in zip(plans, whole, strict=True)
+        )
+        one, other = (changes(plan, reader) for plan in plans)
+        shown = evenly([*first], 2) if pictures else frozenset()
+        read = TensorCache(reader, frozenset()).read
+        for name, target in first.items():
+            if name not in second:
+                yield name, "", "a"
+                continue
+            block = f"{lookup.component(name)} {block_of(name)}".strip()
+            if target.shape != second[name].shape:
+                yield name, block, of_shapes(target.shape, second[name].shape)
+            elif all(name in own for own in whole):
+                sums = sums_of_changes(whole[0][name], whole[1][name], read)
+                yield name, block, Alike(sums.a, sums.b, sums.inner)
+            else:
+                pair = _pair(one(target), other(second[name]), (target, second[name]), pictures=name in shown)
+                yield name, block, pair
+        yield from ((name, "", "b") for name in second if name not in first)

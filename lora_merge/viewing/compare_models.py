@@ -1,0 +1,199 @@
+"""Differences of the tensors of two models of any layouts: names of the second are looked up in the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..dtypes import FLOATS, ITEM_BYTES
+from ..engine.devices import place
+from ..engine.tensor_moves import stage
+from ..engine.tensors import TensorCache, view_bytes, weight_values
+from ..errors import AmbiguousName
+from ..files.checkpoint import Index
+from ..models.names import Names
+from ..models.weights import Weight, WeightView
+from .pictures import LIMIT, ROWS, histogram, of_matrix
+
+CHUNK: Final = 1 << 22  # bytes of each of two tensors that are compared at once
+
+
+@dataclass
+class Difference:
+    """Sums over numbers of two tensors, or of several."""
+
+    of: int = 0  # numbers
+    changed: int = 0
+    a: float = 0.0  # sum of squares of A
+    b_less_a: float = 0.0
+    largest: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether no number differs."""
+        return not self.changed
+
+    def add(self, other: Difference) -> None:
+        """Add the sums of other numbers."""
+        self.of, self.changed, self.a = self.of + other.of, self.changed + other.changed, self.a + other.a
+        self.b_less_a, self.largest = self.b_less_a + other.b_less_a, max(self.largest, other.largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts, ‖B−A‖, ‖A‖, their ratio, and the largest difference of two numbers."""
+        return {
+            "of": self.of, "changed": self.changed, "difference": sqrt(self.b_less_a), "norm": sqrt(self.a),
+            "relative": sqrt(self.b_less_a / self.a) if self.a else None, "largest": self.largest,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """One tensor of B beside its counterpart in A."""
+
+    name: str  # in B
+    keys: tuple[str, ...] = ()  # in A; none where A has no counterpart
+    why: str = ""  # why the two cannot be compared
+    sums: Difference = field(default_factory=Difference)
+
+
+def differences(a: Index, b: Index, lookup: Names) -> Iterator[Found]:
+    """Yield every tensor of B with its difference from A; `lookup` are the names of A."""
+    with Reader([a, b]) as reader, torch.no_grad():
+        cache = TensorCache(reader, frozenset())
+        pair = _Pair(a, b, lookup, reader, cache)
+        for info in b.parameters.values():
+            yield pair.of(info)
+            cache.forget()
+
+
+def difference_pictures(
+    a: Index, b: Index, lookup: Names, chosen: frozenset[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
+    LIMIT numbers only some rows are read, and quantised ones of that size have none."""
+    with Reader([a, b]) as reader, torch.no_grad():
+        cache = TensorCache(reader, frozenset())
+        pair = _Pair(a, b, lookup, reader, cache)
+        for info in (b.tensors[name] for name in chosen):
+            yield info.name, pair.pictures(info)
+            cache.forget()
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two open models."""
+
+    a: Index
+    b: Index
+    names: Names  # of A
+    reader: Reader
+    cache: TensorCache
+
+    def of(self, info: StoredTensor) -> Found:
+        """Return a tensor of B with its difference from A."""
+        own = self.a.tensors.get(info.name)
+        if own is None:
+            return self._elsewhere(info)
+        if own.shape != info.shape:
+            return Found(info.name, (own.name,), f"{list(own.shape)} and {list(info.shape)}")
+        return Found(info.name, (own.name,), sums=self._sums(own, info))
+
+    def pictures(self, info: StoredTensor) -> dict[str, Any]:
+        """Return the pictures of the difference of a tensor of B from its counterpart in A."""
+        own = self.a.tensors.get(info.name)
+        if prod(info.shape) <= LIMIT:
+            whole = self._whole(self.b, info).float()
+            if own is not None:
+                return of_matrix(whole - self._whole(self.a, own).float())
+            view = self.names.find(*info.name.rpartition(".")[::2])
+            return {} if view is None else of_matrix(whole - self._rows(view).float().reshape(whole.shape))
+        plain = own is not None and own.name not in self.a.packed and info.name not in self.b.packed
+        if own is None or not plain or not {own.dtype, info.dtype} <= FLOATS:
+            return {}
+        length = prod(info.shape[1:])
+        rows = [
+            self._row(info, n, length) - self._row(own, n, length)
+            for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
+        ]
+        return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
+
+    def _row(self, info: StoredTensor, number: int, length: int) -> Tensor:
+        wide = ITEM_BYTES[info.dtype]
+        raw = self.reader.read(info, number * length * wide, length * wide)
+        return view_bytes(memoryview(raw), info.dtype, (length,)).float()
+
+    def _elsewhere(self, info: StoredTensor) -> Found:
+        """Return a tensor of B beside the rows of A that have its name in other words."""
+        module, _, parameter = info.name.rpartition(".")
+        try:
+            view = self.names.find(module, parameter)
+        except AmbiguousName:
+            view = None
+        if view is None or any(piece.key not in self.a.tensors for piece in view.row_slices):
+            return Found(info.name)
+        keys = tuple(piece.key for piece in view.row_slices)
+        if prod(info.shape) != prod(view.shape):
+            return Found(info.name, keys, f"{list(view.shape)} and {list(info.shape)}")
+        return Found(info.name, keys, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))
+
+    def _rows(self, view: WeightView) -> Tensor:
+        """Return the numbers of a view of A, flat."""
+        parts = []
+        for piece, _ in view.addresses():
+            rows = self._whole(self.a, self.a.tensors[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
+            parts.append((rows[:, piece.across].t() if piece.transposed else rows).reshape(-1))
+        return torch.cat(parts)
+
+    def _whole(self, index: Index, info: StoredTensor) -> Tensor:
+        return weight_values(Weight(info.shape, info, index.packed.get(info.name)), self.cache.fetch)
+
+    def _sums(self, own: StoredTensor, info: StoredTensor) -> Difference:
+        """Return the sums of two tensors of one shape; plain ones are read in pieces."""
+        packed = own.name in self.a.packed or info.name in self.b.packed
+        if packed or not {own.dtype, info.dtype} <= FLOATS:
+            found = _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
+            sized = packed or {own.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
+            return found if sized else Difference(found.of, found.changed)
+        return plain_sums(own, info, self.reader)
+
+
+def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> Difference:
+    """Return the sums of two tensors of one shape, which are read in pieces: plain numbers, at least 8 bits wide."""
+    both = a, b
+    wide = [ITEM_BYTES[t.dtype] for t in both]
+    step, count, total = CHUNK // max(wide), prod(a.shape), Difference()
+    for first in range(0, count, step):
+        some = min(step, count - first)
+        raw = [reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
+        pair = [view_bytes(memoryview(r), t.dtype, (some,)) for r, t in zip(raw, both, strict=True)]
+        if a.dtype == b.dtype and raw[0] == raw[1]:
+            total.add(Difference(some, 0, _squared(_numbers(pair[0]))))
+        else:
+            total.add(_of_values(*pair))
+    return total if {a.dtype, b.dtype} & FLOATS else Difference(total.of, total.changed)
+
+
+def _of_values(a: Tensor, b: Tensor) -> Difference:
+    """Return the sums for two flat tensors; two NaN are equal."""
+    one, other = _numbers(a), _numbers(b)
+    apart = other - one
+    different = (one != other) & ~(one.isnan() & other.isnan())
+    finite = apart[different & apart.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return Difference(one.numel(), int(different.sum()), _squared(one), _squared(finite), largest)
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """Return the numbers in float64: float32 would not show the last bit of an integer."""
+    return stage([values], place("cpu", "F64"))[0]
+
+
+def _squared(values: Tensor) -> float:
+    return float(values[values.isfinite()].square().sum())

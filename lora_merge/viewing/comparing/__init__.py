@@ -1,1 +1,0 @@
-"""Comparisons of what two adapters store."""

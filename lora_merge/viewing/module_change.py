@@ -1,0 +1,254 @@
+"""ΔW of an adapter's modules without a base: as two factors where the formula is their product, else whole.
+
+One module is in memory at a time. A formula that reads the base's weight has no ΔW here.
+
+The change of a weight by a plan, computed as in a merge, one weight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.stated import rules_of
+from ..algorithms import ALGORITHMS, DoesNotFit
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..dtypes import Shape, flat
+from ..engine.change_norms import Replaced, factored, replaced, runs, values
+from ..engine.devices import place
+from ..engine.fold import StackedPatch, change, new_weights
+from ..engine.patch_tensors import PatchTensors
+from ..engine.row_blocks import Block, BlockPart, block
+from ..engine.row_blocks import blocks as cut_into_blocks
+from ..engine.tensor_moves import DeviceStream, stage
+from ..engine.tensors import Fetch, TensorCache, weight_values
+from ..errors import MergeError, TooLarge, misfit
+from ..matching.formula import AdapterContext, choose
+from ..matching.patch import PatchPart
+from ..models.weights import unstored, whole
+from ..planning.plan import OutputTensor, Plan
+from .adapter import algorithm_of
+
+SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
+LARGEST: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
+NOISE: Final = 1e-4
+"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
+STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
+
+
+@dataclass(frozen=True)
+class Delta:
+    """ΔW [out, cols] of one module at strength 1: `left` [out, r] times `right` [r, cols], or `full`."""
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+    full: Tensor | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """(out, cols)."""
+        if self.full is not None:
+            return tuple(self.full.shape)
+        assert self.left is not None
+        assert self.right is not None
+        return len(self.left), self.right.shape[1]
+
+    @property
+    def size(self) -> float:
+        """An upper bound of the norm; NaN or infinite where a number is."""
+        parts = [part for part in (self.left, self.right, self.full) if part is not None]
+        return prod(float(part.double().norm()) for part in parts)
+
+    def inner(self, other: Delta) -> float:
+        """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((A₁ A₂ᵀ)ᵀ (B₁ᵀ B₂)), without a matrix of ΔW's size."""
+        if self.full is None and other.full is None:
+            assert self.left is not None
+            assert self.right is not None
+            assert other.left is not None
+            assert other.right is not None
+            return float(((self.left.T @ other.left) * (self.right @ other.right.T)).sum(dtype=torch.float64))
+        return float((self.whole() * other.whole()).sum(dtype=torch.float64))
+
+    def whole(self) -> Tensor:
+        """Return ΔW as one matrix."""
+        if self.full is not None:
+            return self.full
+        assert self.left is not None
+        assert self.right is not None
+        return self.left @ self.right
+
+    def singular_values(self) -> Tensor:
+        """Return the singular values, the largest first; of a large matrix that is not a product, only the largest."""
+        if self.full is None:
+            assert self.left is not None
+            assert self.right is not None
+            small = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.T, mode="r").R.T
+            return _svdvals(small)
+        if min(self.full.shape, default=0) <= SMALL:
+            return _svdvals(self.full)
+        vector = torch.randn(self.full.shape[1], generator=torch.Generator().manual_seed(0))
+        for _ in range(STEPS):
+            vector = self.full.T @ (self.full @ vector)
+            vector = vector / vector.norm().clamp_min(1e-30)
+        largest: Tensor = (self.full @ vector).norm().reshape(1)
+        return largest
+
+    def spaces(self) -> tuple[Tensor, Tensor] | None:
+        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r], without directions
+        that are rounding; None if ΔW is not a product of two factors."""
+        if self.left is None or self.right is None:
+            return None
+        (left, upper), (right, lower) = torch.linalg.qr(self.left), torch.linalg.qr(self.right.T)
+        columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+        kept = sizes > NOISE * sizes[:1]
+        return left @ columns[:, kept], right @ rows.T[:, kept]
+
+
+def _svdvals(matrix: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(matrix)
+    return values
+
+
+class Deltas:
+    """The ΔW of one adapter's modules. `reader` reads its file."""
+
+    def __init__(self, file: AdapterFile, reader: Reader) -> None:
+        self.file = file
+        found = rules_of(file)
+        self._factors = TensorCache(reader, frozenset(file.index.files))
+        self._context = AdapterContext(0, file, found, FileValues(reader))
+
+    def each(self) -> Iterator[tuple[Module, Delta | None]]:
+        """Yield every module with its ΔW; None where that takes a base or more tensors."""
+        for module in self.file.modules:
+            yield module, self.of(module)
+
+    def of(self, module: Module) -> Delta | None:
+        """Return ΔW of a module at strength 1; None as in `each`."""
+        shape = shape_of(module)
+        if not shape or "magnitude" in module.shared:
+            return None
+        view = whole("weight", shape)
+        try:
+            patch = choose(module, view, self._context, {"weight": view}).patch
+        except MergeError:
+            return None
+        if patch.reads_base or patch.beside:
+            return None
+        first: StoredTensor = next(iter(module.slots.values()))
+        weight = unstored("weight", shape, first)
+        alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
+        piece = patch.view.row_slices[0]
+        part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, shape[0], (0, piece.rows), None, alone)
+        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
+        try:
+            with torch.no_grad():
+                stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
+                nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
+                found = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
+        except DoesNotFit as e:
+            raise misfit(f"{self.file.path}: {module.where}", e) from e
+        self._factors.forget()
+        if not found.size < LARGEST:
+            fix = "the training diverged; use an earlier checkpoint of the adapter"
+            raise TooLarge("a change is too large to be measured", f"{self.file.path}: {module.where}", fix)
+        return found
+
+
+def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
+    """Return the change as two factors, if its formula is low-rank and the factors are smaller than ΔW."""
+    row = stack.algorithm
+    if row.low_rank is None:
+        return None
+    left, right = row.low_rank.factors(weight, stack.tensors)
+    return Delta(left[0], right[0]) if left.shape[2] < min(weight.shape[1:]) else None
+
+
+def shape_of(module: Module) -> Shape:
+    """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
+    row = ALGORITHMS.get(algorithm_of(module))
+    return () if row is None or row.stacked or row.of_table else row.shown_shape(module.shapes) or ()
+
+
+def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
+    """Return a function that computes the change of a weight that a plan changes: as two factors where the patches tell
+    them, else whole, from the base; of a weight that an adapter replaces the difference."""
+    exchanged = {one.target.name: one for one in replaced_by(plan)}
+    factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+    tensors = PatchTensors(factors.fetch, plan.weights)
+
+    def change(target: OutputTensor) -> Delta:
+        if (one := exchanged.get(target.name)) is not None:
+            return Delta(full=_difference(one, factors.read))
+        try:
+            with torch.no_grad():
+                found = _factors(target, tensors) or Delta(full=_whole(target, tensors))
+        except DoesNotFit as e:
+            raise misfit(target.name, e) from e
+        factors.forget()
+        tensors.kept.clear()
+        return found
+
+    return change
+
+
+def replaced_by(plan: Plan) -> Iterator[Replaced]:
+    """Yield the tensors of a plan's output that its adapters store whole."""
+    return replaced((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
+
+
+def _difference(one: Replaced, read: Fetch) -> Tensor:
+    """Return V − W [rows, cols] of a weight that an adapter replaces."""
+    found = torch.empty(prod(one.target.shape))
+    for first, count in runs(one, 1):
+        found[first : first + count] = values(one.target.weight, first, count, read) - values(
+            one.own, first, count, read
+        )
+    return found.view(one.target.matrix)
+
+
+def _whole(target: OutputTensor, tensors: PatchTensors) -> Tensor:
+    """Return the change of a weight [rows, cols]."""
+    found = torch.zeros(target.matrix)
+    for one, rows, merged in merged_blocks(target, tensors):
+        found[one.first : one.last] = (merged - rows)[0]
+    return found
+
+
+def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
+    """Return the change of a whole weight as two factors; None where it is not such a product."""
+    (rows, cols), at = target.matrix, place("cpu", "F32")
+    whole = all((u.piece.start, u.piece.stop) == (0, rows) for u in target.uses)
+    if target.combining is not None or not whole or not all(map(factored, target.uses)):
+        return None
+    left, right = [], []
+    for s in tensors.stacks([block(target, 0, rows)], at, DeviceStream(at)):
+        if s.taken is not None or s.view is not None or s.algorithm.low_rank is None:
+            return None
+        one, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
+        left.append(one[0] * s.strength[0])
+        right.append(other[0])
+    found = Delta(torch.cat(left, 1), torch.cat(right))
+    return found if sum(part.shape[1] for part in left) < min(rows, cols) else None
+
+
+def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield each changed block of a weight with its numbers before and after the merge, both [1, rows, cols]."""
+    wide = target.combining is not None or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
+    at = place("cpu", "F64" if wide else "F32")
+    lane = DeviceStream(at)
+    base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
+    for one in (b for b in cut_into_blocks(target) if b.slices and base.numel()):
+        rows = stage([base[one.first : one.last]], at)
+        try:
+            merged = new_weights([one], rows.clone(), tensors.stacks([one], at, lane))
+        except DoesNotFit as e:
+            raise misfit(target.name, e) from e
+        yield one, rows, merged

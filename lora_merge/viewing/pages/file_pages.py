@@ -1,0 +1,227 @@
+"""The pages about files: one file, an adapter on a base, a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...models.blocks import in_order
+from ...text import plural
+from ..compare import compare_summary
+from ..facts import between, counted
+from ..hashes import spoken
+from ..text import few, match_summary, metadata, of_training, summary
+from .content import CLICK, COSINE, Column, Content, Found, Metric, root
+from .heat_map import short
+from .preview import preview
+
+MEASURED: Final = (
+    Metric("norm", "‖ΔW‖", join=root),
+    Metric("stable_rank", "stable rank"),
+    Metric("rank", "rank", join=max),
+    Metric("largest", "largest singular value", join=max),
+)
+
+SIZES: Final = (
+    Metric("rms", "root mean square"),
+    Metric("norm", "‖W‖", join=root),
+    Metric("largest", "largest |W|", join=max),
+)
+
+DIFFERENT: Final = (
+    Metric("relative", "difference / norm", "%"),
+    Metric("difference", "norm of the difference", join=root),
+    Metric("largest", "largest difference", join=max),
+)
+
+ALIKE: Final = (
+    Metric("cosine", "cosine", COSINE),
+    Metric("overlap", "common directions", "%"),
+    Metric("a", "‖ΔW‖ of A", join=root),
+    Metric("b", "‖ΔW‖ of B", join=root),
+)
+
+
+def of_file(found: Found) -> dict[str, Any]:
+    """Return the content of the page about one file, or about an adapter on a base."""
+    match = found.get("match")
+    page = Content("Adapter" if found["kind"] == "adapter" else "Model", Path(found["path"]).name)
+    if match:
+        page.data["title"] += f" + {Path(match['adapter']).name}"
+    page.summary(summary(found))
+    page.data["notes"] += found.get("notes", ())
+    page.summary(match_summary(match) if match else ())
+    page.table(
+        "Parts",
+        ["part", "what it does", "modules", "parameters", "layers"],
+        (
+            [name, part["does"], part["modules"], part["parameters"], counted(part["layers"])]
+            for name, part in found.get("parts", {}).items()
+        ),
+        first=True,
+    )
+    trained = found.get("trained") or {}
+    page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
+    told = ([name.replace("_", " "), of_training(name, value)] for name, value in trained.items())
+    page.table("Training", ["fact", "value"], told, first=True)
+    hashes = (found.get("hashes") or {}).items()
+    page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
+    page.table(
+        "Layers",
+        ["names", "algorithm", "modules", "ranks", "alphas"],
+        (
+            [name, row["algorithm"], row["modules"], few(row["ranks"]), few(row["alphas"])]
+            for name, row in found.get("patterns", {}).items()
+        ),
+    )
+    if numbers := found.get("weights"):
+        _changed(page, numbers)
+    blocks = found.get("blocks") or {}
+    if found["kind"] == "adapter":
+        page.table(
+            "Blocks",
+            ["block", "modules", "ranks", "alphas"],
+            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in _labelled(blocks)),
+        )
+    elif not match:
+        if sizes := found.get("sizes"):
+            _sized(page, sizes)
+        page.bars("Parameters by block", "block", blocks.items())
+    if match:
+        _matched(page, found, match)
+    page.table("Other metadata", ["entry", "value"], map(list, metadata(found)))
+    return page.data
+
+
+def _changed(page: Content, numbers: Found) -> None:
+    """Add pictures of how much an adapter changes, from its weights."""
+    page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
+                  numbers["modules"])  # fmt: skip
+    page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
+
+
+def _sized(page: Content, sizes: Found) -> None:
+    """Add pictures and tables of how large the weights of a model are."""
+    matrices = {name: one for name, one in sizes["tensors"].items() if one["dimensions"] > 1}
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
+    for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
+        columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
+        rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
+        page.table(f"Weights by {of}", columns, rows if len(rows) > 1 else [])
+
+
+def _matched(page: Content, found: Found, match: Found) -> None:
+    """Add tables and pictures of how an adapter fits a base."""
+    page.table(
+        "Modules without a place",
+        ["module", "why"],
+        ([n, w if isinstance(w, str) else ", ".join(w)] for n, w in (match.get("unmatched") or {}).items()),
+    )
+    if numbers := match.get("numbers"):
+        page.change(numbers, "What the merge would change, by block and layer")
+    page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
+    if match["fits"]:
+        page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
+
+
+def of_comparison(found: Found) -> dict[str, Any]:
+    """Return the content of the page of a comparison."""
+    page = Content("Comparison", f"{Path(found['a']).name} ↔ {Path(found['b']).name}")
+    page.summary(compare_summary(found))
+    (_alike if found["kind"] == "adapters" else _different)(page, found)
+    whole = found.get("whole", {}).get("tensors", {})
+    columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
+    page.table("Stored whole in both", ["tensor", *columns, "numbers that differ", "of"],
+               ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in whole.items()))  # fmt: skip
+    page.table("Not compared", ["name", "why"], map(list, found.get("not_compared", {}).items()))
+    page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
+    page.table(
+        "Only in one",
+        ["name", "in"],
+        [[n, w.upper()] for w in ("a", "b") for n in sorted(found.get(f"only_{w}", ()), key=in_order)],
+    )
+    page.table("Equal in both", ["tensor"], ([name] for name in sorted(found.get("equal_tensors", ()), key=in_order)))
+    page.table("Entries of metadata that differ", ["entry"], ([name] for name in found.get("metadata", ())))
+    return page.data
+
+
+def _alike(page: Content, found: Found) -> None:
+    page.heat_map(
+        "How alike they are, by block and layer",
+        "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
+        ALIKE,
+        found["modules"],
+    )
+    rows = list(_labelled(found["blocks"]))
+    page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
+    columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
+    page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
+
+
+def _different(page: Content, found: Found) -> None:
+    page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
+                  DIFFERENT, found["tensors"], "B − A")  # fmt: skip
+    _blocks_that_differ(page, found["blocks"])
+    page.bars(
+        "Norm of the difference by block",
+        "block",
+        ((n, row["difference"]) for n, row in found["blocks"].items() if row["difference"]),
+    )
+
+
+def _blocks_that_differ(page: Content, blocks: Found) -> None:
+    """Add a table of the blocks of two models, the equal ones too."""
+    columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
+    rows = ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in blocks.items())
+    page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
+
+
+def of_files(found: Sequence[Found]) -> dict[str, Any]:
+    """Return the content of a page about several files: a table of all, then what the page of each would have."""
+    page = Content("Files", plural(len(found), "file"))
+    page.table(
+        "Files",
+        [
+            "file",
+            "kind",
+            "made for",
+            "adapter on it",
+            "modules matched",
+            "of",
+            "tensors",
+            {"title": "size", "unit": "B"},
+        ],
+        (_of_several(f) for f in found),
+        first=True,
+    )
+    for name, one in zip(map(_of_pair, found), map(of_file, found), strict=True):
+        page.table(f"{name}: summary", ["fact", "value"], one["summary"])
+        for kind in ("tables", "heat_maps", "bars"):
+            page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in one[kind]]
+        for kind in ("warnings", "notes"):
+            page.data[kind] += [f"{name}: {text}" for text in one[kind]]
+        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in one["commands"]]
+    return page.data
+
+
+def _of_pair(found: Found) -> str:
+    """Return the name of a file, or of a base and the adapter that was looked at with it."""
+    adapter = (found.get("match") or {}).get("adapter")
+    return Path(found["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
+
+
+def _of_several(found: Found) -> list[Any]:
+    match = found.get("match") or {}
+    made_for = found.get("architecture") or found.get("made_for")
+    return [found["path"], found["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
+            found["tensors"], found["bytes"]]  # fmt: skip
+
+
+def _short(names: Mapping[str, Any]) -> list[str]:
+    labels = short(names)
+    return [labels[name] for name in names]
+
+
+def _labelled(found: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return zip(_short(found), found.values(), strict=True)

@@ -1,0 +1,279 @@
+"""The pages about what was written: a merge, an adapter, a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+from ...text import codes_line, plural, size, stored
+from ..facts import strengths
+from ..merge_facts import effect, matched, recomputed, retained, unchanged, unused
+from .content import CLICK, SHARE, Column, Content, Found, Metric, root
+from .heat_map import short
+
+MADE: Final = (
+    Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
+    Metric("norm", "‖ΔW‖", join=root),
+    Metric("residual", "what is lost", "%"),
+    Metric("changed", "numbers that are not zero", "%"),
+    Metric("largest", "largest |ΔW|", join=max),
+    Metric("rank", "rank", join=max),
+    Metric("rank_before", "rank before", join=max),
+)
+
+
+BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed", "largest"))
+"""Those of them that are told of several layers together."""
+
+
+def of_merge(found: Found) -> dict[str, Any]:
+    """Return the content of the page of a merge."""
+    page = Content("Merge", Path(found["output"]).name)
+    proof = found["verified"] or {}
+    every = (found["numbers"] or {}).get("all", {})
+    rows: list[tuple[str, Any]] = [
+        ("output", f"{found['output']} ({size(found['written'])})"),
+        ("base", f"{found['base']} ({found['architecture']})"),
+        ("changed", f"{found['changed']} of {plural(found['tensors'], 'tensor')}"),
+        ("dtype", stored(found["dtype"]).removeprefix("dtype ")),
+        ("codes", codes_line(found["codes"]) if found["codes"] else ""),
+        ("method", found["method"]),
+        ("device", f"{found['device']}, computed in {found['compute_dtype']}"),
+        ("why this device", found["device_choice"]),
+        ("time", f"{found['seconds']:.1f} s"),
+        ("peak memory", size(found["peak_memory"])),
+        ("the change", effect(found["numbers"]) if found["numbers"] else ""),
+        ("retained", "" if every.get("retained") is None else f"{retained(every['retained'])} of the change"),
+        ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
+    ]
+    if proof:
+        rows += [("unchanged", unchanged(proof["untouched"]))] if proof["untouched"]["of"] else []
+        rows += [("matching", matched(proof["matching"]))] if proof["matching"]["alone"] else []
+        rows += [("unused", unused(proof["account"]))] if proof["account"]["unused"] else []
+    page.summary(rows)
+    page.data["warnings"] = [*_cut(found), *proof.get("warnings", ())]
+    page.data["notes"] = [
+        *found["notes"],
+        *(f"{name}: {note}" for name, c in found["coverage"].items() for note in c["notes"]),
+    ]
+    _adapters(page, found)
+    page.change(found["numbers"], "What changed, by block and layer")
+    page.table(
+        "Not merged",
+        ["adapter", "module", "why"],
+        (
+            [name, module, why]
+            for name, c in found["coverage"].items()
+            for module, why in {**c["skipped"], **c["ignored"]}.items()
+        ),
+    )
+    page.data["stages"] = _stages(found)
+    _commands(page, found, "--full")
+    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", found["output"],
+                 "-o", _beside(found["output"], "without"), *_searched(found))  # fmt: skip
+    page.recipe(found.get("recipe"))
+    return page.data
+
+
+def _cut(found: Found) -> Iterator[str]:
+    """Yield the warning about numbers that were cut to the range of their dtype, if some were."""
+    if cut := found.get("saturated"):
+        yield f"{plural(sum(cut.values()), 'number')} in {plural(len(cut), 'tensor')} were too large and were cut"
+
+
+def _adapters(page: Content, found: Found) -> None:
+    """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
+    rows = [*found["coverage"].items()]
+    sampled = {row["adapter"]: row for row in (found["verified"] or {}).get("retained", ())}
+    measured = (found["numbers"] or {}).get("all", {}).get("adapters", [])
+    known = [{**sampled.get(name, {}), **(one or {})} for (name, _), one in zip_longest(rows, measured)]
+    page.table(
+        "Adapters",
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
+        (
+            [name, strengths(c["strengths"]), c["matched"], c["total"], one.get("change"), one.get("retained")]
+            for (name, c), one in zip(rows, known, strict=True)
+        ),
+        first=True,
+    )
+
+
+def _removal(output: str) -> tuple[str, ...]:
+    return ("rm", *(["-r"] if Path(output).is_dir() else []), output)
+
+
+STAGES: Final = {
+    "start": "loading torch",
+    "read": "reading",
+    "hash": "hashing",
+    "fold": "computing",
+    "write": "writing",
+    "load": "opening the inputs",
+    "make": "computing",
+    "flush": "writing",
+    "prove": "proving",
+}
+"""Stage of the pipeline of a merge, which run side by side, or of a run that writes an adapter → what it does."""
+
+
+def _stages(found: Found) -> list[dict[str, Any]]:
+    """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
+    times = found["stages"].items()
+    rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
+    how = ", which run side by side" if "fold" in found["stages"] else ""
+    title = f"Time of the stages{how}; {found['seconds']:.1f} s in all"
+    return [{"title": title, "rows": rows}] if rows else []
+
+
+def of_adapter_made(found: Found) -> dict[str, Any]:
+    """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
+    page, every = Content("Adapter", Path(found["output"]).name), found["numbers"].get("all", {})
+    page.summary(
+        (
+            ("output", f"{found['output']} ({size(found['written'])})"),
+            ("format", "" if found["format"] == "keep" else found["format"]),
+            ("dtype", found["dtype"]),
+            ("layers", len(found["layers"])),
+            ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
+            ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
+            ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
+            ("time", f"{found['seconds']:.1f} s"),
+            ("proof", _proof_of_adapter(found["verified"] or {})),
+        )
+    )
+    page.data["notes"] = list(found["notes"])
+    norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
+    page.table(
+        "Inputs",
+        ["input", "strength", "modules", "layers that they change", "‖ΔW‖"],
+        (
+            [name, c.get("strength"), c.get("modules"), c.get("layers"), (one or {}).get("change")]
+            for (name, c), one in zip_longest(found["coverage"].items(), norms)
+        ),
+        first=True,
+    )
+    before = {name: {**one, "rank_before": one.get("rank_before") or None} for name, one in found["layers"].items()}
+    known = _told(MADE, before)
+    page.heat_map("What it changes, by block and layer", CLICK, known, before)
+    _by_block(page, found["numbers"])
+    page.data["stages"] = _stages(found)
+    page.table(
+        "Layers",
+        ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in known)],
+        ([name, layer.get("algorithm"), *(layer.get(m.key) for m in known)] for name, layer in before.items()),
+    )
+    _commands(page, found)
+    page.recipe(found.get("recipe"))
+    return page.data
+
+
+def _told(metrics: Sequence[Metric], rows: Found) -> list[Metric]:
+    """Return the numbers that are known and tell something: sums of factors change every number."""
+    values = {m: [one[m.key] for one in rows.values() if one.get(m.key) is not None] for m in metrics}
+    return [m for m, found in values.items() if found and (m.key != "changed" or min(found) < 1)]
+
+
+def _commands(page: Content, found: Found, *options: str) -> None:
+    """Add the commands that repeat, prove and undo what a page is about. `options`: of `verify`."""
+    output, searched = found["output"], [*_searched(found)]
+    page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
+                 "-o", _beside(output, "again"), *searched)  # fmt: skip
+    page.command("Prove it again:", "lora-merge", "verify", output, *options, *searched)
+    page.command("Undo it (the inputs are unchanged):", *_removal(output))
+
+
+def _searched(found: Found) -> Iterator[str]:
+    """Yield the options that say in which folders the inputs lie, beside that of the output."""
+    folders = (Path(path).absolute().parent for path in found.get("inputs", ()))
+    for folder in dict.fromkeys(f for f in folders if f != Path(found["output"]).absolute().parent):
+        yield from ("--search", str(folder))
+
+
+def _beside(output: str, word: str) -> str:
+    """Return the path of another output in the same folder."""
+    path = Path(output)
+    return str(path.with_name(f"{path.stem}-{word}{path.suffix}"))
+
+
+def _proof_of_adapter(proof: Found) -> str:
+    if not proof:
+        return "not proven (--no-verify)"
+    return f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
+
+
+def _by_block(page: Content, numbers: Found) -> None:
+    """Add how large the change of each part and block is, and how much of it is kept."""
+    for kind, of in (("components", "part"), ("blocks", "block")):
+        found = numbers.get(kind, {})
+        labels = short(found)
+        known = _told(BY_BLOCK, found)
+        for m in known[:1]:
+            page.bars(f"{m.title} by {of}", of, ((labels[name], one.get(m.key)) for name, one in found.items()), m.unit)
+        if len(found) > 1:
+            columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
+            rows = [[labels[name], one["layers"], *(one.get(m.key) for m in known), one["energy"]]
+                    for name, one in found.items()]  # fmt: skip
+            page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
+
+
+def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
+    """Return the content of the page of a batch."""
+    page = Content("Batch", plural(len(found), "job"))
+    counts: dict[str, int] = {}
+    for job in found:
+        counts[job["status"]] = counts.get(job["status"], 0) + 1
+    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s")))
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in found for text in _warned(job)]
+    jobs = sorted(found, key=lambda job: int(job["number"]))
+    page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
+    return page.data
+
+
+def _opened(job: Found) -> dict[str, Any]:
+    """Return what the row of a job opens to: the numbers of its own page without those of each weight, or its error."""
+    if error := job.get("error"):
+        return {"summary": [[name, error.get(name, "")] for name in ("what", "where", "fix")], "tables": []}
+    report = job.get("report")
+    if not report:
+        return {"summary": [["output", job["output"]]], "tables": []}
+    page = of_merge(report) if "method" in report else of_adapter_made(report)
+    notes = [["note", text] for text in (*page["warnings"], *page["notes"])]
+    return {
+        "summary": [*page["summary"], *notes],
+        "tables": [one for one in page["tables"] if one["title"] != "Layers"],
+    }
+
+
+def _warned(job: Found) -> Iterator[str]:
+    """Yield why a job failed, and what its report warns of."""
+    if error := job.get("error"):
+        yield error["what"]
+    if report := job.get("report"):
+        yield from _cut(report)
+        yield from (report.get("verified") or {}).get("warnings", ())
+
+
+JOBS: Final[Sequence[Column]] = (
+    "job", "output", "status", "adapters", {"title": "size", "unit": "B"}, {"title": "time", "unit": "s", "bar": True},
+    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": "retained", "unit": "%"},
+)  # fmt: skip
+
+
+def _job(job: Found) -> list[Any]:
+    """Return the row of a job. An output that is there is a link."""
+    report = job.get("report") or {}
+    every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
+    there = job["status"] in ("merged", "made", "skipped")
+    output = {"text": path.name, "href": path.absolute().as_uri()} if there else path.name
+    adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
+    return [job["number"], output, job["status"], adapters, report.get("written"), job.get("seconds") or None,
+            every.get("ratio"), every.get("retained")]  # fmt: skip
+
+
+def _times(found: Found) -> str:
+    """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
+    if "strengths" not in found:
+        return f"{found['strength']:g}×" if "strength" in found else ""
+    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in found["strengths"].values() for s in counts))

@@ -1,1 +1,0 @@
-"""Facts in words: the rows that text, terminals and pages show."""
