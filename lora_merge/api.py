@@ -225,7 +225,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.replay("merged.safetensors", "again.safetensors", search=["models", "loras"]).written
         2132696762
     """
-    from .adapter_options import WRITERS
+    from .adapters_out.commands import COMMANDS
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand, input_path
@@ -234,7 +234,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        if made_by(made) in WRITERS:
+        if made_by(made) in COMMANDS:
             from .adapters_out.replay import replay as replay_adapter
 
             given = {"device": device, "overwrite": overwrite}
@@ -298,7 +298,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
-    from .adapter_options import WRITERS
+    from .adapters_out.commands import COMMANDS
     from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import prove
@@ -308,7 +308,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     stated = adapter_list(adapters)
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
-        if base is None and not stated and made_by(output) in WRITERS:
+        if base is None and not stated and made_by(output) in COMMANDS:
             from .adapters_out.replay import prove as prove_adapter
 
             proof = prove_adapter(output, folders, watcher, full=full, options=options)

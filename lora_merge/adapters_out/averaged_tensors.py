@@ -98,7 +98,7 @@ def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[fl
 
 
 @undisturbed()
-def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
     with ExitStack() as stack:
         this = stack.enter_context(Run(job, progress))
@@ -111,7 +111,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         reader = this.reading(sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, betas, cache, TORCH_DTYPES[dtype])
+        means = Averages(snapshots, weights, job.shares, cache, TORCH_DTYPES[dtype])
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]

@@ -37,8 +37,8 @@ from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
 from .combined_change import Cut, Storage, Wanted, beyond_fp64, expect_finite, shared_out, stacked
+from .conversion import Conversion, Writing, bundled, weight_of
 from .conversion_proof import Claim, prove
-from .convert_job import Opened, Writing, bundled, weight_of
 from .copied_tensors import Made, entry, holds, is_turned, kept, stored_magnitude, value_made, whole_made
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
@@ -50,7 +50,6 @@ from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
-from .rank_rules import EXACT, RankRules, Rule
 from .rounding import LARGE, SMALL, squares_of_rows
 from .sources import Sources
 from .without_base import NOWHERE
@@ -93,9 +92,7 @@ class Converter:
 
     job: AdapterJob
     to: Dialect
-    rules: RankRules | None
     evaluator: Evaluator
-    tables: frozenset[str] = frozenset()  # modules of the adapter that are known to be embeddings
 
     @cached_property
     def at(self) -> Placement:
@@ -104,12 +101,12 @@ class Converter:
 
     def ranks(self, there: Iterable[Filled]) -> dict[str, int]:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
-        if self.rules is None or not self.rules.together:
+        if not self.job.rules.together:
             return {}
         matrices = (f for f in there if not f.place.vector and f.value is None)
         wanted = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
         dtype = self._dtype([s for f in there for s in f.shares])
-        return shared_out(self.rules.linear, wanted, dtype.itemsize, 0.0)
+        return shared_out(self.job.rules.linear, wanted, dtype.itemsize, 0.0)
 
     def made(self, filled: Filled, rank: int | None = None) -> Made:
         """Return the tensors of one module, at the rank that `ranks` gave; FitError where the dialect cannot hold
@@ -119,7 +116,7 @@ class Converter:
             return self._value(filled)
         if place.vector:
             return self._vector(place, shares)
-        if self.job.algorithm == KEEP and self.rules is None:
+        if self.job.keeps_forms:
             if any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(filled, self.to):
                 return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
             if copied := self._copy(filled) or self._renamed(place, shares):
@@ -217,7 +214,7 @@ class Converter:
     def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
         magnitude, given = None, shares
-        if self.job.algorithm == KEEP and self.rules is None and any(s.patch.magnitude for s in shares):
+        if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
             magnitude, given = self._magnitudes(place, shares), shares
             shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
         wanted, scale = self._wanted(place, shares)
@@ -231,9 +228,9 @@ class Converter:
             alpha = None  # it is the rank
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
         storage = Storage(form(algorithm, self.to), self._dtype(shares), 0.0, self.at)
-        if algorithm == FACTORS and wanted.left is None and self.rules is None:
+        if algorithm == FACTORS and wanted.left is None and not self.job.ranked:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
-        rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
+        rule = self.job.rules.of_layer(place.label, kernel=place.kernel)
         layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
             return self._new_value(place, shares, wanted.rows)
@@ -285,7 +282,7 @@ class Converter:
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        if holds_columns(Filled(place, tuple(shares)), self.to, self.tables):
+        if holds_columns(Filled(place, tuple(shares)), self.to, self.job.tables):
             patch = shares[0].patch
             shape = stored_magnitude(patch) if self.to.copies else (-1,)
             return self._stored(patch.module.shared["magnitude"]).reshape(shape)
@@ -306,7 +303,7 @@ class Converter:
 
     def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
         """Return whether a parameter is a table of embeddings."""
-        return is_table(place, shares, self.tables)
+        return is_table(place, shares, self.job.tables)
 
     def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
         """Return the change of a bias or a norm."""
@@ -368,39 +365,38 @@ class Converter:
 
 
 @undisturbed()
-def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
+def made(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
-    task, sources, there, everywhere = found
-    job = task.job
+    job, to, sources, modules, all_modules = conversion
     alone = _evaluators(job, reader, sources)
-    converter = Converter(job, task.to, task.rules, alone.get(), task.tables)
-    own, zeros = _made(converter, alone, there, put, begin)
-    if not own:
+    converter = Converter(job, to, alone.get())
+    changed, zeros = _made(converter, alone, modules, put, begin)
+    if not changed:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
 
     def renewed(place: Place) -> Made:
-        return converter.renewed(next(one for one in there if one.place == place))
+        return converter.renewed(next(module for module in modules if module.place == place))
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
-    own = with_biases(own, everywhere, task.to, renewed if at_hand else None, lambda one: kept(one, put))
+    changed = with_biases(changed, all_modules, to, renewed if at_hand else None, lambda module: kept(module, put))
     value = converter.value if at_hand else None
-    whole = completed(own, everywhere, task.to, value, lambda one: kept(one, put))
+    whole = completed(changed, all_modules, to, value, lambda module: kept(module, put))
     cache = cache_of(job, reader, sources)
-    beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
-    return Writing(own, whole, zeros, beside, proof(found, reader, own, begin))
+    beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
+    return Writing(changed, whole, zeros, beside, proof(conversion, reader, changed, begin))
 
 
 def proof(
-    found: Opened, reader: Reader, made: Sequence[Kept], begin: Counting
+    conversion: Conversion, reader: Reader, made: Sequence[Kept], begin: Counting
 ) -> Callable[[Path], Mapping[str, Any]]:  # fmt: skip
     """Return the function that proves the output at a path."""
-    task, sources, _, _ = found
+    job, sources = conversion.job, conversion.sources
     worst = max(sqrt(one.layer.lost / one.layer.squares) if one.layer.squares else 0.0 for one in made)
 
     @undisturbed()
     def proven(part: Path) -> Mapping[str, Any]:
-        before = _evaluators(task.job, reader, sources, drawn=True)
-        return prove(Claim(task.job, part, worst, _lost(made)), sources, before, begin)
+        before = _evaluators(job, reader, sources, drawn=True)
+        return prove(Claim(job, part, worst, _lost(made)), sources, before, begin)
 
     return proven
 

@@ -15,7 +15,7 @@ from ..algorithms.whole import FULL, SET
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
 from ..errors import FitError
-from .convert_job import Conversion, Opened
+from .conversion import Conversion
 from .dialects import Dialect
 from .groups import Filled, Place, Share, is_plain
 from .job import AUTO, FACTORS, GIVE_RANK, WHOLE, AdapterJob, form
@@ -35,9 +35,9 @@ MATRICES: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
-def expect_held(task: Conversion, one: Filled) -> None:
-    """Raise FitError where the dialect of a task has no form for a module that headers tell."""
-    place, shares, to, job = one.place, one.shares, task.to, task.job
+def expect_held(job: AdapterJob, to: Dialect, one: Filled) -> None:
+    """Raise FitError if a dialect has no form for a module, as headers show."""
+    place, shares = one.place, one.shares
     if one.value is not None:
         ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", one.value
         if ending not in to.endings and (not to.whole or strength != 1):
@@ -45,33 +45,30 @@ def expect_held(task: Conversion, one: Filled) -> None:
     elif place.vector:
         if vector_ending(place, to) is None and (place.bare or not to.whole):
             raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-    elif job.algorithm == KEEP and task.rules is None:
-        _expect_kept(task, one)
+    elif job.keeps_forms:
+        _expect_kept(job, to, one)
     elif job.algorithm == WHOLE:
         _expect_matrix(place, to)
-    elif _is_exact(task, place) and any(known_rank(s.patch) is None for s in shares):
+    elif _is_exact(job, to, place) and any(known_rank(s.patch) is None for s in shares):
         raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
 
 
-def _expect_kept(task: Conversion, one: Filled) -> None:
+def _expect_kept(job: AdapterJob, to: Dialect, one: Filled) -> None:
     """Raise FitError for a module that keeps its algorithm, where a dialect cannot hold it."""
-    place, shares, to = one.place, one.shares, task.to
+    place, shares = one.place, one.shares
     if all(is_plain(s.patch) for s in shares):
         if any(s.patch.magnitude for s in shares):
-            _expect_magnitudes(one, to, task.tables)
+            _expect_magnitudes(one, to, job.tables)
     elif any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(one, to):
         _expect_matrix(place, to)
     elif not can_copy(one, to):
         raise FitError(f"{to.name} cannot hold {shares[0].patch.algorithm} in this place", place.name, TO_LORA)
 
 
-def _is_exact(task: Conversion, place: Place) -> bool:
+def _is_exact(job: AdapterJob, to: Dialect, place: Place) -> bool:
     """Return whether a module becomes factors that no rule cuts."""
-    algorithm, rules = task.job.algorithm, task.rules
-    if rules is None:
-        return algorithm != KEEP and form(algorithm, task.to) == FACTORS
-    exact = rules.of_layer(place.label, kernel=place.kernel).name == EXACT
-    return exact and form(FACTORS if algorithm == KEEP else algorithm, task.to) == FACTORS
+    exact = job.rules.of_layer(place.label, kernel=place.kernel).name == EXACT
+    return exact and form(FACTORS if job.algorithm == KEEP else job.algorithm, to) == FACTORS
 
 
 def holds_columns(one: Filled, to: Dialect, tables: Collection[str]) -> bool:
@@ -129,14 +126,14 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
     return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 
-def planned_layer(one: Filled, rank: int, found: Opened) -> PlannedLayer:
+def planned_layer(one: Filled, rank: int, conversion: Conversion) -> PlannedLayer:
     """Return the tensors of one module. `rank`: of its factors, or the most that they can have."""
-    to, job, place, patches = found.task.to, found.task.job, one.place, [s.patch for s in one.shares]
-    kept = found.task.rules is None and job.algorithm == KEEP  # the algorithm is that of the input
+    to, job, place, patches = conversion.to, conversion.job, one.place, [s.patch for s in one.shares]
+    kept = job.keeps_forms  # the algorithm is that of the input
     (out, cols), shape = place.view.matrix, place.view.shape
     dtype = written_dtype(job, one.shares) or "F32"
     if place.vector or one.value is not None:
-        return _named(one, to, {_ending(one, to): (_of_value(one, found, dtype), shape)})
+        return _named(one, to, {_ending(one, to): (_of_value(one, conversion, dtype), shape)})
     copied = kept and not all(map(is_plain, patches))
     dense = copied and any(p.algorithm in MATRICES for p in patches) and not is_copied(one, to)
     whole = dense or job.algorithm == WHOLE
@@ -145,11 +142,11 @@ def planned_layer(one: Filled, rank: int, found: Opened) -> PlannedLayer:
     slots: dict[str, tuple[str, Shape]]
     if whole:
         ending = to.endings.get("diff", f".{place.parameter}")
-        return _named(one, to, {ending: (dtype if "diff" in to.endings else _new_dtype(one, found, dtype), shape)})
+        return _named(one, to, {ending: (dtype if "diff" in to.endings else _new_dtype(one, conversion, dtype), shape)})
     if copied:
         slots, rank = {slot: (_kind(i, job), i.shape) for p in patches for slot, i in p.module.slots.items()}, 0
     else:
-        slots = _pair_of(one, found, dtype, rank)
+        slots = _pair_of(one, conversion, dtype, rank)
     scaled = not copied or any("scale" in p.numbers or "alpha" in p.module.shared for p in patches)
     slots |= {"alpha": ("F32", ())} if to.alpha and scaled else {}
     magnitude = next((p.magnitude for p in patches if p.magnitude is not None), None)
@@ -174,10 +171,10 @@ def _ending(one: Filled, to: Dialect) -> str:
     return (changed if one.value is not None else vector_ending(place, to)) or f".{place.parameter}"
 
 
-def _pair_of(one: Filled, found: Opened, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
+def _pair_of(one: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
     """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
-    to, (out, *cols) = found.task.to, one.place.view.shape
-    if "up_bias" in to.endings and is_table(one.place, one.shares, found.task.tables):
+    to, (out, *cols) = conversion.to, one.place.view.shape
+    if "up_bias" in to.endings and is_table(one.place, one.shares, conversion.job.tables):
         expect_table(one.place, to)
         return {"table_up": (dtype, (*cols, rank)), "table_down": (dtype, (rank, out))}
     return {"down": (dtype, (rank, *cols)), "up": (dtype, (out, rank, *(1 for _ in cols[1:])))}
@@ -199,32 +196,32 @@ def _of_rows(place: Place) -> Shape:
     return tuple(place.view.matrix[0] if size < 0 else size for size in magnitude_shape(place))
 
 
-def _of_value(one: Filled, found: Opened, dtype: str) -> str:
+def _of_value(one: Filled, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the change of a vector, or of a new value."""
-    to = found.task.to
+    to = conversion.to
     if one.value is None:
-        return _new_dtype(one, found, dtype) if _ending(one, to) == f".{one.place.parameter}" else dtype
+        return _new_dtype(one, conversion, dtype) if _ending(one, to) == f".{one.place.parameter}" else dtype
     info, strength = one.value
     return info.dtype if to.whole and strength == 1 else "F32"
 
 
-def _new_dtype(one: Filled, found: Opened, dtype: str) -> str:
+def _new_dtype(one: Filled, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the new value of a parameter, which holds those of the base and of the change."""
-    weight = found.sources.weights.get(one.place.view.row_slices[0].key)
+    weight = conversion.sources.weights.get(one.place.view.row_slices[0].key)
     own = weight.stored.dtype if weight is not None else ""
-    if found.task.job.inputs.dtype != KEEP or own not in FLOATS or ITEM_BYTES[own] < 2 or own == dtype:
+    if conversion.job.inputs.dtype != KEEP or own not in FLOATS or ITEM_BYTES[own] < 2 or own == dtype:
         return dtype
     return "F32" if ITEM_BYTES[own] == ITEM_BYTES[dtype] else max(own, dtype, key=lambda kind: ITEM_BYTES[kind])
 
 
-def with_demands(layers: Sequence[PlannedLayer], found: Opened) -> list[tuple[Place, PlannedLayer]]:
+def with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
     """Return the modules with what a folder of PEFT or a file of diffusers needs in addition; FitError where it has no
     place for them, UsageError where the base has to be known."""
-    to, there, own = found.task.to, found.there, own_places(found.everywhere)
+    to, there, own = conversion.to, conversion.modules, own_places(conversion.all_modules)
     if "up_bias" not in to.endings:
         return [(one.place, layer) for one, layer in zip(there, layers, strict=True)]
-    known = found.sources.inputs is not None and found.sources.inputs.base.path != NOWHERE
-    layers = _with_biases(layers, found, own, known=known)
+    known = conversion.sources.inputs is not None and conversion.sources.inputs.base.path != NOWHERE
+    layers = _with_biases(layers, conversion, own, known=known)
     made = [_parameter(layer, f.place, to) for layer, f in zip(layers, there, strict=True)]
     asked, whole = demands(made, own, to, known=known), list[tuple[Place, PlannedLayer]]()
     kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
@@ -235,15 +232,17 @@ def with_demands(layers: Sequence[PlannedLayer], found: Opened) -> list[tuple[Pl
     added: list[tuple[Place, str, str, Shape]]
     added = [(p, to.endings.get("up_bias", ""), kind, p.view.matrix[:1]) for p in asked.biases]
     added += [(p, to.endings.get("magnitude", ""), "F32", _of_rows(p)) for p in asked.magnitudes]
-    wide = "F32" if found.task.job.compute_dtype == "fp32" else "F64"
+    wide = "F32" if conversion.job.compute_dtype == "fp32" else "F64"
     added += [(p, f".{p.parameter}", wide, p.view.shape) for p in asked.values]
     whole += [(p, PlannedLayer([(to.key(p.prefix, p.module, end), dtype, shape)])) for p, end, dtype, shape in added]
     return [*whole, *((p, _pair(p, asked.rank, to, kind)) for p in asked.zeros)]
 
 
-def _with_biases(layers: Sequence[PlannedLayer], found: Opened, own: Own, *, known: bool) -> list[PlannedLayer]:
+def _with_biases(
+    layers: Sequence[PlannedLayer], conversion: Conversion, own: Own, *, known: bool
+) -> list[PlannedLayer]:
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
-    to, there = found.task.to, found.there
+    to, there = conversion.to, conversion.modules
     made = [_parameter(layer, one.place, to) for layer, one in zip(layers, there, strict=True)]
     new = {id(place) for place in new_biases(made, own, to, known=known)}
     factored, whole = {m.place.module for m in made if m.rank}, list[PlannedLayer]()
@@ -251,7 +250,7 @@ def _with_biases(layers: Sequence[PlannedLayer], found: Opened, own: Own, *, kno
         if id(one.place) in new or (BIAS in stored.endings and to.folder):
             ending = WRAPPED if one.place.module in factored else BIAS
             ((_, dtype, shape),) = layer.tensors
-            dtype = _new_dtype(one, found, dtype) if id(one.place) in new else dtype
+            dtype = _new_dtype(one, conversion, dtype) if id(one.place) in new else dtype
             layer = _named(one, to, {ending: (dtype, shape)})
         whole.append(layer)
     return whole

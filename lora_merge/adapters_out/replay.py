@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from ..adapter_options import OF_MERGE
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter
@@ -20,53 +20,18 @@ from ..progress import Progress, unwatched
 from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
 from ..proof.replay import refuse_stated
-from .average import MOVING, Averaging, make_average
-from .average import OWN as OF_AVERAGE
-from .convert import OWN as OF_CONVERT
-from .convert import make_conversion
-from .convert import run as run_conversion
-from .extract.extract_job import OWN as OF_EXTRACT
-from .extract.extract_job import make_extraction
-from .extract.run import run as run_extraction
-from .format_option import run
-from .job import OWN, AdapterJob, make_adapter_job
+from .average import MOVING
+from .commands import COMMANDS
+from .job import AdapterJob
 from .output_file import CONTENTS
 from .report import AdapterReport
 
-
-class Command(NamedTuple):
-    """The two functions of a command: one makes its task of adapters, an output, a base and options, one runs it."""
-
-    make: Callable[[Sequence[Adapter], Any, Any, Mapping[str, Any]], Any]
-    run: Callable[[Any, Progress], AdapterReport]
-    own: frozenset[str]  # its options that a recipe states
-    inputs: str = "adapters"  # what the recipe calls them
-
-
-def _plain(command: str) -> Command:
-    return Command(lambda refs, *rest: make_adapter_job(command, refs, *rest), run, frozenset(OWN))
-
-
-def _average(refs: Sequence[Adapter], output: Any, base: Any, options: Mapping[str, Any]) -> Averaging:
-    """Return the task of `average`, whose weights are the strengths of a recipe where no option gives them."""
-    given = {"weights": [a.strength for a in refs], **options}
-    given |= {"weights": None} if any(name in options for name in MOVING) else {}
-    return make_average([replace(a, strength=1.0) for a in refs], output, base, given)
-
-
-COMMANDS: Final[Mapping[str, Command]] = {
-    **{name: _plain(name) for name in ("combine", "resize")},
-    "average": Command(_average, lambda task, progress: task.run(progress), frozenset((*OWN, *OF_AVERAGE))),
-    "convert": Command(lambda refs, *rest: make_conversion(refs[0], *rest), run_conversion, frozenset(OF_CONVERT)),
-    "extract": Command(lambda refs, output, base, options: make_extraction(base, refs[0].path, output, options),
-                       run_extraction, frozenset((*OWN, *OF_EXTRACT)), "tuned"),
-}  # fmt: skip
 SHARED: Final = frozenset(("dtype", "unmatched", "setting"))
 """The options of `merge` that a recipe states. Its other entries are ignored: anybody may have written the file, so it
 does not decide where something is written or how much memory is used."""
 
 
-def task_of(
+def job_of(
     made: Path,
     output: str | Path,
     folders: Sequence[Path],
@@ -74,31 +39,36 @@ def task_of(
     links: Path | None = None,
     full: bool = False,
     **options: Any,
-) -> Callable[[Progress], AdapterReport]:
-    """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found.
+) -> AdapterJob:
+    """Return the job that wrote a file; InputError for a damaged recipe, or for an input that is not found.
 
     `links`: a folder for links to inputs that have other names now, which the output tells. `full`: whether its proof
     computes every layer again.
     """
     metadata = open_checkpoint(made).metadata
-    told = parsed(metadata.get(KEY, "")) or {}
-    command = COMMANDS[told["command"]]
+    recipe = parsed(metadata.get(KEY, "")) or {}
+    command = COMMANDS[recipe["command"]]
     try:
         adapters = [
             (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
-            for a in told[command.inputs]
+            for a in recipe["tuned" if command.inputs == "checkpoints" else "adapters"]
         ]
         if not adapters:
             raise ValueError("it names no adapter")
-        base = input_of(told["base"]) if "base" in told else None
-        given = {name: value for name, value in told["options"].items() if name in command.own | SHARED}
+        base = input_of(recipe["base"]) if "base" in recipe else None
+        taken = {name for name in command.options if name not in OF_MERGE} | SHARED
+        stated = {name: value for name, value in recipe["options"].items() if name in taken}
+        if "weights" in command.options and not any(name in stated for name in MOVING):
+            stated = {"weights": [strength for _, strength, _ in adapters], **stated}
 
-        def task(paths: Sequence[Path], **more: Any) -> Any:
+        def job(paths: Sequence[Path], **more: Any) -> AdapterJob:
             refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
-            return command.make(refs, output, paths[-1] if base else None, {**given, **more})
+            if "weights" in command.options:  # the strengths of the recipe
+                refs = [replace(ref, strength=1.0) for ref in refs]
+            return command.job(refs, output, paths[-1] if base else None, {**stated, **more})
 
         inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
-        task([made] * len(inputs))  # checks its values before a user adds others
+        job([made] * len(inputs))  # checks its values before a user adds others
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise damaged(made, str(e)) from e
     except (UsageError, FitError) as e:
@@ -106,8 +76,8 @@ def task_of(
     paths = find_all(inputs, [*folders, absolute(made).parent, *current_folders()])
     if links is not None:
         paths = [_as_named(path, one.name, links) for path, one in zip(paths, inputs, strict=True)]
-    found = task(paths, **options)
-    return partial(command.run, _with(found, metadata.get(TITLE), full=full))
+    again = job(paths, **options)
+    return replace(again, inputs=replace(again.inputs, title=metadata.get(TITLE)), full=full)  # not one by its own name
 
 
 def _as_named(path: Path, name: str, links: Path) -> Path:
@@ -122,18 +92,12 @@ def _as_named(path: Path, name: str, links: Path) -> Path:
     return link
 
 
-def _with(task: Any, title: str | None, *, full: bool) -> Any:
-    """Return a task whose output has the title of the file that is made again, and not one by its own name."""
-    job = task if isinstance(task, AdapterJob) else task.job
-    job = replace(job, inputs=replace(job.inputs, title=title), full=full)
-    return job if isinstance(task, AdapterJob) else replace(task, job=job)
-
-
 def replay(
     made: Path, output: str | Path, folders: Sequence[Path], *, progress: Progress = unwatched, **options: Any
 ) -> AdapterReport:
     """Make a file again from its recipe."""
-    return task_of(made, output, folders, **options)(progress)
+    job = job_of(made, output, folders, **options)
+    return COMMANDS[job.command].run(job, progress, None)
 
 
 def prove(

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
-from ..adapter_options import TAKES
+from ..adapters_out.request import Request
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -31,7 +31,7 @@ from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import ENDINGS, exists, expand, home, is_file, no_address, of_index, with_ending
 from ..planning.plan import protected
 from ..proof.unmerge import opposite
-from .commands import MERGE, UNMERGE, Request
+from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
 from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given
 from .schema_errors import REQUIRED, failure, nearest, problems
@@ -78,8 +78,8 @@ class BatchJob:
         job = replace(self.job, adapters=adapters, keep_precision=_without(self.job.keep_precision, part))
         request = self.request
         if request is not None:
-            options = ((n, _without(value, part) if n == name else value) for n, value in request.options)
-            request = replace(request, options=tuple(options))
+            options = {n: _without(value, part) if n == name else value for n, value in request.options.items()}
+            request = replace(request, options=options)
         return replace(self, job=job, request=request, usual=self.usual - {(option, part)},
                        idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
@@ -171,7 +171,7 @@ class _Loader:
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
-                    made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
+                    made, request = (job, None) if isinstance(job, Job) else (adapter_job(job).inputs, job)
                     back = (entry.command or defaults.command) == UNMERGE
                     found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request,
                                           template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
@@ -310,8 +310,8 @@ class _Loader:
             if command in (MERGE, UNMERGE):
                 job = make_job(path or self.folder, refs, output, strength_for=parts, **options)
                 return job if command == MERGE else opposite(job)
-            request = Request(command, tuple(refs), path, output, tuple({**options, "strength_for": parts}.items()))
-            request.task()
+            request = Request(command, tuple(refs), output, path, {**options, "strength_for": parts})
+            adapter_job(request)
             return request
         return None
 

@@ -9,14 +9,14 @@ from collections.abc import Collection
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
-from ..adapter_options import TAKES
-from .commands import MERGE, ONE, UNMERGE
+from ..adapters_out.commands import COMMANDS
+from .commands import MERGE, TAKES, UNMERGE
 from .schema import CommandOptions, JobsFile
 from .short_form import FULL, JOB
 
 Rule: TypeAlias = dict[str, Any]
 
-WITH_BASE: Final = frozenset({MERGE, UNMERGE, "extract"})
+WITH_BASE: Final = frozenset({MERGE, UNMERGE, *(n for n, row in COMMANDS.items() if row.inputs == "checkpoints")})
 """Commands that cannot do without a base."""
 
 WITH_ADAPTERS: Final = frozenset({*TAKES} - {MERGE})
@@ -67,7 +67,7 @@ def _is(*commands: str) -> Rule:
 def _command(name: str) -> Rule:
     """Return that a job has no options but those of its command, and not more adapters than that takes."""
     others = CommandOptions.model_fields.keys() - {*TAKES[name]}
-    one: Rule = {"adapters": {"maxItems": 1}} if name in ONE else {}
+    one: Rule = {"adapters": {"maxItems": 1}} if name in COMMANDS and COMMANDS[name].inputs != "adapters" else {}
     return {"properties": {option: {"type": "null"} for option in sorted(others)} | one}
 
 

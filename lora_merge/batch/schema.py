@@ -21,10 +21,11 @@ from pydantic import (
 )
 
 from ..adapter_arguments import right_form
-from ..adapter_options import ADAPTER_OPTIONS, TAKES
+from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
+from .commands import TAKES
 
 ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from ..adapters_out.commands import COMMANDS
 from ..adapters_out.report import AdapterReport
+from ..adapters_out.request import Request
 from ..disk.locks import claimed
 from ..engine.merge import run_together
 from ..engine.windows import layout_key
@@ -23,7 +25,7 @@ from ..progress import Progress, unwatched
 from ..proof.unmerge import taken_back
 from ..report import Report
 from ..text import Note
-from .commands import Request
+from .commands import adapter_job
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
 from .resume import Hashes, done, made
@@ -117,8 +119,9 @@ def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: 
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
-        task = request.task(entry.job)
-        return None if not entry.redo and made(task.job, hashes) else task.run(progress)
+        job = adapter_job(request, entry.job)
+        skipped = not entry.redo and made(job, hashes)
+        return None if skipped else COMMANDS[request.command].run(job, progress, None)
 
     found = _caught(make)
     seconds = time.monotonic() - started

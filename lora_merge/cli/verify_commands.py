@@ -144,10 +144,10 @@ def replay(
 
 def _is_adapter(made: Path) -> bool:
     """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
-    from ..adapter_options import WRITERS
+    from ..adapters_out.commands import COMMANDS
     from ..proof.read_recipe import made_by
 
-    return made_by(made) in WRITERS
+    return made_by(made) in COMMANDS
 
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")

@@ -6,7 +6,7 @@ Which parameters are decomposed together: on a device those of one shape, on a p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeAlias
@@ -23,15 +23,14 @@ from ..copied_tensors import Made, value_made, whole_made
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
 from ..decomposition.tiny import FEW, TOGETHER, factors_of
-from ..dialects import COPIED
+from ..dialects import COPIED, Dialect
 from ..form import vector_ending
 from ..groups import Place, Target
-from ..job import AUTO, FACTORS, IN_FULL, WHOLE
+from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
 from ..module_tensors import STACKED, Layer
 from ..peft.config import TABLE
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from .difference import Difference
-from .extract_job import ERROR, SKIP, Extraction
 from .kronecker import kronecker
 from .pairs import Pair
 
@@ -101,9 +100,9 @@ def measured(made: Made | None, found: Difference) -> Made | None:
 class Extractor:
     """Makes the tensors of one extraction."""
 
-    task: Extraction
+    job: AdapterJob
+    to: Dialect
     storage: Storage
-    endings: Mapping[str, str]
 
     def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
@@ -158,13 +157,13 @@ class Extractor:
             return self._product(found)
         target = Target(where.name, where.parameter, shape, (), (), "")
         layer = self._layer(target, found, rank, triples)
-        if layer.algorithm == WHOLE and "diff" not in self.endings:
+        if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError("the format has no place for whole matrices", where.name,
                            "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, layer)
 
     def _spelled(self, where: Place, layer: Layer) -> Made:
-        tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
+        tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return Made(where, tensors, layer)
@@ -172,11 +171,10 @@ class Extractor:
     def _product(self, found: Difference) -> Made:
         """Return the nearest Kronecker product."""
         where, rule = found.pair.place, self.rule(found).of_inputs(0)
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        if not self.task.to.copies:
-            raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
+        if not self.to.copies:
+            raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
         _expect_one_matrix(found)
-        layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
+        layer = kronecker(found.change, where.view.shape, self.job.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
         if layer.rank:
@@ -186,13 +184,12 @@ class Extractor:
     @property
     def alpha_stored(self) -> bool:
         """Whether the dialect stores α."""
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        return self.task.to.alpha
+        return self.to.alpha
 
     @property
     def alpha(self) -> float | None:
         """α of every layer; None where each has its own."""
-        return None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
+        return None if isinstance(self.job.alpha, str) or not self.alpha_stored else float(self.job.alpha)
 
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
@@ -222,7 +219,7 @@ class Extractor:
     def rule(self, found: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
         view = found.pair.place.view
-        rule = self.task.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
+        rule = self.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
         if rule.name == EXACT:
             return replace(rule, name="energy", value=1.0)
         if rule.name != NOISE:
@@ -237,19 +234,18 @@ class Extractor:
     def _vector(self, found: Difference) -> Made | None:
         """Return the change of a bias, a norm or another vector, as `--others` says."""
         where = found.pair.place
-        if self.task.others == SKIP:
+        if self.job.others == SKIP:
             return None
-        if self.task.others == ERROR:
+        if self.job.others == ERROR:
             raise FitError(
                 "a bias, norm or other vector changed, which has no factors",
                 where.name,
                 "write it with --others diff, or drop it with --others skip",
             )
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        ending = vector_ending(where, self.task.to)
-        if ending is None and self.task.to.whole and not where.bare:
+        ending = vector_ending(where, self.to)
+        if ending is None and self.to.whole and not where.bare:
             return value_made(where, found.value, found.change, self.storage.dtype)
         if ending is None:
-            raise FitError(f"{self.task.to.name} has no place for biases and norms", where.name,
+            raise FitError(f"{self.to.name} has no place for biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
         return whole_made(where, ending, found.change, self.storage.dtype)

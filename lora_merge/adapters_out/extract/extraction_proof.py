@@ -25,13 +25,12 @@ from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting
 from ..change import Change, Evaluator
 from ..groups import Target
-from ..job import WHOLE
+from ..job import WHOLE, AdapterJob
 from ..module_tensors import Kept
 from ..parallel import PerThread, side_by_side
 from ..proof import FLOOR, TOLERANCE, evenly
 from ..sources import open_sources
 from .difference import Side
-from .extract_job import Extraction
 from .pairs import Pair, Pairs
 
 BUDGET: Final = 2**27
@@ -48,10 +47,10 @@ class Claim(NamedTuple):
     cache: CheckpointCache
 
 
-def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, begin: Counting) -> dict[str, Any]:
+def prove(job: AdapterJob, pairs: Pairs, sides: Sequence[Side], claim: Claim, begin: Counting) -> dict[str, Any]:
     """Return what was proven of the file; VerificationFailed where it is not what the run says."""
     (base, tuned), (part, made, cache) = sides, claim
-    given = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),), base=task.base, method="sum"),
+    given = replace(job, inputs=replace(job.inputs, adapters=(Adapter(part),), base=job.base or part, method="sum"),
                     include=(), exclude=())  # fmt: skip
     own = {id(p.place): p for p in pairs.pairs}
     fresh = [one for one in made if own[id(one.place)].fresh]
@@ -60,7 +59,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
     again = open_sources(given, cache)
     targets = {t.key: t for t in again.targets}
     made = [one for one in made if not own[id(one.place)].fresh]
-    chosen = evenly(made, sum(prod(m.place.view.matrix) for m in made), BUDGET, full=task.job.full)
+    chosen = evenly(made, sum(prod(m.place.view.matrix) for m in made), BUDGET, full=job.full)
     worst, name, told = 0.0, "", begin("prove", sum(own[id(m.place)].nbytes for m in chosen))
     with Reader(again.indexes) as reader:
         for one in fresh:
@@ -75,7 +74,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], claim: Claim, b
             evaluator.forget()
             return off
 
-        bound = task.job.inputs.max_memory // 2
+        bound = job.inputs.max_memory // 2
         for one, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
             pair, stated = own[id(one.place)], sqrt(one.layer.lost / one.layer.squares)
             if not abs(off - stated) <= TOLERANCE * max(off, stated) + FLOOR:
