@@ -184,7 +184,7 @@ def unmerge(
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand, input_path
-    from .proof.unmerge import plan_unmerge
+    from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(merged), [*map(expand, search)]
@@ -229,17 +229,14 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand, input_path
-    from .proof.read_recipe import made_by
-    from .proof.replay import plan_again
+    from .recipes.replay import again
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        if made_by(made) in COMMANDS:
-            from .adapters_out.replay import replay as replay_adapter
-
-            given = {"device": device, "overwrite": overwrite}
-            return replay_adapter(made, output, folders, progress=watcher, **given)
-        return run(admit(plan_again(made, output, folders, device=device, overwrite=overwrite)), watcher)
+        written = again(made, output, folders, device=device, overwrite=overwrite)
+        if isinstance(written, Plan):
+            return run(admit(written), watcher)
+        return COMMANDS[written.command].run(written, watcher, None)
 
 
 @public
@@ -298,23 +295,15 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
-    from .adapters_out.commands import COMMANDS
     from .paths import expand, input_path
-    from .proof.read_recipe import made_by
-    from .proof.replay import prove
+    from .recipes.replay import ADAPTER_PROOF, prove
     from .viewing.merge_facts import proof_of_adapter, proof_rows
 
-    output = input_path(output)
-    stated = adapter_list(adapters)
+    output, stated = input_path(output), adapter_list(adapters)
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
-        if base is None and not stated and made_by(output) in COMMANDS:
-            from .adapters_out.replay import prove as prove_adapter
-
-            proof = prove_adapter(output, folders, watcher, full=full, options=options)
-            return Facts(proof, proof_of_adapter)
-        found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(found, proof_rows)
+        proof = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
+    return Facts(proof, proof_of_adapter if proof["schema"] == ADAPTER_PROOF else proof_rows)
 
 
 @public

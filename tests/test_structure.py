@@ -17,8 +17,8 @@ from lora_merge.algorithms import ALGORITHMS
 from tests.kit.package import LIBRARIES, PACKAGE, ROOT, nodes, syntax
 
 ROOMS = (
-    "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "memory", "batch",
-    "viewing", "cli",
+    "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "recipes",
+    "memory", "batch", "viewing", "cli",
 )  # fmt: skip
 """From the lowest to the highest. A room imports only rooms before it, and the shared vocabulary."""
 
@@ -140,7 +140,7 @@ NAMING = (
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("viewing/merge_facts.py", "full"),
-         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("adapters_out/replay.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias")}  # fmt: skip
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, Python's set."""
 
 
@@ -168,7 +168,7 @@ def test_untouched_bytes_go_out_before_torch_is_there() -> None:
 
 def test_odd_dtypes_are_imported_where_one_is_met() -> None:
     """A merge that needs no proof of such numbers yet does not wait for their library."""
-    code = "import sys, lora_merge.engine.merge, lora_merge.proof.verify, lora_merge.proof.replay; assert 'ml_dtypes' not in sys.modules"
+    code = "import sys, lora_merge.engine.merge, lora_merge.proof.verify, lora_merge.recipes.replay; assert 'ml_dtypes' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

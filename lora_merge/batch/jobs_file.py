@@ -30,7 +30,7 @@ from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import ENDINGS, exists, expand, home, is_file, no_address, of_index, with_ending
 from ..planning.plan import protected
-from ..proof.unmerge import opposite
+from ..recipes.unmerge import opposite
 from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
 from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given

@@ -22,13 +22,13 @@ from ..planning.output_files import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
-from ..proof.unmerge import taken_back
+from ..recipes.resume import Hashes, is_adapter_done, is_done
+from ..recipes.unmerge import taken_back
 from ..report import Report
 from ..text import Note
 from .commands import adapter_job
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
-from .resume import Hashes, done, made
 
 TRIES: Final = 3
 PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
@@ -109,7 +109,7 @@ def _once(
 def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """Return the plan for a job; None if its output is there and is not to be made again."""
     job, plan = entry.job, plan_job(entry.job, opened)
-    if not entry.redo and done(job, contents(plan), opened, hashes):
+    if not entry.redo and is_done(job, contents(plan), opened, hashes):
         return None
     return taken_back(plan) if entry.back else plan
 
@@ -120,7 +120,7 @@ def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: 
 
     def make() -> AdapterReport | None:
         job = adapter_job(request, entry.job)
-        skipped = not entry.redo and made(job, hashes)
+        skipped = not entry.redo and is_adapter_done(job, hashes)
         return None if skipped else COMMANDS[request.command].run(job, progress, None)
 
     found = _caught(make)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,30 +71,24 @@ def verify(
     Its inputs are found by their hashes, or named.
     """
     from ..paths import expand
-    from ..proof.replay import prove
+    from ..recipes.replay import ADAPTER_PROOF, is_adapter, prove
+    from ..viewing.merge_facts import proof_of_adapter
 
     output, base = completed(output), base and completed(base)
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
-    given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
+    stated = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
     folders = [expand(p) for p in search or []]
-    if base is None and not pairs and _is_adapter(expand(output)):
-        from ..adapters_out.replay import prove as prove_adapter
-        from ..viewing.merge_facts import proof_of_adapter
-
-        with watching(quiet=as_json or quiet) as display:
-            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=given)
-        if as_json:
-            put(json_text(proof))
-        for row in () if as_json or quiet else proof_of_adapter(proof):
-            echo(str(row))
-        return
-    with watching(quiet=as_json or quiet, weights=PROOF) as display:
+    weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
+    with watching(quiet=as_json or quiet, weights=weights) as display:
         proof = prove(
-            expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
+            expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
         )
     if as_json:
         put(json_text(proof))
+    elif proof["schema"] == ADAPTER_PROOF:
+        for row in () if quiet else proof_of_adapter(proof):
+            echo(str(row))
     elif not quiet:
         show_proof(proof)
 
@@ -115,39 +108,32 @@ def replay(
 
     The inputs are found by their hashes.
     """
+    from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
     from ..engine.torch_preload import preload
     from ..paths import expand
-    from ..proof.replay import plan_again
+    from ..planning.plan import Plan
+    from ..recipes.replay import again, is_adapter
 
     made, output, folders = completed(made), str(checked_output(output)), [expand(p) for p in search or []]
-    if _is_adapter(expand(made)):
-        from ..adapters_out.replay import replay as replay_adapter
-
-        given = {k: v for k, v in options.items() if v is not None}
-        with watching(quiet=quiet) as display:
-            told = replay_adapter(expand(made), output, folders, progress=display or unwatched, **given)
-        if as_json:
-            put(told.to_json())
-        else:
-            show_adapter_report(told, "made again", quiet=quiet, verbose=False)
-        return
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
-        preload()
-        plan = admit(plan_again(expand(made), output, folders, **options))
-        with paused(display):
-            show_plan(plan, say)
-        done = carry_out(plan, display)
-    show_report(done, say, plan.base.notes, as_json=as_json)
-
-
-def _is_adapter(made: Path) -> bool:
-    """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
-    from ..adapters_out.commands import COMMANDS
-    from ..proof.read_recipe import made_by
-
-    return made_by(made) in COMMANDS
+        if not is_adapter(expand(made)):
+            preload()
+        written = again(expand(made), output, folders, **options)
+        if isinstance(written, Plan):
+            plan = admit(written)
+            with paused(display):
+                show_plan(plan, say)
+            done = carry_out(plan, display)
+        else:
+            report = COMMANDS[written.command].run(written, display or unwatched, None)
+    if isinstance(written, Plan):
+        show_report(done, say, plan.base.notes, as_json=as_json)
+    elif as_json:
+        put(report.to_json())
+    else:
+        show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
@@ -178,8 +164,8 @@ def unmerge(
     """
     from ..engine.admission import admit
     from ..paths import expand
-    from ..proof.replay import refuse_to_unmerge
-    from ..proof.unmerge import plan_unmerge
+    from ..recipes.replay import refuse_to_unmerge
+    from ..recipes.unmerge import plan_unmerge
     from .picture_files import Pictures
     from .stdio import reporting
 

@@ -1,4 +1,4 @@
-"""The recipe in an output's metadata. `proof/read_recipe.py` and `proof/find_inputs.py` read it again."""
+"""The recipe in an output's metadata. `recipes/read_recipe.py` and `recipes/find_inputs.py` read it again."""
 
 from __future__ import annotations
 

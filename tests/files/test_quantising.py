@@ -15,7 +15,7 @@ import lora_merge
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from tests.files.libraries import LIBRARIES
 from tests.files.quantised_forms import FORMS, SHAPE, Form
 from tests.kit.files import load, save

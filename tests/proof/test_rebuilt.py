@@ -17,7 +17,7 @@ from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
 from lora_merge.proof.rebuilding import CHECKS, Remade
 from lora_merge.proof.reference.floats import Array, held
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import save
 from tests.kit.tensors import rand
 

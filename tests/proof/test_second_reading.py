@@ -27,12 +27,12 @@ from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import MatchBuilder
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
-from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading.claims import _spans as spans
 from lora_merge.proof.second_reading.modules import groups
 from lora_merge.proof.second_reading.read_again import PART, Reading, compare
 from lora_merge.proof.second_reading.rows import Place, Places
 from lora_merge.proof.second_reading.rows import Rows as StoredRows
+from lora_merge.recipes.replay import prove
 from lora_merge.row_ranges import Rows
 from tests.kit.adapters import kohya, unread
 from tests.kit.files import index, load, load_all, save

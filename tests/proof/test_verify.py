@@ -23,7 +23,7 @@ from lora_merge.errors import FitError, InputError, UsageError, VerificationFail
 from lora_merge.files.safetensors import parse_file
 from lora_merge.proof import recompute
 from lora_merge.proof.reference import floats
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save

@@ -19,7 +19,7 @@ from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
 from lora_merge.method_parameters import Numbers
 from lora_merge.proof import methods_again
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save

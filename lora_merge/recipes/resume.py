@@ -63,7 +63,7 @@ class Hashes:
         return self._known[key]
 
 
-def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
+def is_done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
     """Return whether the output holds what this job would write. Hashes the inputs only if all else agrees.
 
     UsageError if something else is there and may not be replaced.
@@ -78,8 +78,8 @@ def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) ->
     return not other
 
 
-def made(job: AdapterJob, hashes: Hashes) -> bool:
-    """Return whether the output holds the adapter that this job would write; see `done`."""
+def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
+    """Return whether the output holds the adapter that this job would write; see `is_done`."""
     if not os.path.lexists(job.output):
         return False
     with failures(job.output):

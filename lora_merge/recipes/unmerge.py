@@ -22,10 +22,10 @@ from ..paths import absolute, current_folders
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
+from ..proof.reference.floats import precision
 from ..text import Note, listed, quoted
 from .find_inputs import find_all
 from .read_recipe import Recipe, damaged, read_recipe
-from .reference.floats import precision
 
 KEPT: Final = ("setting", "unmatched", "compute_dtype")
 """Options of the merge that taking it back has too, where the user gives no others."""

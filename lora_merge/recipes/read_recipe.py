@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
@@ -40,7 +40,7 @@ class Recipe:
 
     version: str
     base: Input
-    adapters: tuple[tuple[Input, float, tuple[tuple[str, float], ...]], ...]
+    adapters: tuple[Use, ...]
     options: Mapping[str, Any]
     map_name: str
     map_text: str | None
@@ -91,12 +91,7 @@ def damaged(path: Path, why: str) -> InputError:
 
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:
-    adapters = tuple(
-        (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
-        for a in value["adapters"]
-    )
-    if not adapters:
-        raise ValueError("it names no adapter")
+    adapters = uses_of(value["adapters"])
     options: dict[str, Any] = {
         o.name: text_of(value[o.name] if o.recorded == "always" else value.get(o.name, o.default))
         for o in OPTIONS.values()
@@ -114,6 +109,21 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     name = "" if map_text is None else _file_name(table["name"])
     whose = _file_name(value["tokenizer"]) if "tokenizer" in value else ""
     return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, whose)
+
+
+Use: TypeAlias = tuple["Input", float, tuple[tuple[str, float], ...]]
+"""An adapter of a recipe: the input, its strength, and parts of the model with their factors."""
+
+
+def uses_of(values: Sequence[Any]) -> tuple[Use, ...]:
+    """Return the adapters that a recipe names; LookupError, TypeError or ValueError for other values."""
+    uses = tuple(
+        (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
+        for a in values
+    )
+    if not uses:
+        raise ValueError("it names no adapter")
+    return uses
 
 
 def input_of(value: Mapping[str, Any]) -> Input:

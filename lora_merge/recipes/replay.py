@@ -1,4 +1,8 @@
-"""From a finished output back to its job: to prove it, or to make it again."""
+"""From a finished output back to its job: to prove it, or to write it again.
+
+A merge is planned again and its weights are computed again by separate formulas. An adapter is written again beside the
+output, with the proof of its command, and both files are compared byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,40 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
+from ..adapter_options import OF_MERGE
+from ..adapters_out.average import MOVING
+from ..adapters_out.commands import COMMANDS
+from ..adapters_out.job import AdapterJob
+from ..adapters_out.output_file import CONTENTS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, FORMATS, Shape
-from ..errors import UsageError, VerificationFailed
+from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.codecs.making import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute, current_folders
 from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
 from ..planning.plan import Plan
-from ..planning.recipe import KEY
+from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
+from ..proof.grids import ROUNDING
+from ..proof.header_changes import header_changes, notes, with_header_changes
+from ..proof.loadable import instead
+from ..proof.verify import check_header, verify
 from ..text import Note, listed, plural, quoted
-from .find_inputs import SEARCH, different, find
-from .grids import ROUNDING
-from .header_changes import header_changes, notes, with_header_changes
-from .loadable import instead
-from .read_recipe import Recipe, damaged, read_recipe
-from .verify import check_header, verify
+from .find_inputs import SEARCH, different, find, find_all
+from .read_recipe import Recipe, damaged, input_of, made_by, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
+ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
+"""The schema of the proof of an adapter."""
+
 RECIPE_EDITED: Final = "the header with the recipe was changed after the merge"
 
 
@@ -54,8 +67,10 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
-    allowed. VerificationFailed if it is not that merge.
+    allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
     """
+    if base is None and not adapters and is_adapter(output):
+        return _prove_adapter(output, search, progress, full=full, options=options)
     made = open_checkpoint(output)
     judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
     options = {name: value for name, value in options.items() if name != "compute_dtype"}
@@ -97,6 +112,16 @@ def refuse_stated(options: Iterable[str]) -> None:
     if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
         raise UsageError("options that the recipe states", flags,
                          "leave them out")  # fmt: skip
+
+
+def is_adapter(output: Path) -> bool:
+    """Return whether a file or folder states that it was written by a command that writes adapters."""
+    return made_by(output) in COMMANDS
+
+
+def again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
+    """Return what writes an output a second time, under another name: the plan of a merge, or the job of an adapter."""
+    return (job_again if is_adapter(made) else plan_again)(made, output, search, **options)
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
@@ -253,3 +278,91 @@ def _stored(index: Index, name: str) -> frozenset[tuple[str, str, Shape]]:
 
 def _as_stored(tensors: Iterable[StoredTensor | None]) -> frozenset[tuple[str, str, Shape]]:
     return frozenset((t.name, t.dtype, t.shape) for t in tensors if t is not None)
+
+
+OF_MERGE_RECORDED: Final = frozenset(("dtype", "unmatched", "setting"))
+"""The options of `merge` that the recipe of an adapter states. Its other entries are ignored: anybody may have written
+the file, so it does not decide where something is written or how much memory is used."""
+
+
+def job_again(
+    made: Path,
+    output: str | Path,
+    search: Sequence[Path] = (),
+    *,
+    links: Path | None = None,
+    full: bool = False,
+    **options: Any,
+) -> AdapterJob:
+    """Return the job that wrote an adapter; InputError for a damaged recipe, or for an input that is not found.
+
+    `links`: a folder for links to inputs that have other names now, which the output states. `full`: whether its proof
+    computes every layer again.
+    """
+    # Step 1: the values of the recipe, checked before a user adds others.
+    metadata = open_checkpoint(made).metadata
+    recipe = parsed(metadata.get(KEY, "")) or {}
+    command = COMMANDS[recipe["command"]]
+    try:
+        adapters = uses_of(recipe["tuned" if command.inputs == "checkpoints" else "adapters"])
+        base = input_of(recipe["base"]) if "base" in recipe else None
+        recorded = {name for name in command.options if name not in OF_MERGE} | OF_MERGE_RECORDED
+        stated = {name: value for name, value in recipe["options"].items() if name in recorded}
+        if "weights" in command.options and not any(name in stated for name in MOVING):
+            stated = {"weights": [strength for _, strength, _ in adapters], **stated}
+
+        def job(paths: Sequence[Path], **more: Any) -> AdapterJob:
+            refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
+            if "weights" in command.options:  # the strengths of the recipe
+                refs = [replace(ref, strength=1.0) for ref in refs]
+            return command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+
+        inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
+        job([made] * len(inputs))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise damaged(made, str(e)) from e
+    except (UsageError, FitError) as e:
+        raise damaged(made, f"{e.what} ({e.where})") from e
+    # Step 2: the inputs, by their content.
+    paths = find_all(inputs, _around(made, search))
+    if links is not None:
+        paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
+    # Step 3: the job, with the title of the file that is written again, and not one by its own name.
+    written = job(paths, **options)
+    return replace(written, inputs=replace(written.inputs, title=metadata.get(TITLE)), full=full)
+
+
+def _as_named(path: Path, name: str, links: Path) -> Path:
+    """Return a path of an input that ends in the name of its recipe, where the disk allows a link."""
+    if path.name == name or Path(name).name != name:
+        return path
+    link = Path(tempfile.mkdtemp(dir=links)) / name
+    try:
+        link.symlink_to(absolute(path), target_is_directory=path.is_dir())
+    except OSError:
+        return path
+    return link
+
+
+def _prove_adapter(
+    made: Path, search: Sequence[Path], progress: Progress, *, full: bool, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write an adapter again in a temporary folder, with its own proof, and compare the bytes; VerificationFailed where
+    they differ.
+
+    `full`: whether every layer is computed again in float64. `options`: none, as the recipe states all: UsageError.
+    """
+    refuse_stated(options)
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_again(made, Path(folder) / made.name, search, links=Path(folder), full=full, verify=True)
+        report = COMMANDS[job.command].run(job, progress, None)
+        pairs = zip(_files(Path(report.output)), _files(made), strict=True)
+        if any(sha256(a) != sha256(b) for a, b in pairs):
+            raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
+                                     "it was changed after it was made, or made by another version")  # fmt: skip
+    return {"output": str(made), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
+            "schema": ADAPTER_PROOF}  # fmt: skip
+
+
+def _files(made: Path) -> list[Path]:
+    return [made / name for name in CONTENTS] if made.is_dir() else [made]
