@@ -26,7 +26,7 @@ from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .decomposition.storage_rounding import squares_of
-from .groups import Target, is_plain
+from .groups import Target, is_plain, rank_of_change
 from .module_tensors import Norms
 from .rounding import squares_of_rows
 from .sources import Sources, reshaped
@@ -104,14 +104,13 @@ class Evaluator:
     def _of_use(self, target: Target, use: PatchPart) -> Change:
         """Return the change by one patch, in the rows of the target."""
         patch, piece = use.patch, use.piece
-        rows, cols = patch.view.matrix
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row = ALGORITHMS[patch.algorithm]
         if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
             return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
-        low = row.low_rank if patch.magnitude is None else None
-        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
+        low = row.low_rank
+        if low is not None and rank_of_change(patch) is not None:
             if is_plain(patch) and row is LORA:
                 left, right = self._pair(patch)
             else:

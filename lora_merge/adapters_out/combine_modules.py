@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 from threading import local
 
-import torch
-
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
@@ -23,10 +21,10 @@ from .change import SINGLE, Evaluator, norms_of
 from .combined_change import Cut, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
 from .copied_tensors import entry
 from .decomposition.factors import STORED_IN_16
+from .form import Form
 from .groups import Target
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, Stored, without_bytes
-from .rank_rules import EXACT
 from .sources import Sources
 
 
@@ -36,11 +34,14 @@ class GeneralMaker:
 
     job: AdapterJob
     sources: Sources
-    evaluator: Callable[[Placement], Evaluator]
-    dtype: torch.dtype
+    forms: Mapping[str, Form]  # by the label of the layer
+    reader: Reader
+    kind: str  # the dtype of the output, as files name it
     weight: Callable[[Target], float | None]
 
     def __post_init__(self) -> None:
+        self.dtype = TORCH_DTYPES[self.kind]
+        self.files = frozenset(p for a in self.sources.adapters for p in a.index.files)
         self._here = local()
         self.at = places(self.job.inputs.device, "F32")[0]
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
@@ -81,7 +82,7 @@ class GeneralMaker:
         """Return Δ of a weight; each thread reads with evaluators of its own."""
         own = self._here.__dict__.setdefault("evaluators", {})
         if at not in own:
-            own[at] = self.evaluator(at)
+            own[at] = Evaluator(self.sources, TensorCache(self.reader, self.files), at)
         changes = [c for c in own[at].changes(target) if c.strength]
         own[at].forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
@@ -93,12 +94,10 @@ class GeneralMaker:
         return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
 
     def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
-        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
-        if self.job.command == "resize" and rule.name == EXACT:
-            rule = replace(rule, name="energy", value=1.0)
-        storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
+        form = self.forms[target.label]
+        storage = Storage(form.algorithm, self.dtype, self.noise, self.at)
         alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        cut = Cut(rule, rank, alpha, self._scale(target))
+        cut = Cut(form.rule, rank, alpha, self._scale(target))
         if target.turned:
             return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(wanted), cut)
         return storage.layer(target, wanted, cut)
@@ -124,24 +123,8 @@ class GeneralMaker:
             told(prod(target.shape) * self.dtype.itemsize)
 
 
-def made_by(
-    job: AdapterJob, sources: Sources, reader: Reader, dtype: str, weight: Callable[[Target], float | None]
-) -> GeneralMaker:
-    """Return the maker of a job whose sources a reader reads. `dtype`: of the output."""
-    own = frozenset(p for a in sources.adapters for p in a.index.files)
-
-    def evaluator(at: Placement) -> Evaluator:
-        return Evaluator(sources, TensorCache(reader, own), at)
-
-    return GeneralMaker(job, sources, evaluator, TORCH_DTYPES[dtype], weight)
-
-
 def _turned(wanted: Wanted) -> Wanted:
     """Return the transposed Δ."""
     whole = None if wanted.whole is None else Rows.of(wanted.dense().mT.contiguous())
     left, right = (None if t is None else t.mT for t in (wanted.right, wanted.left))
     return Wanted(left, right, whole, wanted.before)
-
-
-def _has_kernel(target: Target) -> bool:
-    return any(n > 1 for n in target.shape[2:])

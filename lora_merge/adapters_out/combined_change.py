@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.combination import coefficients, combined_rows
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, Placement, finite, odd
-from ..errors import FitError, TooLarge
+from ..errors import TooLarge
 from ..merge_methods import COMBINATIONS
 from .change import Change, largest_rank
 from .decomposition.factors import of_factors
@@ -22,9 +22,8 @@ from .decomposition.matrix_svd import of_dense, values_of
 from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import Grams, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .groups import Target
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
-from .module_tensors import NOT_LOW_RANK, STACKED, Layer, Norms
-from .planned_layers import ranks
+from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .module_tensors import Layer, Norms
 from .rank_rules import EXACT, Rule, choose, share_out
 from .rounding import Distinct, Effect, Totals, effect_of_product, totals_of_rows
 
@@ -63,7 +62,7 @@ class Wanted:
         """Return the rows of Δ that a layer stores; of its factors, those that are not zero there."""
         if not part.runs:
             return self
-        own, order = ranks(part), torch.cat([torch.arange(start, stop) for start, stop in part.runs])
+        own, order = part.ranks, torch.cat([torch.arange(start, stop) for start, stop in part.runs])
         before = 0 if None in own else min(max((rank or 0 for rank in own), default=0), *part.matrix)
         if self.whole is not None:
             return Wanted(None, None, self.whole.of_rows(order), before)
@@ -215,8 +214,7 @@ class Storage:
     at: Placement = HOST  # where matrices are decomposed
 
     def layer(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None = None) -> Layer:
-        """Return the stored tensors of a layer; FitError for a result that has no factors. `triples`: of Δ, as many as
-        the rule needs, where they are known."""
+        """Return the stored tensors of a layer. `triples`: of Δ, as many as the rule needs, if they are known."""
         if target.vector or self.algorithm == WHOLE:
             return self._whole(target, wanted)
         layer = self._factored(target, wanted, cut, triples)
@@ -226,15 +224,9 @@ class Storage:
         return layer
 
     def _factored(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None) -> Layer:
-        """Return the layer as factors; as a whole matrix where it has none and `auto` lets it be one."""
+        """Return the layer as factors; as a whole matrix if it has none, which headers show (form.py)."""
         if cut.rule.name == EXACT and cut.rank is None:
-            if wanted.whole is None:
-                return self._exact(target, wanted, cut)
-            if self.algorithm == AUTO:
-                return self._whole(target, wanted)
-            raise FitError(NOT_LOW_RANK, target.name, GIVE_RANK)
-        if target.stacked:
-            raise FitError(STACKED, target.name, IN_FULL)
+            return self._exact(target, wanted, cut) if wanted.whole is None else self._whole(target, wanted)
         rank = cut.rank
         rule = cut.rule if rank is None else replace(cut.rule, most=rank)  # no more vectors than are stored
         with decomposing(target.name):

@@ -12,6 +12,7 @@ from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.files import StoredTensor
 from ..paths import is_folder
 from .dialects import Dialect
+from .form import Form
 from .groups import Filled, Place
 from .job import FILE, AdapterJob
 from .module_tensors import Kept
@@ -27,6 +28,7 @@ class Conversion(NamedTuple):
     sources: Sources  # the adapter's changes of the base
     modules: list[Filled]  # the output modules with a change
     all_modules: list[Place]  # all modules that the dialect can name
+    forms: list[Form]  # of the modules
 
 
 class Writing(NamedTuple):

@@ -31,16 +31,15 @@ from .conversion import Conversion, Writing, bundled, named, weight_of
 from .copy_factors import all_factors, claimed, proven, renamed
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
-from .form import expect_held, kept, planned_layer, with_demands
+from .form import form_of_module
 from .groups import Filled, Place, filled, is_plain, places
 from .job import FACTORS, WHOLE, AdapterJob, one_rank
-from .metadata.sizes import PlannedLayer, planned_size, tensors_of
+from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import Kept
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
 from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
-from .planned_layers import known_rank
-from .rank_rules import COUNT, EXACT
+from .planned_tensors import facts_of, kept, planned_modules
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
 from .without_base import NOWHERE, as_named, without_base
@@ -59,7 +58,7 @@ def run(
         # Step 1: the inputs are opened, and the modules of the output planned.
         this = stack.enter_context(Run(job, progress))
         conversion = opened(job, this.hash_adapters())
-        job, to, sources, modules, all_modules = conversion
+        job, to, sources, modules, all_modules, _ = conversion
         this.name(job.output)
         if on_open is not None:
             on_open(conversion)
@@ -97,7 +96,7 @@ def run(
 
 def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
     """Return the modules of a conversion that changes no number; None for another one."""
-    job, to, sources, modules, _ = conversion
+    job, to, sources, modules, *_ = conversion
     whole = not job.ranked and not bundled(sources.adapters[0], to)
     factors = all_factors(modules, to, job) if whole else []
     if not factors:
@@ -118,14 +117,14 @@ def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counti
 def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers alone. `conversion`: the opened one, if there is one."""
     conversion = conversion or opened(job, cache or CheckpointCache())
-    job, to, sources, modules, all_modules = conversion
+    job, to, sources, modules, all_modules, forms = conversion
     planned_layers = planned_modules(conversion)
-    facts_of = [_told(one, layer, job, to) for one, (_, layer) in zip(modules, planned_layers, strict=False)]
-    layers = {prefix_name(to, place): facts for (place, _), facts in zip(planned_layers, facts_of, strict=False)}
+    facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
+    layers = {prefix_name(to, place): own for (place, _), own in zip(planned_layers, facts, strict=False)}
     size = planned_size([layer for _, layer in planned_layers], job.rules.linear, [a.index for a in sources.adapters])
     of_folder = None
     if to.folder:
-        kinds = [*(str(facts["algorithm"]) for facts in facts_of), *(FACTORS for _ in planned_layers[len(facts_of) :])]
+        kinds = [*(str(own["algorithm"]) for own in facts), *(FACTORS for _ in planned_layers[len(facts) :])]
         without_data = [kept(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
         of_folder = config(without_data, _before(sources, None), all_modules)
         size += len(text_of(of_folder))
@@ -133,33 +132,7 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *differing_ranks(of_folder),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
-    facts = Facts(coverage(job, sources), dtype, notes, to.name, _weights(modules))
-    return planned(job, facts, layers, size)
-
-
-def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
-    """Return the tensors of every module: factors at their highest rank, where the numbers decide it; then those that
-    PEFT needs in addition."""
-    job, modules = conversion.job, conversion.modules
-    ranks = [_planned(module, job)["rank"] or _most(module) for module in modules]
-    layers = [planned_layer(module, rank, conversion) for module, rank in zip(modules, ranks, strict=True)]
-    return with_demands(layers, conversion)
-
-
-def _most(one: Filled) -> int:
-    """Return the highest rank that the change of a module can have."""
-    ranks, short = [known_rank(s.patch) for s in one.shares], min(one.place.view.matrix)
-    return short if None in ranks else min(short, sum(r or 0 for r in ranks))
-
-
-def _told(module: Filled, layer: PlannedLayer, job: AdapterJob, to: Dialect) -> dict[str, Any]:
-    """Return the planned form of a module; stacked experts get the one rank that PEFT requires."""
-    form = _planned(module, job)
-    if form["rank"] and not layer.rank and form["algorithm"] == FACTORS:
-        return {"algorithm": WHOLE, "rank": 0}
-    if form["algorithm"] in to.products and layer.rank:
-        return {**form, "rank": layer.rank}
-    return {**form, "rank": form["rank"] and (layer.rank or form["rank"])}
+    return planned(job, Facts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
 
 
 def _memory_note(job: AdapterJob, modules: Sequence[Filled]) -> list[Note]:
@@ -169,25 +142,6 @@ def _memory_note(job: AdapterJob, modules: Sequence[Filled]) -> list[Note]:
     dense = [m.place for m in modules if not m.place.vector and not all(is_plain(s.patch) for s in m.shares)]
     matrices = [(p.label, p.view.matrix, job.rules.of_layer(p.label, kernel=p.kernel)) for p in dense]
     return note(matrices, job.inputs.max_memory)
-
-
-def _planned(module: Filled, job: AdapterJob) -> dict[str, Any]:
-    """Return what headers tell of a module: its algorithm, and its rank, or the most that it can be."""
-    patches, most = [s.patch for s in module.shares], min(module.place.view.matrix)
-    if module.place.vector or module.value is not None or job.algorithm == WHOLE:
-        return {"algorithm": WHOLE, "rank": 0}
-    if job.keeps_forms:
-        if all(map(is_plain, patches)):
-            ranks = [known_rank(replace(p, magnitude=None)) or 0 for p in patches]  # DoRA's stays beside the factors
-            return {"algorithm": FACTORS, "rank": min(sum(ranks), most)}
-        row = ALGORITHMS[patches[0].algorithm]
-        return {"algorithm": row.name, "rank": row.rank(patches[0].shapes) if row.rank else 0}
-    rule = job.rules.of_layer(module.place.label, kernel=module.place.kernel)
-    known = [known_rank(p) for p in patches]
-    if None not in known and rule.name in (EXACT, COUNT):  # else the numbers decide
-        most = min(most, sum(r or 0 for r in known))
-        return {"algorithm": FACTORS, "rank": min(most, rule.ceiling or most)}
-    return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
 
 
 def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
@@ -218,14 +172,13 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
         modules, all_modules = in_memory(modules, all_modules)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     modules.sort(key=lambda f: min((order.get(id(s.patch.module), len(order)) for s in f.shares), default=len(order)))
-    # Step 3: the rule of each module, and whether the dialect can hold it.
+    # Step 3: the rule and the form of each module.
     base_names = sources.inputs.names if job.base is not None else None
     job = replace(job, rules=job.rules.on(base_names, _layers(base_names, modules)))
     if to.folder:
         expect_one((module.place.component for module in modules), "the adapter changes")
-    for module in modules:
-        expect_held(job, to, module)
-    return Conversion(job, to, sources, modules, all_modules)
+    forms = [form_of_module(job, to, module) for module in modules]
+    return Conversion(job, to, sources, modules, all_modules, forms)
 
 
 def _layers(names: Names | None, there: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:

@@ -7,7 +7,7 @@ The rows of a part of a module in the rows of the module that it becomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite, prod, sqrt
@@ -42,9 +42,9 @@ from .conversion_proof import Claim, prove
 from .copied_tensors import Made, entry, holds, is_turned, kept, stored_magnitude, value_made, whole_made
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
-from .form import FOR_KOHYA, MATRICES, can_copy, holds_columns, is_copied, is_product, vector_ending, written_dtype
+from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, Share, Target, is_plain
-from .job import FACTORS, WHOLE, AdapterJob, form
+from .job import FACTORS, WHOLE, AdapterJob
 from .module_tensors import Kept, Layer
 from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
@@ -99,35 +99,30 @@ class Converter:
         """The placement at which matrices are decomposed."""
         return places(self.job.inputs.device, "F32")[0]
 
-    def ranks(self, there: Iterable[Filled]) -> dict[str, int]:
+    def ranks(self, modules: Sequence[Filled]) -> dict[str, int]:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
         if not self.job.rules.together:
             return {}
-        matrices = (f for f in there if not f.place.vector and f.value is None)
+        matrices = (f for f in modules if not f.place.vector and f.value is None)
         wanted = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
-        dtype = self._dtype([s for f in there for s in f.shares])
+        dtype = self._dtype([s for f in modules for s in f.shares])
         return shared_out(self.job.rules.linear, wanted, dtype.itemsize, 0.0)
 
-    def made(self, filled: Filled, rank: int | None = None) -> Made:
-        """Return the tensors of one module, at the rank that `ranks` gave; FitError where the dialect cannot hold
-        them."""
+    def made(self, filled: Filled, form: Form, rank: int | None = None) -> Made:
+        """Return the tensors of one module, at the rank that `ranks` gave."""
         place, shares = filled.place, filled.shares
-        if filled.value is not None:
+        if form.kind == "value":
             return self._value(filled)
-        if place.vector:
+        if form.kind == "vector":
             return self._vector(place, shares)
-        if self.job.keeps_forms:
-            if any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(filled, self.to):
-                return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
-            if copied := self._copy(filled) or self._renamed(place, shares):
-                return copied
-        return self._factored(place, shares, rank)
+        if form.kind == "copy":
+            return self._copy(filled)
+        stays = self.job.keeps_forms and all(is_plain(s.patch) for s in shares)
+        return (self._renamed(place, shares) if stays else None) or self._factored(place, shares, form, rank)
 
-    def _copy(self, filled: Filled) -> Made | None:
-        """Return the module with its tensors as they are; None where it is a plain LoRA, which `_factored` keeps."""
+    def _copy(self, filled: Filled) -> Made:
+        """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
         place, shares = filled.place, filled.shares
-        if all(is_plain(s.patch) for s in shares):
-            return None
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
@@ -143,7 +138,7 @@ class Converter:
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
-        if alpha is None or not can_copy(filled, self.to):
+        if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if moved:
@@ -211,7 +206,7 @@ class Converter:
         found = written_dtype(self.job, shares)
         return None if found is None else TORCH_DTYPES[found]
 
-    def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
+    def _factored(self, place: Place, shares: Sequence[Share], form: Form, rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
         magnitude, given = None, shares
         if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
@@ -226,17 +221,10 @@ class Converter:
             alpha = float(self.job.alpha)
         if not self.to.alpha:
             alpha = None  # it is the rank
-        algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
-        storage = Storage(form(algorithm, self.to), self._dtype(shares), 0.0, self.at)
-        if algorithm == FACTORS and wanted.left is None and not self.job.ranked:
-            raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
-        rule = self.job.rules.of_layer(place.label, kernel=place.kernel)
-        layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
-        if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
-            return self._new_value(place, shares, wanted.rows)
+        storage = Storage(form.algorithm, self._dtype(shares), 0.0, self.at)
+        layer = storage.layer(target, wanted, Cut(form.rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
-            raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
-                           "give --rank, or convert to kohya or comfy")  # fmt: skip
+            return self._new_value(place, shares, wanted.rows)
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.to.alpha:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
@@ -310,7 +298,7 @@ class Converter:
         ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
-        assert ending is not None, "expect_held has looked"
+        assert ending is not None, "else it has no form"
         return whole_made(place, ending, change, self._dtype(shares))
 
     def renewed(self, filled: Filled) -> Made:
@@ -367,10 +355,10 @@ class Converter:
 @undisturbed()
 def made(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
-    job, to, sources, modules, all_modules = conversion
+    job, to, sources, modules, all_modules, _ = conversion
     alone = _evaluators(job, reader, sources)
     converter = Converter(job, to, alone.get())
-    changed, zeros = _made(converter, alone, modules, put, begin)
+    changed, zeros = _made(converter, alone, conversion, put, begin)
     if not changed:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
 
@@ -416,16 +404,20 @@ def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: boo
 
 
 def _made(
-    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], put: Heap | Draft, begin: Counting
+    converter: Converter, alone: PerThread[Evaluator], conversion: Conversion, put: Heap | Draft, begin: Counting
 ) -> tuple[list[Kept], list[str]]:
     """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
     thread."""
-    told = begin("make", sum(map(weight_of, there)))
-    found, zeros, ranks = [], [], converter.ranks(there)
+    modules, forms = (
+        conversion.modules,
+        {id(m): form for m, form in zip(conversion.modules, conversion.forms, strict=True)},
+    )
+    count = begin("make", sum(map(weight_of, modules)))
+    found, zeros, ranks = [], [], converter.ranks(modules)
 
     def work(one: Filled) -> Made:
         here = replace(converter, evaluator=alone.get())
-        made = here.made(one, ranks.get(one.place.label))
+        made = here.made(one, forms[id(one)], ranks.get(one.place.label))
         here.evaluator.forget()
         if not isfinite(made.layer.squares):
             raise beyond_fp64(one.shares[0].patch.module.name if one.shares else one.place.name)
@@ -433,12 +425,12 @@ def _made(
         return as_table(made, converter.to, table=converter.is_table(one.place, one.shares))
 
     bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for one, made in zip(there, side_by_side(there, work, _nbytes, bound), strict=True):
+    for one, made in zip(modules, side_by_side(modules, work, _nbytes, bound), strict=True):
         if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
             found.append(kept(made, put))
-        told(weight_of(one))
+        count(weight_of(one))
     return found, zeros
 
 

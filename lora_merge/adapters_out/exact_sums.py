@@ -20,6 +20,7 @@ from ..disk.reader import Reader
 from ..dtypes import TABLE
 from ..merge_methods import MEAN, SUM
 from ..method_parameters import SMALLEST
+from .form import Form
 from .groups import Target, is_plain
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, Stored
@@ -87,8 +88,11 @@ class StoredPair(NamedTuple):
 class Concatenation:
     """Makes the layers of one job. `dtype`: of the output. `weight`: as for `GeneralMaker`."""
 
-    def __init__(self, job: AdapterJob, reader: Reader, dtype: str, weight: Callable[[Target], float | None]) -> None:
-        self.job, self.reader, self.dtype, self.weight = job, reader, dtype, weight
+    def __init__(
+        self, job: AdapterJob, forms: Mapping[str, Form], reader: Reader, dtype: str,
+        weight: Callable[[Target], float | None],
+    ) -> None:  # fmt: skip
+        self.job, self.forms, self.reader, self.dtype, self.weight = job, forms, reader, dtype, weight
         given = job.command, job.algorithm, job.alpha, job.compute_dtype
         plain = given == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
         self.possible = plain and job.method in (SUM, MEAN) and dtype in ("F16", "BF16")
@@ -128,8 +132,9 @@ class Concatenation:
 
     def _factors(self, target: Target) -> list[Factors]:
         """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
-        rule = self.job.rules.of_layer(target.name, kernel=any(n > 1 for n in target.shape[2:]))
-        if rule.name != EXACT or target.vector or target.values or target.parts or target.turned or target.stacked:
+        if target.vector or target.values or target.parts or target.turned or target.stacked:
+            return []
+        if self.forms[target.label].rule.name != EXACT:
             return []
         found = []
         for use in sorted((u for u in target.uses if u.strength), key=lambda u: u.patch.adapter):

@@ -36,14 +36,14 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..text import Note
+from .combine import forms_of, planned_layers
+from .combine import plan as plan_in_own
 from .combine import run as run_in_own
 from .dialects import Dialect, dialect
-from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, form
+from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, algorithm_in
 from .metadata.sizes import PlannedLayer, Tensor
 from .output_file import unread
 from .pipeline import Run, idle_alpha, output_dtype
-from .planned_layers import plan as plan_in_own
-from .planned_layers import planned_layers, ranks
 from .rank_rules import COUNT, EXACT, SAME, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
@@ -70,7 +70,7 @@ def plan(job: AdapterJob) -> AdapterReport:
     sources = replace(sources, stores_alpha=to.alpha)
     report, checkpoints = plan_in_own(replace(first, format=to.name), sources), CheckpointCache()
     dtype = output_dtype(first, sources.adapters)
-    checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(first, sources, dtype)))
+    checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(sources, forms_of(first, sources), dtype)))
     second = _second(job, sources, job.adapters[0].path, to, {**later, "overwrite": True})
     conversion = opened(second, checkpoints)
     again, origins = plan_conversion(second, conversion), {} if "rank" in later else _origins(conversion)
@@ -104,7 +104,7 @@ def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
 def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, dict[str, Any]]:
     """Return the job of the first step, and the options of the second one, which decides the ranks if it has a rule."""
     alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
-    own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha)
+    own = replace(job, format=KEEP, algorithm=algorithm_in(job.algorithm, to), alpha=alpha)
     given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
     factored = _has_factors(job, sources)
     later = _later(job, sources, to, factored=factored)
@@ -180,7 +180,7 @@ def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) ->
     if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
         return {}
     if given.get("rank") == SAME:
-        known = {r for t in sources.targets for r in ranks(t)}
+        known = {r for t in sources.targets for r in t.ranks}
         if len(known) != 1 or None in known:
             return {}
         given["rank"] = known.pop()
@@ -192,7 +192,7 @@ def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) ->
 def _has_factors(job: AdapterJob, sources: Sources) -> bool:
     """Return whether the result of every matrix is a product of factors, which are cut where they are written."""
     matrices = [t for t in sources.targets if not t.vector]
-    known = (r is not None and r <= min(t.matrix) for t in matrices for r in ranks(t))
+    known = (r is not None and r <= min(t.matrix) for t in matrices for r in t.ranks)
     return COMBINATIONS[job.method].linear and all(known) and not any(t.values or t.stacked for t in matrices)
 
 

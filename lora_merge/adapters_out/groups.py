@@ -84,6 +84,16 @@ class Target:
         return len(self.shape) < 2 or self.parameter == "bias"
 
     @property
+    def kernel(self) -> bool:
+        """Whether it is a convolution whose kernel has more than one number."""
+        return any(n > 1 for n in self.shape[2:])
+
+    @property
+    def ranks(self) -> list[int | None]:
+        """The rank of each change; None for one that is not a product of factors."""
+        return [rank_of_change(use.patch) for use in self.uses if use.strength]
+
+    @property
     def norm(self) -> bool:
         """Whether an adapter has it under an ending of norms, such as .w_norm."""
         return any(info.name.endswith("_norm") for use in self.uses for info in use.patch.module.slots.values())
@@ -98,6 +108,16 @@ def is_plain(patch: Patch) -> bool:
     """Return whether a patch is a product of two factors with a scale, and nothing else."""
     row = ALGORITHMS[patch.algorithm]
     return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+
+
+def rank_of_change(patch: Patch) -> int | None:
+    """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
+    columns in them than the matrix has rank."""
+    low = ALGORITHMS[patch.algorithm].low_rank
+    if low is None or patch.magnitude is not None:
+        return None
+    rank = low.rank(patch.shapes, patch.view.shape)
+    return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
 
 
 HEAD: Final = "lm_head."

@@ -35,9 +35,8 @@ GIVE_RANK: Final = f"give --rank, such as 32 or energy:0.99, or {IN_FULL}"
 GIVE_BASE: Final = "give the base model of the training: --base MODEL"
 
 
-def form(algorithm: str, to: Dialect) -> str:
-    """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
-    key."""
+def algorithm_in(algorithm: str, to: Dialect) -> str:
+    """Return how a dialect stores matrices: `auto` means factors if it has no key for whole matrices."""
     return FACTORS if algorithm == AUTO and "diff" not in to.endings else algorithm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft
 from ..disk.spool import Heap
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, of those that change it."""
-
-NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
 from ..decomposition.tiny import FEW, TOGETHER, factors_of
 from ..dialects import COPIED, Dialect
-from ..form import vector_ending
+from ..form import STACKED, Form, matrix_form, vector_ending
 from ..groups import Place, Target
-from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
-from ..module_tensors import STACKED, Layer
+from ..job import AUTO, ERROR, FACTORS, GIVE_RANK, IN_FULL, SKIP, WHOLE, AdapterJob, algorithm_in
+from ..module_tensors import Layer
 from ..peft.config import TABLE
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from .difference import Difference
@@ -85,6 +85,18 @@ def _expect_one_matrix(found: Difference) -> None:
     place, view = found.pair.place, found.pair.place.view
     if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
         raise FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
+
+
+def form_of_pair(job: AdapterJob, to: Dialect, pair: Pair) -> Form:
+    """Return the form of the difference of a parameter, if it changed."""
+    rule = job.rules.of_layer(pair.name, kernel=pair.place.kernel)
+    if pair.fresh or pair.place.vector:
+        return Form("value" if pair.fresh else "vector", WHOLE, rule)
+    if rule.name == EXACT:  # every direction that numbers have
+        rule = replace(rule, name="energy", value=1.0)
+    return matrix_form(
+        algorithm_in(job.algorithm, to), rule, pair.place.view.matrix, [None], name=pair.name, fix=GIVE_RANK
+    )
 
 
 def measured(made: Made | None, found: Difference) -> Made | None:
@@ -149,9 +161,10 @@ class Extractor:
         dialect cannot hold it.
         """
         where, shape = found.pair.place, found.pair.place.view.shape
-        if found.pair.fresh:
+        form = form_of_pair(self.job, self.to, found.pair)
+        if form.kind == "value":
             return value_made(where, found.value, found.change, self.storage.dtype)
-        if where.vector:
+        if form.kind == "vector":
             return self._vector(found)
         if self.storage.algorithm == LOKR.name:
             return self._product(found)
@@ -219,9 +232,7 @@ class Extractor:
     def rule(self, found: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
         view = found.pair.place.view
-        rule = self.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
-        if rule.name == EXACT:
-            return replace(rule, name="energy", value=1.0)
+        rule = form_of_pair(self.job, self.to, found.pair).rule
         if rule.name != NOISE:
             return rule
         noise = found.noise

@@ -33,7 +33,7 @@ from ..copied_tensors import Made, kept, value_made
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
-from ..job import AUTO, AUTO_FORMAT, FACTORS, SKIP, WHOLE, AdapterJob, extraction_named, form, one_rank
+from ..job import AUTO, AUTO_FORMAT, FACTORS, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..module_tensors import Kept, Layer
 from ..output_file import CONTENTS, drafted, expect_room, unread
@@ -41,10 +41,9 @@ from ..parallel import side_by_side
 from ..peft.completion import as_table, completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
 from ..pipeline import Facts, Outcome, Run, idle_alpha, planned
-from ..rank_rules import COUNT
 from ..report import AdapterReport
 from .difference import Side, difference, differences
-from .extract_modules import Batch, Extractor, batches, measured, nbytes
+from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
 from .extraction_proof import Claim, prove
 from .pairs import Pair, Pairs, paired
 
@@ -236,7 +235,9 @@ def _made(
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
     job = extraction.job
     at = places(job.inputs.device, "F32")[0]
-    extractor = Extractor(job, extraction.to, Storage(form(job.algorithm, extraction.to), extraction.dtype, 0.0, at))
+    extractor = Extractor(
+        job, extraction.to, Storage(algorithm_in(job.algorithm, extraction.to), extraction.dtype, 0.0, at)
+    )
     made, heads, skipped, equal = [], [], [], 0
     head, said = _head_apart(extraction, sides)
     notes = _changed_nameless(extraction, sides) + said
@@ -343,26 +344,17 @@ def _matrices(
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
     extraction = opened(job, cache or CheckpointCache())
-    job = extraction.job
-    layers: dict[str, dict[str, Any]] = {}
-    own, kind, endings = list[PlannedLayer](), FILE_DTYPES[extraction.dtype], extraction.to.endings
-    algorithm = job.algorithm
-    way = FACTORS if algorithm == AUTO else algorithm
+    job, to, dtype = extraction.job, extraction.to, FILE_DTYPES[extraction.dtype]
+    facts, layers = dict[str, dict[str, Any]](), list[PlannedLayer]()
     for pair in (p for p in extraction.pairs.pairs if not p.place.vector or job.others != SKIP):
-        out, cols = pair.place.view.matrix
-        rule = job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-        whole = pair.place.vector or algorithm == WHOLE or pair.fresh
-        most = min(out, cols, rule.ceiling or min(out, cols))  # what the disk has to hold, where numbers decide
-        layers[prefix_name(extraction.to, pair.place)] = {
-            "algorithm": WHOLE if whole else way,
-            "rank": most if rule.name == COUNT and not whole else 0,
-        }
-        slots = {"diff": (out, cols)} if whole else {"down": (most, cols), "up": (out, most)}
-        where = pair.place
-        named: list[Tensor] = [(extraction.to.key(where.prefix, where.module, endings.get(slot, slot)), kind, shape)
-                 for slot, shape in slots.items()]  # fmt: skip
-        if extraction.to.alpha and not whole:
-            named.append((extraction.to.key(where.prefix, where.module, ".alpha"), "F32", ()))
-        own.append(PlannedLayer(named, 0 if whole else most))
-    size = planned_size(own, job.rules.linear)
-    return planned(job, _facts(extraction, len(layers), extraction.pairs.notes), layers, size)
+        place, form = pair.place, form_of_pair(job, to, pair)
+        facts[prefix_name(to, place)] = form.facts
+        (out, cols), rank = place.view.matrix, form.highest
+        slots = {"diff": (out, cols)} if form.whole else {"down": (rank, cols), "up": (out, rank)}
+        tensors: list[Tensor] = [(to.key(place.prefix, place.module, to.endings.get(slot, slot)), dtype, shape)
+                                 for slot, shape in slots.items()]  # fmt: skip
+        if to.alpha and not form.whole:
+            tensors.append((to.key(place.prefix, place.module, ".alpha"), "F32", ()))
+        layers.append(PlannedLayer(tensors, 0 if form.whole else rank))
+    size = planned_size(layers, job.rules.linear)
+    return planned(job, _facts(extraction, len(layers), extraction.pairs.notes), facts, size)
