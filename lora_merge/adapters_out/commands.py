@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
-from ..algorithms.lora import LORA
 from ..errors import MergeError
 from ..merge_methods import COMBINATIONS
 from ..method_parameters import NAMES
@@ -199,13 +198,13 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         Command(
             "combine", "combined", "adapters",
             _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
-                     rank="exact", algorithm=LORA.name, alpha="rank", format=KEEP,
+                     rank="exact", algorithm="lora", alpha="rank", format=KEEP,
                      help={"rank": "32, same, energy:0.99 … Default: exact."}),
             _adapter_job, _plan, _run, torch="rarely",
         ),
         Command(
             "resize", "resized", "adapter",
-            _options(*_FORM, "format", *_ADAPTERS, algorithm=LORA.name, alpha=KEEP, format=KEEP, required=("rank",),
+            _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
                      help={"rank": "16, energy:0.99, fro:0.9, size:50MiB …"}),
             _adapter_job, _plan, _run, torch="beside",
         ),
@@ -225,7 +224,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         ),
         Command(
             "extract", "extracted", "checkpoints",
-            _options(*_FORM, "others", "factor", "format", rank=32, algorithm=LORA.name, alpha="rank", others="diff",
+            _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
                      factor=-1, format="auto", recorded=("rank",),
                      help={"rank": "32, energy:0.99, noise … Default: 32."}),
             _extraction_job, _plan_extraction, _run_extraction, torch="first", effort=5.0,

@@ -56,7 +56,7 @@ class Form:
         """What a plan prints: the algorithm, and the rank if headers show it, else 0."""
         if self.whole and self.rank is not None:
             return {"algorithm": WHOLE, "rank": 0}
-        algorithm = FACTORS if self.algorithm in (AUTO, WHOLE) else self.algorithm
+        algorithm = FACTORS if self.algorithm == AUTO else self.algorithm
         return {"algorithm": algorithm, "rank": 0 if self.whole else self.rank or 0}
 
 
