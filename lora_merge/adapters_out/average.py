@@ -36,11 +36,11 @@ def average_weights(
 ) -> list[float]:  # fmt: skip
     """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
     as `shares` takes them."""
-    given = [
+    stated = [
         name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
     ]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} both give the weights", f"--{given[1]}", "use one of them")
+    if len(stated) > 1:
+        raise UsageError(f"{' and '.join(stated)} both give the weights", f"--{stated[1]}", "use one of them")
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
@@ -111,10 +111,10 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
     # Step 1: what this command alone has.
     stated, adapters = request.stated, request.adapters
     setting = dict(pairs(stated.pop("setting", ()), "--setting"))
-    own = {name: stated.pop(name) for name in ("weights", *MOVING, "space", MUSUBI) if name in stated}
+    of_average = {name: stated.pop(name) for name in ("weights", *MOVING, "space", MUSUBI) if name in stated}
     if MUSUBI in setting:
-        own = {MUSUBI: setting.pop(MUSUBI), **own}
-    values = {name: own.get(name, rows[name].default) for name in ("weights", *MOVING, "space", MUSUBI)}
+        of_average = {MUSUBI: setting.pop(MUSUBI), **of_average}
+    values = {name: of_average.get(name, rows[name].default) for name in ("weights", *MOVING, "space", MUSUBI)}
     if values["space"] not in SPACES:
         raise UsageError(f"there is no space {shown(values['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
     if not isinstance(values[MUSUBI], bool) or (values[MUSUBI] and values["sigma_rel"] is None):
@@ -130,7 +130,7 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
         return job
     # Step 3: tensors are averaged as they are stored, so that most options mean nothing.
     _expect_plain(job, stated, setting)
-    of_average = {name: value for name, value in own.items() if name != "weights"}  # the strengths are the weights
+    of_average.pop("weights", None)  # the strengths of the recipe
     changed = tuple((n, v) for n, v in sorted(of_average.items()) if v != rows[n].default)
     betas = shares(len(adapters), **moving)
     return replace(job, options=(*job.options, *changed), space=OF_TENSORS,

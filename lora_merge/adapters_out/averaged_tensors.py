@@ -32,7 +32,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
 from .change import Evaluator, norms_of, squares_between
-from .combined_change import Wanted, combine
+from .combined_change import Delta, combine
 from .copied_tensors import entry
 from .decomposition.storage_rounding import squares_of
 from .exact_sums import weight_norms
@@ -171,7 +171,7 @@ def _count(target: Target) -> int:
     return out * cols
 
 
-def _apart(wanted: Wanted, made: Wanted) -> float:
+def _apart(wanted: Delta, made: Delta) -> float:
     """Return ‖Δ − Δ̂‖²."""
     if wanted.whole is None and made.whole is None:
         (left, right), (up, down) = wanted.factors, made.factors

@@ -139,7 +139,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
             expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
         maker = LayerMaker(job, sources, forms, reader, dtype)
-        layers, kept, zeros = maker.layers(this.counted, draft)
+        layers, tensors, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
         notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources), *maker.notes, *left_out(zeros),
@@ -147,10 +147,10 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
-        made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
-        claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
+        outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
+        claims = Claims(job, sources, outcome.told, sum(e.data.nbytes for e in outcome.entries))
         facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
-        return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
+        return outcome.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
 class LayerMaker:
@@ -183,10 +183,10 @@ class LayerMaker:
 
     def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
-        told = begin("make", weights_of(self.job, self.sources, self.dtype))
-        ranks = self.general.shared_out(told) if self.job.rules.together else {}
+        count = begin("make", weights_of(self.job, self.sources, self.dtype))
+        ranks = self.general.shared_out(count) if self.job.rules.together else {}
         stores_alpha = self.sources.spelling.alpha
-        layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
+        layers, tensors, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[Stored | None]:
             if (alone := self.concatenation.layer(target)) is not None:
@@ -197,32 +197,32 @@ class LayerMaker:
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         size = partial(_nbytes, self.job)
-        for target, found in zip(targets, side_by_side(targets, work, size, bound), strict=True):
-            for part, one in zip(target.stored, found, strict=True):
-                if one is None:
+        for target, results in zip(targets, side_by_side(targets, work, size, bound), strict=True):
+            for part, stored in zip(target.stored, results, strict=True):
+                if stored is None:
                     zeros.append(part.label)
                     continue
-                layers[part.label], entries = one.layer, dict(one.entries)
-                if one.layer.rank and stores_alpha:
-                    alpha = np.float32(one.layer.alpha).tobytes()
+                layers[part.label], entries = stored.layer, dict(stored.entries)
+                if stored.layer.rank and stores_alpha:
+                    alpha = np.float32(stored.layer.alpha).tobytes()
                     entries["alpha"] = Entry("alpha", "F32", (), memoryview(alpha))
-                kept[part.label] = waiting(entries, draft)
-            told(prod(target.shape) * ITEM_BYTES[self.dtype])
-        return layers, kept, zeros
+                tensors[part.label] = waiting(entries, draft)
+            count(prod(target.shape) * ITEM_BYTES[self.dtype])
+        return layers, tensors, zeros
 
 
 def _entries(
-    sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
+    sources: Sources, layers: Mapping[str, Layer], tensors: Mapping[str, Mapping[str, Entry]]
 ) -> list[Entry]:  # fmt: skip
     """Return the tensors of the output in the order of the layers; FitError where two have one name."""
     spelling = sources.spelling
-    found = []
+    entries = []
     for target in (part for whole in sources.targets for part in whole.stored):
         if target.label not in layers:
             continue
-        for slot, one in kept[target.label].items():
+        for slot, entry in tensors[target.label].items():
             key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
-            found.append(replace(one, name=key))
-    if twice := next(unique(found), None):
+            entries.append(replace(entry, name=key))
+    if twice := next(unique(entries), None):
         raise FitError("two layers of the output would have one name", twice, GIVE_BASE)
-    return found
+    return entries

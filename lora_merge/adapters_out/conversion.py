@@ -15,7 +15,7 @@ from .dialects import Dialect
 from .form import Form
 from .groups import Filled, Place
 from .job import FILE, AdapterJob
-from .module_tensors import Kept
+from .module_tensors import StoredModule
 from .output_file import Entry
 from .sources import Sources
 
@@ -34,8 +34,8 @@ class Conversion(NamedTuple):
 class Writing(NamedTuple):
     """The modules of a conversion, whose bytes are in the draft of the output or wait."""
 
-    made: Sequence[Kept]
-    whole: Sequence[Kept]  # with what the dialect asks for in addition
+    made: Sequence[StoredModule]
+    whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of those that change nothing
     beside: list[Entry]  # embeddings beside the adapter
     prove: Callable[[Path], Mapping[str, Any]]

@@ -35,11 +35,11 @@ from .form import form_of_module
 from .groups import Filled, Place, filled, is_plain, places
 from .job import FACTORS, WHOLE, AdapterJob, one_rank
 from .metadata.sizes import planned_size, tensors_of
-from .module_tensors import Kept
+from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
 from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
-from .planned_tensors import facts_of, kept, planned_modules
+from .planned_tensors import facts_of, planned_modules, without_data
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
 from .without_base import NOWHERE, as_named, without_base
@@ -120,13 +120,18 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
     job, to, sources, modules, all_modules, forms = conversion
     planned_layers = planned_modules(conversion)
     facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
-    layers = {prefix_name(to, place): own for (place, _), own in zip(planned_layers, facts, strict=False)}
+    layers = {
+        prefix_name(to, place): module_facts for (place, _), module_facts in zip(planned_layers, facts, strict=False)
+    }
     size = planned_size([layer for _, layer in planned_layers], job.rules.linear, [a.index for a in sources.adapters])
     of_folder = None
     if to.folder:
-        kinds = [*(str(own["algorithm"]) for own in facts), *(FACTORS for _ in planned_layers[len(facts) :])]
-        without_data = [kept(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
-        of_folder = config(without_data, _before(sources, None), all_modules)
+        kinds = [
+            *(str(module_facts["algorithm"]) for module_facts in facts),
+            *(FACTORS for _ in planned_layers[len(facts) :]),
+        ]
+        modules_without_data = [without_data(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
+        of_folder = config(modules_without_data, _before(sources, None), all_modules)
         size += len(text_of(of_folder))
     kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
@@ -181,21 +186,21 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     return Conversion(job, to, sources, modules, all_modules, forms)
 
 
-def _layers(names: Names | None, there: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _layers(names: Names | None, modules: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
-    for place, shares, _ in there:
+    for place, shares, _ in modules:
         if names is not None:
             yield place.label, place.component, [piece.key for piece in place.view.row_slices]
         else:
-            modules = [share.patch.module.name for share in shares] or [place.label]
-            yield place.label, network_of(modules[0]), modules
+            named = [share.patch.module.name for share in shares] or [place.label]
+            yield place.label, network_of(named[0]), named
 
 
-def _level(there: Sequence[Filled], names: Names) -> str | None:
+def _level(modules: Sequence[Filled], names: Names) -> str | None:
     """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
     bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
     levels = set()
-    for place, shares, _ in there:
+    for place, shares, _ in modules:
         (piece, *others) = place.view.row_slices
         body = bodies.get(piece.key, "").rpartition(".")[0]
         for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
@@ -204,27 +209,27 @@ def _level(there: Sequence[Filled], names: Names) -> str | None:
     return levels.pop() if len(levels) == 1 else None
 
 
-def _before(sources: Sources, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _before(sources: Sources, configuration: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the configuration of the adapter, or the given one; with the task of the base's model if it lacks one."""
-    own = sources.adapters[0].index.config if given is None else given
+    before = sources.adapters[0].index.config if configuration is None else configuration
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
-    told = {**own, FLAG: base is None and own.get(FLAG) is True}  # else the base tells it
-    return told if own.get("task_type") else {**told, "task_type": task_type(base.config if base else {})}
+    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base tells it
+    return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 
 
-def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
+def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note]:
     """Return the note about settings that the user stated and that copied tensors do not hold."""
-    given, needed = dict(job.inputs.setting), set()
-    for one in made:
-        if one.copied:
-            needed |= given.keys() & ALGORITHMS[one.layer.algorithm].settings.keys()
-            needed |= {ALPHA} & given.keys() if ".alpha" not in one.tensors else set()
-    again = " ".join(f"--setting {name}={given[name]}" for name in sorted(needed))
+    stated, needed = dict(job.inputs.setting), set()
+    for module in modules:
+        if module.copied:
+            needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
+            needed |= {ALPHA} & stated.keys() if ".alpha" not in module.tensors else set()
+    again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
-def _weights(there: Sequence[Filled]) -> int:
-    return sum(map(weight_of, there))
+def _weights(modules: Sequence[Filled]) -> int:
+    return sum(map(weight_of, modules))
 
 
 def prefix_name(to: Dialect, place: Place) -> str:
@@ -234,12 +239,12 @@ def prefix_name(to: Dialect, place: Place) -> str:
     return name if place.parameter == "weight" else f"{name}.{place.parameter}"
 
 
-def entries_of(to: Dialect, made: Sequence[Kept]) -> list[Entry]:
+def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
     """Return the tensors of all modules under their keys; FitError where two have one."""
-    found = [
+    entries = [
         replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
-        for m in made for ending in sorted(m.tensors)
+        for m in modules for ending in sorted(m.tensors)
     ]  # fmt: skip
-    if twice := next(unique(found), None):
+    if twice := next(unique(entries), None):
         raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
-    return found
+    return entries

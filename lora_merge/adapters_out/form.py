@@ -143,29 +143,29 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
     return matrix_form(algorithm_in(algorithm, to), rule, place.view.matrix, ranks, name=place.name, fix=FOR_KOHYA)
 
 
-def holds_columns(one: Filled, to: Dialect, tables: Collection[str]) -> bool:
+def holds_columns(module: Filled, to: Dialect, tables: Collection[str]) -> bool:
     """Return whether the magnitudes of a module are those of its columns, and a dialect has a place for them: PEFT's of
     embeddings are. `tables`: the modules of the adapter that are known to be embeddings."""
-    (share, *others) = one.shares
-    of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(one.place)
-    held = to.copies or ("table_up" in to.endings and is_table(one.place, one.shares, tables))
-    return of_columns and share.strength == 1 and held
+    (share, *others) = module.shares
+    of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(module.place)
+    has_place = to.copies or ("table_up" in to.endings and is_table(module.place, module.shares, tables))
+    return of_columns and share.strength == 1 and has_place
 
 
-def _expect_magnitudes(one: Filled, to: Dialect, tables: Collection[str]) -> None:
+def _expect_magnitudes(module: Filled, to: Dialect, tables: Collection[str]) -> None:
     """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
-    of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in one.shares)
-    if not holds_columns(one, to, tables) and not (of_rows and "magnitude" in to.endings):
-        raise FitError(f"{to.name} has no place for this magnitude of DoRA", one.place.name,
+    of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
+    if not holds_columns(module, to, tables) and not (of_rows and "magnitude" in to.endings):
+        raise FitError(f"{to.name} has no place for this magnitude of DoRA", module.place.name,
                        TO_LORA)  # fmt: skip
 
 
-def can_copy(one: Filled, to: Dialect) -> bool:
+def can_copy(module: Filled, to: Dialect) -> bool:
     """Return whether the tensors of a module can stand in a dialect as they are, but for their scale."""
-    (share, *others) = one.shares
+    (share, *others) = module.shares
     patch = share.patch
-    known = all(to.copied(patch.module, patch.algorithm, one.place.parameter, slot) for slot in patch.module.slots)
-    return known and not others and share.is_all(one.place) and (not to.products or is_product(share, to))
+    known = all(to.copied(patch.module, patch.algorithm, module.place.parameter, slot) for slot in patch.module.slots)
+    return known and not others and share.is_all(module.place) and (not to.products or is_product(share, to))
 
 
 def is_product(share: Share, to: Dialect) -> bool:
@@ -173,21 +173,21 @@ def is_product(share: Share, to: Dialect) -> bool:
     return not to.alpha and share.patch.algorithm in to.products and share.patch.magnitude is None
 
 
-def is_copied(one: Filled, to: Dialect) -> bool:
+def is_copied(filled: Filled, to: Dialect) -> bool:
     """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
-    (share, *others) = one.shares
+    (share, *others) = filled.shares
     module, algorithm = share.patch.module, share.patch.algorithm
-    known = all(to.copied(module, algorithm, one.place.parameter, slot) for slot in module.slots)
-    return known and not others and share.strength == 1 and share.is_all(one.place)
+    known = all(to.copied(module, algorithm, filled.place.parameter, slot) for slot in module.slots)
+    return known and not others and share.strength == 1 and share.is_all(filled.place)
 
 
 def vector_ending(place: Place, to: Dialect) -> str | None:
     """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
     slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
-    wanted = slot[place.parameter]
-    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
-    ending = to.endings.get(wanted, to.endings.get(plain))
-    in_factors = wanted == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
+    slot_name = slot[place.parameter]
+    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(slot_name, slot_name)
+    ending = to.endings.get(slot_name, to.endings.get(plain))
+    in_factors = slot_name == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
     return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 

@@ -74,9 +74,9 @@ def plan(job: AdapterJob) -> AdapterReport:
     second = _second(job, sources, job.adapters[0].path, to, {**later, "overwrite": True})
     conversion = opened(second, checkpoints)
     again, origins = plan_conversion(second, conversion), {} if "rank" in later else _origins(conversion)
-    open_ranks = {name for name, one in report.layers.items() if one["algorithm"] == FACTORS and not one["rank"]}
-    layers = {name: {**one, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else one
-              for name, one in again.layers.items()}  # fmt: skip
+    open_ranks = {name for name, facts in report.layers.items() if facts["algorithm"] == FACTORS and not facts["rank"]}
+    layers = {name: {**facts, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else facts
+              for name, facts in again.layers.items()}  # fmt: skip
     written = min(report.written, again.written) if job.rules.together else again.written
     notes = (*_notes(report, again), *idle_alpha(job, stored=to.alpha))
     return replace(report, layers=layers, format=again.format, dtype=again.dtype, written=written, notes=notes,
@@ -104,8 +104,8 @@ def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
 def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, dict[str, Any]]:
     """Return the job of the first step, and the options of the second one, which decides the ranks if it has a rule."""
     alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
-    own = replace(job, format=KEEP, algorithm=algorithm_in(job.algorithm, to), alpha=alpha)
-    given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
+    first = replace(job, format=KEEP, algorithm=algorithm_in(job.algorithm, to), alpha=alpha)
+    shared = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
     factored = _has_factors(job, sources)
     later = _later(job, sources, to, factored=factored)
     if later and factored:
@@ -113,8 +113,8 @@ def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, d
         widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
         later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
         exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=(), layers={})
-        own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
-    return own, {**given, **later}
+        first = replace(first, rules=exactly, inputs=replace(first.inputs, dtype=KEEP if widest else "fp32"))
+    return first, {**shared, **later}
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
@@ -169,24 +169,24 @@ def _second(job: AdapterJob, sources: Sources, path: Path, to: Dialect, options:
 
 def _tables(sources: Sources) -> frozenset[str]:
     """Return the layers of the result that are embeddings, whose factors have the endings of other layers there."""
-    own = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
-    return frozenset(own)
+    tables = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
+    return frozenset(tables)
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:
     """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs.
     `factored`: what `_has_factors` says."""
-    given = {name: value for name, value in job.options if name in RANKS}
-    if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
+    stated = {name: value for name, value in job.options if name in RANKS}
+    if job.algorithm == WHOLE or stated.keys() <= {"max_rank"}:
         return {}
-    if given.get("rank") == SAME:
+    if stated.get("rank") == SAME:
         known = {r for t in sources.targets for r in t.ranks}
         if len(known) != 1 or None in known:
             return {}
-        given["rank"] = known.pop()
-    found = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **given}
+        stated["rank"] = known.pop()
+    later = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **stated}
     counted = {job.rules.linear.name, job.rules.kernels.name, *(rule.name for _, rule in job.rules.parts)} == {COUNT}
-    return found if factored or (counted and _fuses(sources, to)) else {}
+    return later if factored or (counted and _fuses(sources, to)) else {}
 
 
 def _has_factors(job: AdapterJob, sources: Sources) -> bool:
@@ -230,10 +230,10 @@ def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str,
         numbers = {**second.numbers, "all": every}
     uses = Counter(label for labels in origins.values() for label in labels)
     layers = {}
-    for name, told in second.layers.items():
-        own = [first.layers[label] for label in origins.get(name, ()) if label in first.layers]
+    for name, facts in second.layers.items():
+        origin_facts = [first.layers[label] for label in origins.get(name, ()) if label in first.layers]
         cut = any(uses[label] > 1 for label in origins.get(name, ()))
-        layers[name] = _of_both(own, told, cut=cut) if own else told
+        layers[name] = _of_both(origin_facts, facts, cut=cut) if origin_facts else facts
     return replace(
         first, output=second.output, format=second.format, dtype=second.dtype, layers=layers, numbers=numbers,
         residual=residual, energy=energy, written=second.written, seconds=first.seconds + second.seconds,
@@ -245,13 +245,13 @@ def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str,
 def _of_both(first: Sequence[Mapping[str, Any]], second: Mapping[str, Any], *, cut: bool) -> dict[str, Any]:
     """Return the facts of a module that is made of layers of the first step, or is a part of one (`cut`), whose share
     is then lost in it too."""
-    squares = sum(one["norm"] ** 2 for one in first)
-    share = sum((one["norm"] * one["residual"]) ** 2 for one in first) / squares if squares else 0.0
+    squares = sum(facts["norm"] ** 2 for facts in first)
+    share = sum((facts["norm"] * facts["residual"]) ** 2 for facts in first) / squares if squares else 0.0
     residual = _lost_twice(share, second["residual"])
     norm = second["norm"] / sqrt(max(1 - share, 1e-30)) if cut else sqrt(squares)
-    own = first[0] if len(first) == 1 and not cut else {}
-    return {**own, **{name: second[name] for name in ("algorithm", "rank", "alpha")},
-            "rank_before": max(one["rank_before"] for one in first), "norm": norm, "energy": 1 - residual**2,
+    unchanged = first[0] if len(first) == 1 and not cut else {}
+    return {**unchanged, **{name: second[name] for name in ("algorithm", "rank", "alpha")},
+            "rank_before": max(facts["rank_before"] for facts in first), "norm": norm, "energy": 1 - residual**2,
             "residual": residual}  # fmt: skip
 
 
@@ -266,17 +266,17 @@ def _notes(first: AdapterReport, second: AdapterReport) -> tuple[Note, ...]:
 
 def pretended(path: Path, layers: Iterable[PlannedLayer]) -> AdapterFile:
     """Return an adapter at a path with these tensors. α is the rank, and all other numbers are alike."""
-    tensors = [one for layer in layers for one in _with_ranks(path, layer.tensors, layer.rank)]
-    return group(Index(path, {one.name: one for one in tensors}, {}, ()))
+    tensors = [tensor for layer in layers for tensor in _with_ranks(path, layer.tensors, layer.rank)]
+    return group(Index(path, {tensor.name: tensor for tensor in tensors}, {}, ()))
 
 
 def _with_ranks(path: Path, tensors: Sequence[Tensor], rank: int) -> list[StoredTensor]:
-    found = []
+    stored = []
     for name, dtype, shape in tensors:
         size = bytes_of(dtype, shape)
         content = partial(_number, rank) if not shape else partial(_ones, size)
-        found.append(StoredTensor(name, dtype, shape, Memory(path, content), 0, size))
-    return found
+        stored.append(StoredTensor(name, dtype, shape, Memory(path, content), 0, size))
+    return stored
 
 
 def _number(rank: int) -> memoryview:

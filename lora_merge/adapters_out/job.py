@@ -128,9 +128,9 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     for an option or a value that is wrong."""
     command, output, base = request.command, request.output, request.base
     # Step 1: the options of the command, and those of `merge`.
-    own, of_merge = _options(request, rows)
+    stated, of_merge = _options(request, rows)
     # Step 2: values are parsed.
-    values = {**{name: row.default for name, row in rows.items()}, **own}
+    values = {**{name: row.default for name, row in rows.items()}, **stated}
     chosen = values.get("method", SUM)
     method = SAME_COMBINATION.get(chosen, chosen)
     if method not in COMBINATIONS:
@@ -145,13 +145,13 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
-    name = own.get("format", KEEP)
+    name = stated.get("format", KEEP)
     to = dialect(name) if isinstance(name, str) else None
     if to is None:
         raise UsageError(f"the format {shown(name)!r} does not exist", "--format", f"use one of {', '.join(names())}")
     if to is OF_INPUT and command in FILES and stays_folder(job.adapters[0].path, output):
         to = DIALECTS["peft"]
-        own |= {"format": to.name}
+        stated |= {"format": to.name}
     path = _output(job, command, str(rule), output, file=command in FILES and not to.folder)
     job = replace(job, method=method, output=path)
     # Step 4: what fits together.
@@ -170,26 +170,26 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     return AdapterJob(
         command, job, None if base is None else input_path(base), rules, values["rank"] is not None, method, numbers,
         algorithm, _alpha(values["alpha"]), values["include"], values["exclude"], values["compute_dtype"], to.name,
-        recorded(rows, own),
+        recorded(rows, stated),
     )  # fmt: skip
 
 
 def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the stated options of a command with their values, and those that mean what they mean for `merge`."""
     of_merge = request.stated
-    own = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
+    stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
     if stray := next((name for name in ("method", *NAMES) if name in of_merge), None):
         raise UsageError(f"{request.command} has no such option", OPTIONS[stray].flag, "leave it out, or combine")
-    if missing := next((name for name, row in rows.items() if row.required and name not in own), None):
+    if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command} needs a rule for the {missing}", missing,
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in FORMATS or of_merge.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
-    own |= {name: parts(own[name], f"--{name}") for name in ("include", "exclude") if name in own}
-    if "compute_dtype" in own:
-        own["compute_dtype"] = _computed(own["compute_dtype"])
-    return own, of_merge
+    stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
+    if "compute_dtype" in stated:
+        stated["compute_dtype"] = _computed(stated["compute_dtype"])
+    return stated, of_merge
 
 
 def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -240,8 +240,8 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
     if request.base is None:
         raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
     stated, output = request.stated, request.output
-    own = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
-    name, others, factor = (own.get(option, rows[option].default) for option in ("format", "others", "factor"))
+    of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
+    name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
     to = None if name == AUTO_FORMAT else dialect(str(name))
     if name != AUTO_FORMAT and (to is None or not to.whole_models):
         known = ", ".join(row.name for row in DIALECTS.values() if row.whole_models)
@@ -254,7 +254,7 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
     job = adapter_job(replace(request, options=stated), rows)
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
-    changed = tuple((n, v) for n, v in sorted(own.items()) if v != rows[n].default)
+    changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
     job = replace(job, format=str(name), options=(*job.options, *changed), others=others, factor=factor)
     if output is None:
         return job.at(job.output.parent / _difference_name(job, to))
@@ -283,12 +283,12 @@ def one_rank(job: AdapterJob, to: Dialect) -> Dialect:
     return replace(to, one_rank=to.folder and job.rules.all_are(COUNT))
 
 
-def _output(job: Job, command: str, rule: str, given: str | Path | None, *, file: bool) -> Path:
-    """Return the path of the output, which may be a `file`; `given`: None, or what the user names."""
-    if given is None or (file and names_folder(given)):
+def _output(job: Job, command: str, rule: str, named: str | Path | None, *, file: bool) -> Path:
+    """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
+    if named is None or (file and names_folder(named)):
         ending = "" if command in FILES and not file else FILE
-        return _named(job, command, rule, absolute(Path()) if given is None else expand(given), ending)
-    return output_file(given) if file else expand(given)
+        return _named(job, command, rule, absolute(Path()) if named is None else expand(named), ending)
+    return output_file(named) if file else expand(named)
 
 
 def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path:
@@ -308,10 +308,10 @@ def stays_folder(adapter: Path, output: str | Path | None) -> bool:
 
 def _computed(value: Any) -> str:
     """Return the dtype that formulas compute in; UsageError for one in which changes lose digits."""
-    found = dtype_name(value, OPTIONS["compute_dtype"])
-    if found not in ("fp32", "fp64"):
-        raise UsageError(f"an adapter is not computed in {found}", "--compute-dtype", "use fp32 or fp64")
-    return found
+    dtype = dtype_name(value, OPTIONS["compute_dtype"])
+    if dtype not in ("fp32", "fp64"):
+        raise UsageError(f"an adapter is not computed in {dtype}", "--compute-dtype", "use fp32 or fp64")
+    return dtype
 
 
 LEAST_ALPHA: Final = 1e-30
@@ -333,7 +333,7 @@ def _alpha(value: Any) -> str | float:
 
 def strings(values: Sequence[str]) -> list[tuple[str, str]]:
     """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
-    found = [tuple(text.rpartition("=")[::2]) for text in values]
-    if wrong := next((t for t, p in zip(values, found, strict=True) if not all(p)), None):
+    pairs_of = [tuple(text.rpartition("=")[::2]) for text in values]
+    if wrong := next((t for t, p in zip(values, pairs_of, strict=True) if not all(p)), None):
         raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
-    return [(part, rule) for part, rule in found]
+    return [(part, rule) for part, rule in pairs_of]

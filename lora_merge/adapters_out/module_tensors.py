@@ -47,16 +47,16 @@ def without_bytes(layer: Layer) -> Layer:
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     """Return a layer's facts for the report; `adapters`: the number of inputs."""
     share = layer.lost / layer.squares if layer.squares else 0.0
-    found: dict[str, Any]
-    found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
+    facts: dict[str, Any]
+    facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
              "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
-    found |= {} if layer.noise is None else {"noise": layer.noise}
+    facts |= {} if layer.noise is None else {"noise": layer.noise}
     if layer.weight is not None:
         size = math.sqrt(layer.weight)
-        found |= {"weight": size, "ratio": found["norm"] / size if size else None}
+        facts |= {"weight": size, "ratio": facts["norm"] / size if size else None}
     if layer.norms:
-        found["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
-    return found if layer.effect is None else {**found, **layer.effect.told}
+        facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
+    return facts if layer.effect is None else {**facts, **layer.effect.told}
 
 
 class Stored(NamedTuple):
@@ -66,10 +66,10 @@ class Stored(NamedTuple):
     entries: Mapping[str, Entry]
 
 
-def held(one: Entry, put: Heap | Draft) -> Entry:
+def held(entry: Entry, put: Heap | Draft) -> Entry:
     """Return a tensor that is in memory as it waits, or as it is in the draft."""
-    assert isinstance(one.data, memoryview), "it was just made"
-    return replace(one, data=put.put(one.data))
+    assert isinstance(entry.data, memoryview), "it was just made"
+    return replace(entry, data=put.put(entry.data))
 
 
 def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]:
@@ -78,7 +78,7 @@ def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredModule:
     """The stored tensors of one module by their ending, and the facts of its layer, which holds no tensors."""
 
     place: Place

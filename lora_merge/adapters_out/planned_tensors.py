@@ -17,7 +17,7 @@ from .form import Form, vector_ending, written_dtype
 from .groups import Filled, Place
 from .job import AdapterJob
 from .metadata.sizes import PlannedLayer
-from .module_tensors import Kept, Layer
+from .module_tensors import Layer, StoredModule
 from .output_file import Entry
 from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
 from .peft.demands import Own, Parameter, demands, is_pair, new_biases, own_places
@@ -68,30 +68,32 @@ def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
     return {**facts, "rank": layer.rank or facts["rank"]} if shown else facts
 
 
-def _named(one: Filled, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
+def _named(module: Filled, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
     """Return a layer of tensors by their endings."""
-    return PlannedLayer([(to.key(one.place.prefix, one.place.module, e), *own) for e, own in tensors.items()], rank)
+    return PlannedLayer(
+        [(to.key(module.place.prefix, module.place.module, e), *tensor) for e, tensor in tensors.items()], rank
+    )
 
 
-def _ending(one: Filled, to: Dialect) -> str:
+def _ending(module: Filled, to: Dialect) -> str:
     """Return the ending of the change of a vector, or of a new value."""
-    place = one.place
+    place = module.place
     changed = to.endings.get("diff" if place.parameter == "weight" else "diff_b")
-    return (changed if one.value is not None else vector_ending(place, to)) or f".{place.parameter}"
+    return (changed if module.value is not None else vector_ending(place, to)) or f".{place.parameter}"
 
 
-def _pair_of(one: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
+def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
     """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
-    to, (out, *cols) = conversion.to, one.place.view.shape
-    if "up_bias" in to.endings and is_table(one.place, one.shares, conversion.job.tables):
-        expect_table(one.place, to)
+    to, (out, *cols) = conversion.to, module.place.view.shape
+    if "up_bias" in to.endings and is_table(module.place, module.shares, conversion.job.tables):
+        expect_table(module.place, to)
         return {"table_up": (dtype, (*cols, rank)), "table_down": (dtype, (rank, out))}
     return {"down": (dtype, (rank, *cols)), "up": (dtype, (out, rank, *(1 for _ in cols[1:])))}
 
 
-def _magnitude(place: Place, own: tuple[str, Shape], to: Dialect, *, copied: bool) -> Shape:
-    """Return the shape of DoRA's magnitudes. `own`: axis and shape of the input's."""
-    axis, shape = own
+def _magnitude(place: Place, magnitude: tuple[str, Shape], to: Dialect, *, copied: bool) -> Shape:
+    """Return the shape of DoRA's magnitudes. `magnitude`: axis and shape of the input's."""
+    axis, shape = magnitude
     if copied or (axis == "in" and to.copies):
         return (*shape, *(1 for _ in place.view.shape[2:]))
     if axis == "in":
@@ -105,38 +107,47 @@ def _of_rows(place: Place) -> Shape:
     return tuple(place.view.matrix[0] if size < 0 else size for size in magnitude_shape(place))
 
 
-def _of_value(one: Filled, conversion: Conversion, dtype: str) -> str:
+def _of_value(module: Filled, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the change of a vector, or of a new value."""
     to = conversion.to
-    if one.value is None:
-        return _new_dtype(one, conversion, dtype) if _ending(one, to) == f".{one.place.parameter}" else dtype
-    info, strength = one.value
+    if module.value is None:
+        return _new_dtype(module, conversion, dtype) if _ending(module, to) == f".{module.place.parameter}" else dtype
+    info, strength = module.value
     return info.dtype if to.whole and strength == 1 else "F32"
 
 
-def _new_dtype(one: Filled, conversion: Conversion, dtype: str) -> str:
+def _new_dtype(module: Filled, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the new value of a parameter, which holds those of the base and of the change."""
-    weight = conversion.sources.weights.get(one.place.view.row_slices[0].key)
-    own = weight.stored.dtype if weight is not None else ""
-    if conversion.job.inputs.dtype != KEEP or own not in FLOATS or ITEM_BYTES[own] < 2 or own == dtype:
+    weight = conversion.sources.weights.get(module.place.view.row_slices[0].key)
+    base_dtype = weight.stored.dtype if weight is not None else ""
+    if (
+        conversion.job.inputs.dtype != KEEP
+        or base_dtype not in FLOATS
+        or ITEM_BYTES[base_dtype] < 2
+        or base_dtype == dtype
+    ):
         return dtype
-    return "F32" if ITEM_BYTES[own] == ITEM_BYTES[dtype] else max(own, dtype, key=lambda kind: ITEM_BYTES[kind])
+    return (
+        "F32"
+        if ITEM_BYTES[base_dtype] == ITEM_BYTES[dtype]
+        else max(base_dtype, dtype, key=lambda kind: ITEM_BYTES[kind])
+    )
 
 
 def _with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
     """Return the modules with what a folder of PEFT or a file of diffusers needs in addition; FitError where it has no
     place for them, UsageError where the base has to be known."""
-    to, there, own = conversion.to, conversion.modules, own_places(conversion.all_modules)
+    to, modules, known_places = conversion.to, conversion.modules, own_places(conversion.all_modules)
     if "up_bias" not in to.endings:
-        return [(one.place, layer) for one, layer in zip(there, layers, strict=True)]
+        return [(parameter.place, layer) for parameter, layer in zip(modules, layers, strict=True)]
     known = conversion.sources.inputs is not None and conversion.sources.inputs.base.path != NOWHERE
-    layers = _with_biases(layers, conversion, own, known=known)
-    made = [_parameter(layer, f.place, to) for layer, f in zip(layers, there, strict=True)]
-    asked, whole = demands(made, own, to, known=known), list[tuple[Place, PlannedLayer]]()
+    layers = _with_biases(layers, conversion, known_places, known=known)
+    parameters = [_parameter(layer, f.place, to) for layer, f in zip(layers, modules, strict=True)]
+    asked, whole = demands(parameters, known_places, to, known=known), list[tuple[Place, PlannedLayer]]()
     kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
-    for layer, one in zip(layers, made, strict=True):
-        low = one.place.module in asked.low and is_pair(one, to)
-        whole.append((one.place, _pair(one.place, asked.rank, to, kind) if low else layer))
+    for layer, parameter in zip(layers, parameters, strict=True):
+        low = parameter.place.module in asked.low and is_pair(parameter, to)
+        whole.append((parameter.place, _pair(parameter.place, asked.rank, to, kind) if low else layer))
     whole += [(p, _pair(p, 1, to, kind)) for p in asked.factors]
     added: list[tuple[Place, str, str, Shape]]
     added = [(p, to.endings.get("up_bias", ""), kind, p.view.matrix[:1]) for p in asked.biases]
@@ -148,29 +159,29 @@ def _with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> lis
 
 
 def _with_biases(
-    layers: Sequence[PlannedLayer], conversion: Conversion, own: Own, *, known: bool
+    layers: Sequence[PlannedLayer], conversion: Conversion, known_places: Own, *, known: bool
 ) -> list[PlannedLayer]:
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
-    to, there = conversion.to, conversion.modules
-    made = [_parameter(layer, one.place, to) for layer, one in zip(layers, there, strict=True)]
-    new = {id(place) for place in new_biases(made, own, to, known=known)}
-    factored, whole = {m.place.module for m in made if m.rank}, list[PlannedLayer]()
-    for layer, one, stored in zip(layers, there, made, strict=True):
-        if id(one.place) in new or (BIAS in stored.endings and to.folder):
-            ending = WRAPPED if one.place.module in factored else BIAS
+    to, modules = conversion.to, conversion.modules
+    parameters = [_parameter(layer, module.place, to) for layer, module in zip(layers, modules, strict=True)]
+    new = {id(place) for place in new_biases(parameters, known_places, to, known=known)}
+    factored, whole = {m.place.module for m in parameters if m.rank}, list[PlannedLayer]()
+    for layer, module, stored in zip(layers, modules, parameters, strict=True):
+        if id(module.place) in new or (BIAS in stored.endings and to.folder):
+            ending = WRAPPED if module.place.module in factored else BIAS
             ((_, dtype, shape),) = layer.tensors
-            dtype = _new_dtype(one, conversion, dtype) if id(one.place) in new else dtype
-            layer = _named(one, to, {ending: (dtype, shape)})
+            dtype = _new_dtype(module, conversion, dtype) if id(module.place) in new else dtype
+            layer = _named(module, to, {ending: (dtype, shape)})
         whole.append(layer)
     return whole
 
 
-def kept(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> Kept:
+def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> StoredModule:
     """Return a module as it would be, without its bytes, for the configuration of PEFT."""
     stem = to.key(place.prefix, place.module, "")
     entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
-    rank = rank_of({e: one.shape for e, one in entries.items()}) if algorithm in to.products else layer.rank
-    return Kept(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
+    rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank
+    return StoredModule(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
 
 
 def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:
@@ -182,11 +193,11 @@ def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedLayer:
     """Return the factors of a layer."""
     out, *cols = place.view.shape
     shapes = {"down": (rank, *cols), "up": (out, rank, *(1 for _ in cols[1:]))}
-    own = [(to.key(place.prefix, place.module, to.endings[slot]), kind, shape) for slot, shape in shapes.items()]
-    return PlannedLayer(own, rank)
+    tensors = [(to.key(place.prefix, place.module, to.endings[slot]), kind, shape) for slot, shape in shapes.items()]
+    return PlannedLayer(tensors, rank)
 
 
 def _kind(info: StoredTensor, job: AdapterJob) -> str:
     """Return the dtype of a tensor that is copied."""
-    made = written_dtype(job, ())
-    return made if made is not None and info.dtype in FLOATS else info.dtype
+    dtype = written_dtype(job, ())
+    return dtype if dtype is not None and info.dtype in FLOATS else info.dtype

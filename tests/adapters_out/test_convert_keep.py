@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters_out import convert_modules
 from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.adapters_out.copied_tensors import Made, kept
+from lora_merge.adapters_out.copied_tensors import ModuleTensors, stored_module
 from lora_merge.adapters_out.format_option import plan
-from lora_merge.adapters_out.module_tensors import Kept
+from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
 from tests.kit.flux import flux, of_flux
@@ -159,11 +159,11 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 
 
 def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(made: Made, put: Any) -> Kept:
+    def faulty(made: ModuleTensors, put: Any) -> StoredModule:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
-        return kept(replace(made, tensors=tensors), put)
+        return stored_module(replace(made, tensors=tensors), put)
 
     monkeypatch.setattr(convert_modules, "kept", faulty)
     with pytest.raises(VerificationFailed, match="otherwise than the input"):

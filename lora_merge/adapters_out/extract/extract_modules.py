@@ -18,8 +18,8 @@ from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
 from ...models.experts import is_stack
 from ...models.part_factors import or_leave_out
-from ..combined_change import Cut, Storage, Wanted
-from ..copied_tensors import Made, value_made, whole_made
+from ..combined_change import Cut, Delta, Storage
+from ..copied_tensors import ModuleTensors, value_made, whole_made
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
 from ..decomposition.tiny import FEW, TOGETHER, factors_of
@@ -99,7 +99,7 @@ def form_of_pair(job: AdapterJob, to: Dialect, pair: Pair) -> Form:
     )
 
 
-def measured(made: Made | None, found: Difference) -> Made | None:
+def measured(made: ModuleTensors | None, found: Difference) -> ModuleTensors | None:
     """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
     if made is None:
@@ -116,7 +116,7 @@ class Extractor:
     to: Dialect
     storage: Storage
 
-    def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
+    def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
         few = any(self._few_rows(one) is not None for one in found)
         if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS and not few:
@@ -124,7 +124,7 @@ class Extractor:
         triples = [None] * len(found) if alone else self.together(found)
         return [self.made(one, triples=known) for one, known in zip(found, triples, strict=True)]
 
-    def _tiny(self, found: Sequence[Difference]) -> list[Made | None]:
+    def _tiny(self, found: Sequence[Difference]) -> list[ModuleTensors | None]:
         """Return the factors of tiny matrices of one shape."""
         shape = found[0].pair.place.view.shape
         _expect_one_matrix(found[0])
@@ -135,7 +135,7 @@ class Extractor:
             rank = choose(rule, values, total=squares)
             return rank, Cut(rule, rank, alpha).alpha_of(rank)
 
-        made: list[Made | None] = []
+        made: list[ModuleTensors | None] = []
         stack = torch.stack([one.change.dense() for one in found])
         for one, own in zip(found, factors_of(stack, self.storage.noise, chosen, self.storage.dtype), strict=True):
             layer = self.storage.pair(shape, 0, (own.up, own.down), own.alpha, (own.squares, own.lost))
@@ -154,7 +154,7 @@ class Extractor:
         made = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
         return [None if f is None else next(made) for f in found]
 
-    def made(self, found: Difference, rank: int | None = None, triples: Triples | None = None) -> Made | None:
+    def made(self, found: Difference, rank: int | None = None, triples: Triples | None = None) -> ModuleTensors | None:
         """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
 
         `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
@@ -175,13 +175,13 @@ class Extractor:
                            "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, layer)
 
-    def _spelled(self, where: Place, layer: Layer) -> Made:
+    def _spelled(self, where: Place, layer: Layer) -> ModuleTensors:
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return Made(where, tensors, layer)
+        return ModuleTensors(where, tensors, layer)
 
-    def _product(self, found: Difference) -> Made:
+    def _product(self, found: Difference) -> ModuleTensors:
         """Return the nearest Kronecker product."""
         where, rule = found.pair.place, self.rule(found).of_inputs(0)
         if not self.to.copies:
@@ -192,7 +192,7 @@ class Extractor:
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
         if layer.rank:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return Made(where, tensors, layer)
+        return ModuleTensors(where, tensors, layer)
 
     @property
     def alpha_stored(self) -> bool:
@@ -205,14 +205,14 @@ class Extractor:
         return None if isinstance(self.job.alpha, str) or not self.alpha_stored else float(self.job.alpha)
 
     def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
-        wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
+        wanted = Delta(None, None, found.change, 0, known=found.scanned[0])
         if self.storage.algorithm != WHOLE:
             _expect_one_matrix(found)
         if (rows := self._few_rows(found)) is not None:
             moved = found.change.of_rows(rows).dense()
             ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)
             ones[rows, torch.arange(len(rows))] = 1
-            held = Wanted(ones, moved, None, 0)
+            held = Delta(ones, moved, None, 0)
             return self.storage.layer(target, held, Cut(Rule(EXACT), None, self.alpha))
         rule = self.rule(found)
         return self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
@@ -242,7 +242,7 @@ class Extractor:
         out, cols = view.matrix
         return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
-    def _vector(self, found: Difference) -> Made | None:
+    def _vector(self, found: Difference) -> ModuleTensors | None:
         """Return the change of a bias, a norm or another vector, as `--others` says."""
         where = found.pair.place
         if self.job.others == SKIP:

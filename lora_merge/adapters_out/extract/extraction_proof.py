@@ -26,7 +26,7 @@ from ...progress import Counting
 from ..change import Change, Evaluator
 from ..groups import Target
 from ..job import WHOLE, AdapterJob
-from ..module_tensors import Kept
+from ..module_tensors import StoredModule
 from ..parallel import PerThread, side_by_side
 from ..proof import FLOOR, TOLERANCE, evenly
 from ..sources import open_sources
@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     """The file that a run has written, the layers that it says are in it, and the checkpoints that it has open."""
 
     part: Path
-    made: Sequence[Kept]
+    made: Sequence[StoredModule]
     cache: CheckpointCache
 
 
@@ -67,7 +67,7 @@ def prove(job: AdapterJob, pairs: Pairs, sides: Sequence[Side], claim: Claim, be
         files = frozenset(f for a in again.adapters for f in a.index.files)
         after = PerThread(lambda: Evaluator(again, TensorCache(reader, files), place("cpu", "F64")))
 
-        def work(one: Kept) -> float:
+        def work(one: StoredModule) -> float:
             pair = own[id(one.place)]
             evaluator = after.get()
             off = _off(base.by_rows(pair.place.view), tuned.by_rows(pair.tuned), _held(pair, targets, evaluator))
@@ -96,7 +96,7 @@ def _expect_value(pair: Pair, tuned: Side, file: Index, reader: Reader) -> None:
         raise VerificationFailed("a written value is not that of the tuned checkpoint", pair.name, REPORT)
 
 
-def _nbytes(one: Kept) -> int:
+def _nbytes(one: StoredModule) -> int:
     """Return about how many bytes a comparison takes at most: both weights as stored, and the file's change."""
     return prod(one.place.view.matrix) * 16
 

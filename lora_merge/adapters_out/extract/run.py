@@ -27,15 +27,15 @@ from ...paths import typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Storage, Wanted, decomposing, expect_finite, shared_out
+from ..combined_change import Delta, Storage, decomposing, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import Made, kept, value_made
+from ..copied_tensors import ModuleTensors, stored_module, value_made
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
 from ..job import AUTO, AUTO_FORMAT, FACTORS, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
-from ..module_tensors import Kept, Layer
+from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..parallel import side_by_side
 from ..peft.completion import as_table, completed, with_biases
@@ -189,8 +189,8 @@ def _weights(extraction: Extraction) -> int:
 
 
 def _completed(
-    extraction: Extraction, made: Sequence[Kept], heads: Sequence[Kept], sides: tuple[Side, Side], heap: Heap
-) -> tuple[list[Kept], list[Kept]]:  # fmt: skip
+    extraction: Extraction, made: Sequence[StoredModule], heads: Sequence[StoredModule], sides: tuple[Side, Side], heap: Heap
+) -> tuple[list[StoredModule], list[StoredModule]]:  # fmt: skip
     """Return the changed modules with their biases as the dialect holds them, and these with the heads and with what it
     asks for of parameters that did not change."""
     own = {p.place.label: p for p in extraction.pairs.pairs}
@@ -199,23 +199,23 @@ def _completed(
     def value(place: Place) -> torch.Tensor:
         return sides[1].rows(own[place.label].tuned).to(extraction.dtype)
 
-    def renewed(place: Place) -> Made:
+    def renewed(place: Place) -> ModuleTensors:
         changed = difference(own[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
         return value_made(place, changed.value, changed.change, extraction.dtype)
 
-    own_made = with_biases(made, places, extraction.to, renewed, lambda one: kept(one, heap))
-    return own_made, completed([*own_made, *heads], places, extraction.to, value, lambda one: kept(one, heap))
+    own_made = with_biases(made, places, extraction.to, renewed, lambda one: stored_module(one, heap))
+    return own_made, completed([*own_made, *heads], places, extraction.to, value, lambda one: stored_module(one, heap))
 
 
-def _head(extraction: Extraction, pair: Pair, made: Made) -> Iterator[Made]:
+def _head(extraction: Extraction, pair: Pair, made: ModuleTensors) -> Iterator[ModuleTensors]:
     """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
     each to one layer."""
     head, view = extraction.pairs.head, pair.before or pair.place.view
     if head is None or not extraction.to.folder or not (made.layer.rank or pair.fresh):
         return
     if view.row_slices[0].key == head.info.name:
-        yield Made(made.place._replace(module=head.head), made.tensors, made.layer)
+        yield ModuleTensors(made.place._replace(module=head.head), made.tensors, made.layer)
 
 
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
 
 def _made(
     extraction: Extraction, sides: tuple[Side, Side], heap: Heap, begin: Counting
-) -> tuple[list[Kept], list[Kept], list[Note]]:
+) -> tuple[list[StoredModule], list[StoredModule], list[Note]]:
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
     job = extraction.job
     at = places(job.inputs.device, "F32")[0]
@@ -250,7 +250,7 @@ def _made(
         else {}
     )
 
-    def work(batch: Batch) -> list[Made | Pair | None]:
+    def work(batch: Batch) -> list[ModuleTensors | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
         changed = differences(batch, *sides, job.compute_dtype)
         some = [c for c in changed if c is not None]
@@ -273,8 +273,8 @@ def _made(
                 skipped.append(pair.name)
             else:
                 expect_finite(one.tensors.values(), pair.name)
-                made.append(kept(as_table(one, extraction.to, table=is_table(one.place)), heap))
-                heads += [kept(head, heap) for head in _head(extraction, pair, one)]
+                made.append(stored_module(as_table(one, extraction.to, table=is_table(one.place)), heap))
+                heads += [stored_module(head, heap) for head in _head(extraction, pair, one)]
             told(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}
     made.sort(key=lambda one: order[id(one.place)])
@@ -331,13 +331,13 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
 
 def _matrices(
     extraction: Extraction, sides: tuple[Side, Side], told: Callable[[int], object]
-) -> Iterator[tuple[str, Wanted]]:
+) -> Iterator[tuple[str, Delta]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in extraction.pairs.pairs:
         matrix = not (pair.place.vector or pair.fresh)
         changed = difference(pair, *sides, extraction.job.compute_dtype) if matrix else None
         if changed is not None:
-            yield pair.name, Wanted(None, None, changed.change, 0, known=changed.scanned[0])
+            yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
         told(pair.nbytes)
 
 

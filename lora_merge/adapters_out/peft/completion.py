@@ -20,20 +20,20 @@ from torch import Tensor
 
 from ...engine.tensor_moves import TORCH_DTYPES
 from ...engine.tensors import view_bytes
-from ..copied_tensors import Made, as_value
+from ..copied_tensors import ModuleTensors, as_value
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import FACTORS, WHOLE
-from ..module_tensors import Kept, Layer
+from ..module_tensors import Layer, StoredModule
 from ..output_file import Entry
 from .config import BIAS, WRAPPED, expect_table, magnitude_shape
 from .demands import Demands, demands, is_pair, new_biases, own_places, parameter_of
 
 
 def with_biases(
-    made: Sequence[Kept], there: Iterable[Place], to: Dialect, renewed: Callable[[Place], Made] | None,
-    keep: Callable[[Made], Kept],
-) -> list[Kept]:  # fmt: skip
+    made: Sequence[StoredModule], there: Iterable[Place], to: Dialect, renewed: Callable[[Place], ModuleTensors] | None,
+    keep: Callable[[ModuleTensors], StoredModule],
+) -> list[StoredModule]:  # fmt: skip
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them.
 
     `there`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None where the base
@@ -46,7 +46,7 @@ def with_biases(
     return [_in_its_layer(m, factored) for m in found] if to.folder else found
 
 
-def _in_its_layer(made: Kept, factored: set[str]) -> Kept:
+def _in_its_layer(made: StoredModule, factored: set[str]) -> StoredModule:
     """Return a new bias under the name that it has in memory: PEFT wraps layers with factors."""
     if BIAS not in made.tensors or made.place.module not in factored:
         return made
@@ -54,17 +54,19 @@ def _in_its_layer(made: Kept, factored: set[str]) -> Kept:
     return replace(made, tensors={WRAPPED: entry})
 
 
-def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> Made:
+def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> ModuleTensors:
     """Return factors of zeros of a layer whose bias alone changes."""
     out, *cols = place.view.shape
     tensors: dict[str, Tensor] = {
         to.endings["up"]: torch.zeros(out, 1, *(1 for _ in cols[1:]), dtype=dtype),
         to.endings["down"]: torch.zeros(1, *cols, dtype=dtype),
     }
-    return Made(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
+    return ModuleTensors(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
 
 
-def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
+def together(
+    made: Sequence[StoredModule], asked: Demands, to: Dialect, keep: Callable[[ModuleTensors], StoredModule]
+) -> list[StoredModule]:
     """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
     the same stack has factors. `keep`: lets the bytes of an added one wait."""
     if not asked.rank:
@@ -78,11 +80,11 @@ def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[
         zeros = {to.endings["up"]: torch.zeros(out, asked.rank, dtype=dtype),
                  to.endings["down"]: torch.zeros(asked.rank, cols, dtype=dtype)}  # fmt: skip
         layer = replace(_layer(zeros, some.layer, asked.rank), squares=0.0, lost=0.0)
-        found.append(keep(Made(place, zeros, layer)))
+        found.append(keep(ModuleTensors(place, zeros, layer)))
     return found
 
 
-def _filled(one: Kept, to: Dialect, rank: int) -> Made:
+def _filled(one: StoredModule, to: Dialect, rank: int) -> ModuleTensors:
     """Return the factors with zeros up to a rank."""
     up, down = (_tensor(one.tensors[to.endings[slot]]) for slot in ("up", "down"))
     more = rank - one.layer.rank
@@ -90,7 +92,7 @@ def _filled(one: Kept, to: Dialect, rank: int) -> Made:
         to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more, *up.shape[2:])), 1),
         to.endings["down"]: torch.cat((down, down.new_zeros(more, *down.shape[1:]))),
     }
-    return Made(one.place, tensors, _layer(tensors, one.layer, rank))
+    return ModuleTensors(one.place, tensors, _layer(tensors, one.layer, rank))
 
 
 def _layer(tensors: dict[str, Tensor], like: Layer, rank: int) -> Layer:
@@ -102,8 +104,8 @@ def _tensor(entry: Entry) -> Tensor:
 
 
 def magnitudes(
-    made: Sequence[Kept], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
-) -> Iterator[Made]:  # fmt: skip
+    made: Sequence[StoredModule], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
+) -> Iterator[ModuleTensors]:  # fmt: skip
     """Yield the magnitudes of the layers at these places, which have factors alone. `value`: gives a weight of the
     base."""
     ending, lacking = to.endings.get("magnitude", ""), {id(place) for place in places}
@@ -115,13 +117,13 @@ def magnitudes(
         whole = weight.double().flatten(1) + ((up @ down).mT if table else up @ down)
         found = whole.norm(dim=0 if table else 1).float().reshape(magnitude_shape(one.place))
         layer = replace(one.layer, rank=0, squares=0.0, lost=0.0)
-        yield Made(one.place, {ending: found}, replace(layer, tensors={ending: found}))
+        yield ModuleTensors(one.place, {ending: found}, replace(layer, tensors={ending: found}))
 
 
 def completed(
-    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
-    keep: Callable[[Made], Kept],
-) -> list[Kept]:  # fmt: skip
+    made: Sequence[StoredModule], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
+    keep: Callable[[ModuleTensors], StoredModule],
+) -> list[StoredModule]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
     `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change; None
@@ -141,12 +143,12 @@ def completed(
     return together([*made, *added], asked, to, keep)
 
 
-def _plain(place: Place, ending: str, tensor: Tensor) -> Made:
+def _plain(place: Place, ending: str, tensor: Tensor) -> ModuleTensors:
     tensors = {ending: tensor}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
 
 
-def as_table(made: Made, to: Dialect, *, table: bool) -> Made:
+def as_table(made: ModuleTensors, to: Dialect, *, table: bool) -> ModuleTensors:
     """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
     dialect without such endings, whose loader puts factors on layers alone. `table`: whether they are those of one."""
     down, up = to.endings.get("down", ""), to.endings.get("up", "")
@@ -159,4 +161,4 @@ def as_table(made: Made, to: Dialect, *, table: bool) -> Made:
         to.endings["table_up"]: made.tensors[down].mT.contiguous(),
         **others,
     }
-    return Made(made.place, turned, made.layer)
+    return ModuleTensors(made.place, turned, made.layer)

@@ -23,7 +23,7 @@ from .kronecker import TO_LORA, settings
 
 if TYPE_CHECKING:
     from ..groups import Place
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
@@ -71,7 +71,7 @@ def expect_one(components: Iterable[str], what: str) -> None:
                          " -o OTHER")  # fmt: skip
 
 
-def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Place]) -> dict[str, Any]:
+def config(made: Sequence[StoredModule], before: Mapping[str, Any], there: Sequence[Place]) -> dict[str, Any]:
     """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows.
 
     `there`: all parameters of the model that are known.
@@ -131,7 +131,7 @@ def magnitude_shape(place: Place) -> tuple[int, ...]:
     return (1, -1, *(1 for _ in place.view.shape[2:])) if len(place.view.shape) > 2 else (-1,)
 
 
-def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:
+def _bias(made: Iterable[StoredModule], whole: Collection[str]) -> str:
     """Return which biases the folder has: those of layers with factors, others too, or none."""
     if any(BIAS in m.tensors and m.place.module not in whole for m in made):
         return "all"
@@ -139,7 +139,7 @@ def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:
 
 
 def _of_products(
-    made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place], whole: Sequence[str]
+    made: Sequence[StoredModule], before: Mapping[str, Any], there: Iterable[Place], whole: Sequence[str]
 ) -> dict[str, Any]:  # fmt: skip
     """Return the configuration of a folder of LoHa or of LoKr."""
     own = [m for m in made if m.layer.rank]

@@ -26,7 +26,7 @@ from ..job import GIVE_BASE
 from .config import BIAS, EXPERT, whole_modules
 
 if TYPE_CHECKING:
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
@@ -60,7 +60,7 @@ class Demands(NamedTuple):
     zeros: list[Place]  # experts that get factors of zeros
 
 
-def parameter_of(one: Kept) -> Parameter:
+def parameter_of(one: StoredModule) -> Parameter:
     """Return the rank of a parameter and the endings of its tensors."""
     return Parameter(one.place, one.layer.rank, frozenset(one.tensors))
 

@@ -14,7 +14,7 @@ from ...algorithms.loha import LOHA
 from ...errors import FitError
 
 if TYPE_CHECKING:
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Ending → shape of a layer's tensors."""
@@ -22,7 +22,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 TO_LORA: Final = "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank"
 
 
-def shapes_of(made: Kept) -> dict[str, tuple[int, ...]]:
+def shapes_of(made: StoredModule) -> dict[str, tuple[int, ...]]:
     """Return ending → shape of the stored tensors."""
     return {ending: entry.shape for ending, entry in made.tensors.items()}
 
@@ -35,7 +35,7 @@ def rank_of(shapes: Shapes) -> int:
     return -(-max(shapes[".lokr_w2"][:2]) // 2)
 
 
-def settings(made: Sequence[Kept]) -> dict[str, Any]:
+def settings(made: Sequence[StoredModule]) -> dict[str, Any]:
     """Return the entries for these layers, all of one algorithm; FitError where no configuration gives their shapes."""
     own = {m.place.label: shapes_of(m) for m in made}
     folded = {any(ending.endswith(("_t1", "_t2")) for ending in s) for m, s in zip(made, own.values(), strict=True)
@@ -64,7 +64,7 @@ def _first(shapes: Shapes) -> tuple[int, int]:
     return shapes[".lokr_w1_a"][0], shapes[".lokr_w1_b"][1]
 
 
-def _fits(made: Kept, factor: int, *, both: bool) -> bool:
+def _fits(made: StoredModule, factor: int, *, both: bool) -> bool:
     """Return whether PEFT makes the shapes of a layer with this `decompose_factor`, and the rank `rank_of`."""
     shapes, (out, cols) = shapes_of(made), made.place.view.shape[:2]
     rank, (l, m) = rank_of(shapes), _first(shapes)  # noqa: E741
