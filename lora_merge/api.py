@@ -147,9 +147,9 @@ def plan(
     """
     from .engine.admission import plan_merge, require_device
 
-    made = plan_merge(make_job(base, adapters, output, **options), dry=True)
-    require_device(made.job)
-    return made
+    planned = plan_merge(make_job(base, adapters, output, **options), dry=True)
+    require_device(planned.job)
+    return planned
 
 
 @public
@@ -187,8 +187,8 @@ def unmerge(
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        made, folders = input_path(merged), [*map(expand, search)]
-        return run(admit(plan_unmerge(made, adapters, output, folders, **options)), watcher)
+        path, folders = input_path(merged), [*map(expand, search)]
+        return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
 
 
 @public

@@ -133,18 +133,23 @@ class Apart(NamedTuple):
         return self.size <= 1.01 * max(share * self.wanted, sqrt(squares)) + SLACK * (self.wanted or 1.0)
 
 
-def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], bound: tuple[float, float]) -> Apart:
+def difference(
+    target: Target, input_changes: Sequence[Change], output_changes: Sequence[Change], bound: tuple[float, float]
+) -> Apart:
     """Return how far the change of one weight is from the wanted one; an estimate where it is within the bound."""
-    if any(c.left is None for c in (*wanted, *held)):
-        one, other = (sum_of(target.matrix, [(c.strength, c.rows()) for c in changes]) for changes in (wanted, held))
+    if any(c.left is None for c in (*input_changes, *output_changes)):
+        one, other = (
+            sum_of(target.matrix, [(c.strength, c.rows()) for c in changes])
+            for changes in (input_changes, output_changes)
+        )
         return Apart(sqrt(squares_between(one, other)), sqrt(squares_of_rows(one)), bound)
-    (left, right), (up, down) = _factors(target, wanted), _factors(target, held)
+    (left, right), (up, down) = _factors(target, input_changes), _factors(target, output_changes)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5
-    seen = left @ (right @ vectors)
-    found = Apart(float((seen - up @ (down @ vectors)).norm()), float(seen.norm()), bound)
-    if found.fits:
-        return found
+    products = left @ (right @ vectors)
+    estimate = Apart(float((products - up @ (down @ vectors)).norm()), float(products.norm()), bound)
+    if estimate.fits:
+        return estimate
     off: float = squares_of(torch.cat((left, -up), 1), torch.cat((right, down)))
     return Apart(sqrt(off), sqrt(squares_of(left, right)), bound)
 

@@ -108,12 +108,12 @@ def convert(adapter: Adapter, **options: Any) -> None:
     output, base, printed = _taken(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
-        (given,), stated = _given([named_adapter(adapter)], options)
+        (ref,), stated = _given([named_adapter(adapter)], options)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
-        if same and isinstance(given, str):
+        if same and isinstance(ref, str):
             fix = "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha"
             raise UsageError("no format is named", "lora-merge convert", fix)
-        return COMMANDS["convert"].job([given], output, base, stated)
+        return COMMANDS["convert"].job([ref], output, base, stated)
 
     show(COMMANDS["convert"], make, printed)
 

@@ -75,9 +75,9 @@ def verify(
     from ..viewing.merge_facts import proof_of_adapter
 
     output, base = completed(output), base and completed(base)
-    strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
-    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
-    stated = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
+    strength_for, stated_options = options.pop("strength_for") or (), read(options, len(adapter or []))
+    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], stated_options), strength_for)
+    stated = {name: value for name, value in ({"strength_for": parts} | stated_options).items() if value}
     folders = [expand(p) for p in search or []]
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
@@ -172,22 +172,22 @@ def unmerge(
     made, output, pictures = completed(made), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
     if output is None:
         refuse_to_unmerge(expand(made))
-    strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
-    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], found), strength_for)
-    given = {"strength_for": parts, **found} if parts else found
-    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(given.get("overwrite")))
-    given |= {"overwrite": True} if dry_run else {}
+    strength_for, stated = options.pop("strength_for") or (), read(options, len(adapters or []))
+    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], stated), strength_for)
+    values = {"strength_for": parts, **stated} if parts else stated
+    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(values.get("overwrite")))
+    values |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:
         folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given), dry=dry_run)
+        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **values), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
-    with reporting(report) as told:
-        if told is not None:
-            told.protect([expand(made)], [expand(output or made)])
-        done = carried_out(planned, told, how)
+    with reporting(report) as report_file:
+        if report_file is not None:
+            report_file.protect([expand(made)], [expand(output or made)])
+        done = carried_out(planned, report_file, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done))
 
@@ -209,12 +209,12 @@ def doctor(
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings
 
-        found = examine(where)
+        findings = examine(where)
     if as_json:
-        put(json_text(found))
+        put(json_text(findings))
     elif not quiet and styled(sys.stdout):
-        show_findings(found)
+        show_findings(findings)
     elif not quiet:
-        for line in lines(found):
+        for line in lines(findings):
             echo(line)
-    raise typer.Exit(1 if found["problems"] else 0)
+    raise typer.Exit(1 if findings["problems"] else 0)

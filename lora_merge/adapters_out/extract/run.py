@@ -155,22 +155,22 @@ def run(
         sides = Side(extraction.base, reader), Side(extraction.tuned, reader)
         # Step 2: differences become modules, which wait in a temporary file.
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
-        made, heads, notes = _made(extraction, sides, heap, this.counted)
-        made, whole = _completed(extraction, made, heads, sides, heap)
+        modules, heads, notes = _made(extraction, sides, heap, this.counted)
+        modules, whole = _completed(extraction, modules, heads, sides, heap)
         # Step 3: the draft, the header, the proof and the report.
         entries = entries_of(to, whole)
-        layers = {prefix_name(to, m.place): m.layer for m in made}
+        layers = {prefix_name(to, m.place): m.layer for m in modules}
         before, places_of = {"task_type": task_type(extraction.base.config)}, [p.place for p in extraction.pairs.pairs]
         of_folder = config(whole, before, places_of) if to.folder else None
         outcome = Outcome(job, [extraction.tuned], layers, entries, of_folder, extraction.model)
         notes += (*(unread(e.name for e in entries) if of_folder is None else differing_ranks(of_folder)),)
-        facts = _facts(extraction, len(made), (*extraction.pairs.notes, *notes))
+        facts = _facts(extraction, len(modules), (*extraction.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
         expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, [extraction.tuned], folder=to.folder))
         return outcome.finish(
             reader, draft, facts,
-            lambda part: prove(job, extraction.pairs, sides, Claim(part, made, cache), this.counted), this,
+            lambda part: prove(job, extraction.pairs, sides, Claim(part, modules, cache), this.counted), this,
         )  # fmt: skip
 
 
@@ -189,33 +189,36 @@ def _weights(extraction: Extraction) -> int:
 
 
 def _completed(
-    extraction: Extraction, made: Sequence[StoredModule], heads: Sequence[StoredModule], sides: tuple[Side, Side], heap: Heap
+    extraction: Extraction, modules: Sequence[StoredModule], heads: Sequence[StoredModule], sides: tuple[Side, Side],
+    heap: Heap,
 ) -> tuple[list[StoredModule], list[StoredModule]]:  # fmt: skip
     """Return the changed modules with their biases as the dialect holds them, and these with the heads and with what it
     asks for of parameters that did not change."""
-    own = {p.place.label: p for p in extraction.pairs.pairs}
-    places = [p.place for p in own.values()]
+    pair_of = {p.place.label: p for p in extraction.pairs.pairs}
+    places = [p.place for p in pair_of.values()]
 
     def value(place: Place) -> torch.Tensor:
-        return sides[1].rows(own[place.label].tuned).to(extraction.dtype)
+        return sides[1].rows(pair_of[place.label].tuned).to(extraction.dtype)
 
     def renewed(place: Place) -> ModuleTensors:
-        changed = difference(own[place.label], *sides, extraction.job.compute_dtype)
+        changed = difference(pair_of[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
         return value_made(place, changed.value, changed.change, extraction.dtype)
 
-    own_made = with_biases(made, places, extraction.to, renewed, lambda one: stored_module(one, heap))
-    return own_made, completed([*own_made, *heads], places, extraction.to, value, lambda one: stored_module(one, heap))
+    own_made = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
+    return own_made, completed(
+        [*own_made, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
+    )
 
 
-def _head(extraction: Extraction, pair: Pair, made: ModuleTensors) -> Iterator[ModuleTensors]:
+def _head(extraction: Extraction, pair: Pair, module: ModuleTensors) -> Iterator[ModuleTensors]:
     """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
     each to one layer."""
     head, view = extraction.pairs.head, pair.before or pair.place.view
-    if head is None or not extraction.to.folder or not (made.layer.rank or pair.fresh):
+    if head is None or not extraction.to.folder or not (module.layer.rank or pair.fresh):
         return
     if view.row_slices[0].key == head.info.name:
-        yield ModuleTensors(made.place._replace(module=head.head), made.tensors, made.layer)
+        yield ModuleTensors(module.place._replace(module=head.head), module.tensors, module.layer)
 
 
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
@@ -238,14 +241,14 @@ def _made(
     extractor = Extractor(
         job, extraction.to, Storage(algorithm_in(job.algorithm, extraction.to), extraction.dtype, 0.0, at)
     )
-    made, heads, skipped, equal = [], [], [], 0
+    modules, heads, skipped, equal = [], [], [], 0
     head, said = _head_apart(extraction, sides)
     notes = _changed_nameless(extraction, sides) + said
     rules, pairs = job.rules, tuple(p for p in extraction.pairs.pairs if p is not head)
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
-    told = begin("make", _weights(extraction))
+    count = begin("make", _weights(extraction))
     ranks = (
-        shared_out(rules.linear, _matrices(extraction, sides, told), extraction.dtype.itemsize, 0.0)
+        shared_out(rules.linear, _matrices(extraction, sides, count), extraction.dtype.itemsize, 0.0)
         if rules.together
         else {}
     )
@@ -255,43 +258,43 @@ def _made(
         changed = differences(batch, *sides, job.compute_dtype)
         some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):
-            made = (
+            modules = (
                 [extractor.made(c, ranks.get(c.pair.name)) for c in some]
                 if ranks
                 else extractor.all_made(some, alone=len(batch) == 1)
             )
-        own = iter([measured(one, c) for one, c in zip(made, some, strict=True)])
-        return [None if c is None else next(own) or c.pair for c in changed]
+        results = iter([measured(module, c) for module, c in zip(modules, some, strict=True)])
+        return [None if c is None else next(results) or c.pair for c in changed]
 
     room = 0 if at.device.type == "cpu" else device_bytes(job.inputs.max_vram) // threads([at])
     tasks = [*batches(pairs, room, bound)]
     for batch, results in zip(tasks, side_by_side(tasks, work, nbytes, bound, at), strict=True):
-        for pair, one in zip(batch, results, strict=True):
-            if one is None:
+        for pair, module in zip(batch, results, strict=True):
+            if module is None:
                 equal += 1
-            elif isinstance(one, Pair):
+            elif isinstance(module, Pair):
                 skipped.append(pair.name)
             else:
-                expect_finite(one.tensors.values(), pair.name)
-                made.append(stored_module(as_table(one, extraction.to, table=is_table(one.place)), heap))
-                heads += [stored_module(head, heap) for head in _head(extraction, pair, one)]
-            told(pair.nbytes)
+                expect_finite(module.tensors.values(), pair.name)
+                modules.append(stored_module(as_table(module, extraction.to, table=is_table(module.place)), heap))
+                heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
+            count(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}
-    made.sort(key=lambda one: order[id(one.place)])
-    if not made:
+    modules.sort(key=lambda module: order[id(module.place)])
+    if not modules:
         where = f"{extraction.base.path} and {extraction.tuned.path}"
         raise InputError("nothing to extract: no weight that is compared differs", where,
                          "give the tuned checkpoint second")  # fmt: skip
-    notes += _above_noise([one.layer for one in made])
+    notes += _above_noise([module.layer for module in modules])
     notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
-    return made, heads, notes
+    return modules, heads, notes
 
 
 def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     """Return the note about the energy that rounding errors do not explain, where these are known."""
-    known = [(one.squares, one.noise) for one in layers if one.noise is not None]
+    known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
     return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
@@ -330,7 +333,7 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
 
 
 def _matrices(
-    extraction: Extraction, sides: tuple[Side, Side], told: Callable[[int], object]
+    extraction: Extraction, sides: tuple[Side, Side], count: Callable[[int], object]
 ) -> Iterator[tuple[str, Delta]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
     for pair in extraction.pairs.pairs:
@@ -338,7 +341,7 @@ def _matrices(
         changed = difference(pair, *sides, extraction.job.compute_dtype) if matrix else None
         if changed is not None:
             yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
-        told(pair.nbytes)
+        count(pair.nbytes)
 
 
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:

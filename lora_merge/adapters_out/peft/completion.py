@@ -31,15 +31,16 @@ from .demands import Demands, demands, is_pair, new_biases, own_places, paramete
 
 
 def with_biases(
-    made: Sequence[StoredModule], there: Iterable[Place], to: Dialect, renewed: Callable[[Place], ModuleTensors] | None,
+    made: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect,
+    renewed: Callable[[Place], ModuleTensors] | None,
     keep: Callable[[ModuleTensors], StoredModule],
 ) -> list[StoredModule]:  # fmt: skip
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them.
 
-    `there`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None where the base
-    is not known. UsageError if the base has to be.
+    `places_of`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None if
+    the base is not known. UsageError if the base has to be.
     """
-    places = new_biases([parameter_of(m) for m in made], own_places(there), to, known=renewed is not None)
+    places = new_biases([parameter_of(m) for m in made], own_places(places_of), to, known=renewed is not None)
     new = {id(place): keep(renewed(place)) for place in places if renewed}
     factored = {m.place.module for m in made if m.layer.rank}
     found = [new.get(id(m.place), m) for m in made]
@@ -121,18 +122,18 @@ def magnitudes(
 
 
 def completed(
-    made: Sequence[StoredModule], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
+    made: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
     keep: Callable[[ModuleTensors], StoredModule],
 ) -> list[StoredModule]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
-    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change; None
-    where the base is not known. `keep`: lets the bytes of an added one wait.
+    `places_of`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change;
+    None if the base is not known. `keep`: lets the bytes of an added one wait.
     """
     bias = to.endings.get("up_bias")
     if bias is None:
         return list(made)
-    asked = demands([parameter_of(m) for m in made], own_places(there), to, known=value is not None)
+    asked = demands([parameter_of(m) for m in made], own_places(places_of), to, known=value is not None)
     dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors}
     added = [keep(factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)
