@@ -75,9 +75,9 @@ def verify(
     from ..viewing.merge_facts import proof_of_adapter
 
     output, base = completed(output), base and completed(base)
-    strength_for, stated_options = options.pop("strength_for") or (), read(options, len(adapter or []))
-    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], stated_options), strength_for)
-    stated = {name: value for name, value in ({"strength_for": parts} | stated_options).items() if value}
+    strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
+    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
+    stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
     folders = [expand(p) for p in search or []]
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
@@ -95,7 +95,7 @@ def verify(
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
-    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
@@ -115,12 +115,12 @@ def replay(
     from ..planning.plan import Plan
     from ..recipes.replay import again, is_adapter
 
-    made, output, folders = completed(made), str(checked_output(output)), [expand(p) for p in search or []]
+    path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
-        if not is_adapter(expand(made)):
+        if not is_adapter(expand(path)):
             preload()
-        written = again(expand(made), output, folders, **options)
+        written = again(expand(path), output, folders, **options)
         if isinstance(written, Plan):
             plan = admit(written)
             with paused(display):
@@ -138,7 +138,7 @@ def replay(
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
 def unmerge(
-    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
@@ -169,25 +169,25 @@ def unmerge(
     from .picture_files import Pictures
     from .stdio import reporting
 
-    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
     if output is None:
-        refuse_to_unmerge(expand(made))
-    strength_for, stated = options.pop("strength_for") or (), read(options, len(adapters or []))
-    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], stated), strength_for)
-    values = {"strength_for": parts, **stated} if parts else stated
-    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(values.get("overwrite")))
-    values |= {"overwrite": True} if dry_run else {}
+        refuse_to_unmerge(expand(path))
+    strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))
+    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
+    stated = {"strength_for": parts, **values} if parts else values
+    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(stated.get("overwrite")))
+    stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:
         folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **values), dry=dry_run)
+        plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
-    with reporting(report) as report_file:
-        if report_file is not None:
-            report_file.protect([expand(made)], [expand(output or made)])
-        done = carried_out(planned, report_file, how)
+    with reporting(report) as file:
+        if file is not None:
+            file.protect([expand(path)], [expand(output or path)])
+        done = carried_out(planned, file, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done))
 
@@ -209,12 +209,12 @@ def doctor(
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings
 
-        findings = examine(where)
+        examined = examine(where)
     if as_json:
-        put(json_text(findings))
+        put(json_text(examined))
     elif not quiet and styled(sys.stdout):
-        show_findings(findings)
+        show_findings(examined)
     elif not quiet:
-        for line in lines(findings):
+        for line in lines(examined):
             echo(line)
-    raise typer.Exit(1 if findings["problems"] else 0)
+    raise typer.Exit(1 if examined["problems"] else 0)
