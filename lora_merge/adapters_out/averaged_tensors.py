@@ -38,7 +38,7 @@ from .decomposition.storage_rounding import squares_of
 from .exact_sums import weight_norms
 from .groups import Target
 from .job import AdapterJob
-from .module_tensors import Layer, held
+from .module_tensors import Layer, waiting_entry
 from .output_file import Entry, drafted, expect_room
 from .pipeline import Facts, Outcome, Run, coverage, model_of, output_dtype
 from .proof import BUDGET, REDO, evenly
@@ -119,9 +119,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         layers = dict(_layers(sources, job, means, weight_norms(sources, reader), this.counted))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
-            entries.append(held(entry(name, means.of(info)), draft))
+            entries.append(waiting_entry(entry(name, means.of(info)), draft))
             cache.forget()
-        outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
+        outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
         return outcome.finish(
             reader, draft, facts, lambda part: prove(means, reader, part, this.counted, full=job.full), this

@@ -148,7 +148,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
         outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
-        claims = Claims(job, sources, outcome.told, sum(e.data.nbytes for e in outcome.entries))
+        claims = Claims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
         facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
         return outcome.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
@@ -193,7 +193,7 @@ class LayerMaker:
                 return [alone]
             general = self.general
             on_one_core()
-            return general.made(target, ranks)
+            return general.layers_of(target, ranks)
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
         size = partial(_nbytes, self.job)

@@ -50,7 +50,7 @@ class GeneralMaker:
         self.stores_alpha = self.sources.spelling.alpha
         self.notes: dict[Note, None] = {}
 
-    def made(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
+    def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
         """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
         delta, layers = self._wanted(target), list[Stored | None]()
         for part in target.stored:

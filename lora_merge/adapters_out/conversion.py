@@ -34,7 +34,7 @@ class Conversion(NamedTuple):
 class Writing(NamedTuple):
     """The modules of a conversion, whose bytes are in the draft of the output or wait."""
 
-    made: Sequence[StoredModule]
+    changed: Sequence[StoredModule]
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of those that change nothing
     beside: list[Entry]  # embeddings beside the adapter

@@ -73,21 +73,21 @@ def run(
         writing = _renamed(conversion, reader, draft, this.counted)
         if writing is None:
             load_library()
-            from .convert_modules import made
+            from .convert_modules import computed
 
             draft = stack.enter_context(begin())
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
             into = heap if to.folder else draft  # PEFT may ask for other tensors when all are known
-            writing = made(conversion, reader, into, this.counted)
+            writing = computed(conversion, reader, into, this.counted)
         # Step 3: the header, the proof and the report.
         entries = entries_of(to, writing.whole) + writing.beside
         of_folder = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
-        layers = {prefix_name(to, m.place): m.layer for m in writing.made}
+        layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
         outcome = Outcome(job, inputs, layers, entries, of_folder, model_of(sources), made_by=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *left_out(writing.zeros),
-                 *_stated_again(job, writing.made), *differing_ranks(of_folder), *idle_alpha(job, stored=to.alpha),
+                 *_stated_again(job, writing.changed), *differing_ranks(of_folder), *idle_alpha(job, stored=to.alpha),
                  *(unread(e.name for e in entries) if of_folder is None else ()),
-                 *dict.fromkeys(note for module in writing.made for note in module.layer.notes))  # fmt: skip
+                 *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.beside])
         facts = Facts(covered, dtype, notes, to.name, _weights(modules))

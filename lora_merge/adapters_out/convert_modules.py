@@ -117,7 +117,7 @@ class Converter:
         dtype = self._dtype([s for f in modules for s in f.shares])
         return shared_out(self.job.rules.linear, deltas, dtype.itemsize, 0.0)
 
-    def made(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
         """Return the tensors of one module, at the rank that `ranks` gave."""
         place, shares = filled.place, filled.shares
         if form.kind == "value":
@@ -141,7 +141,7 @@ class Converter:
         alpha: Mapping[str, Tensor] | None = {} if product and scales.strength_in(share) else scales.alpha(share)
         moved = None
         if alpha is None and not others and share.is_all(place) and self.to.copies and not product:
-            number, entries = scales.kept(patch)
+            number, entries = scales.unchanged(patch)
             moved = in_a_factor(share, number, self.evaluator, self._dtype(()))
             alpha = entries if moved else None
         if alpha is None and share.strength != 1:
@@ -368,7 +368,7 @@ class Converter:
 
 
 @undisturbed()
-def made(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
+def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
     job, to, sources, modules, all_modules, _ = conversion
     alone = _evaluators(job, reader, sources)
@@ -434,7 +434,7 @@ def _made(
 
     def work(module: Filled) -> ModuleTensors:
         here = replace(converter, evaluator=alone.get())
-        tensors = here.made(module, forms[id(module)], ranks.get(module.place.label))
+        tensors = here.tensors_of(module, forms[id(module)], ranks.get(module.place.label))
         here.evaluator.forget()
         if not isfinite(tensors.layer.squares):
             raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)

@@ -224,10 +224,10 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
                 yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 
 
-def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
+def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
     by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
-    for place in there:
+    for place in places:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}

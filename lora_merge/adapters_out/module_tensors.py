@@ -56,7 +56,7 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
         facts |= {"weight": size, "ratio": facts["norm"] / size if size else None}
     if layer.norms:
         facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
-    return facts if layer.effect is None else {**facts, **layer.effect.told}
+    return facts if layer.effect is None else {**facts, **layer.effect.facts}
 
 
 class Stored(NamedTuple):
@@ -66,7 +66,7 @@ class Stored(NamedTuple):
     entries: Mapping[str, Entry]
 
 
-def held(entry: Entry, put: Heap | Draft) -> Entry:
+def waiting_entry(entry: Entry, put: Heap | Draft) -> Entry:
     """Return a tensor that is in memory as it waits, or as it is in the draft."""
     assert isinstance(entry.data, memoryview), "it was just made"
     return replace(entry, data=put.put(entry.data))
@@ -74,7 +74,7 @@ def held(entry: Entry, put: Heap | Draft) -> Entry:
 
 def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]:
     """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
-    return {slot: held(entries[slot], put) for slot in sorted(entries)}
+    return {slot: waiting_entry(entries[slot], put) for slot in sorted(entries)}
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,12 @@ class Outcome:
     entries: Sequence[Entry]
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
-    kept: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
+    unchanged: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
     made_by: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
 
     @cached_property
-    def told(self) -> dict[str, dict[str, Any]]:
-        """Layer → what the report tells of it."""
+    def layer_facts(self) -> dict[str, dict[str, Any]]:
+        """Layer → its facts in the report."""
         return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
     def finish(
@@ -74,18 +74,18 @@ class Outcome:
     ) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
-        numbers = numbers_by_block(self.told, denoiser_of(self._shapes()))
+        numbers = numbers_by_block(self.layer_facts, denoiser_of(self._shapes()))
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
-        known = Known(self.job, self.inputs, self.told, tensors, self.model)
+        known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(
             lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
-        entries |= self.kept
+        entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config), prove)
         times = run.times()
         return AdapterReport(
-            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
-            sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
+            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.layer_facts, residual, 1 - residual**2,
+            written, sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
         )  # fmt: skip
 
     def _shapes(self) -> dict[str, Shape]:

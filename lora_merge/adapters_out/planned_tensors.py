@@ -20,7 +20,7 @@ from .metadata.sizes import PlannedLayer
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
 from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
-from .peft.demands import Own, Parameter, demands, is_pair, new_biases, own_places
+from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of
 from .without_base import NOWHERE
 
@@ -137,13 +137,13 @@ def _new_dtype(module: Filled, conversion: Conversion, dtype: str) -> str:
 def _with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
     """Return the modules with what a folder of PEFT or a file of diffusers needs in addition; FitError where it has no
     place for them, UsageError where the base has to be known."""
-    to, modules, known_places = conversion.to, conversion.modules, own_places(conversion.all_modules)
+    to, modules, known_by_module = conversion.to, conversion.modules, by_module(conversion.all_modules)
     if "up_bias" not in to.endings:
         return [(parameter.place, layer) for parameter, layer in zip(modules, layers, strict=True)]
     known = conversion.sources.inputs is not None and conversion.sources.inputs.base.path != NOWHERE
-    layers = _with_biases(layers, conversion, known_places, known=known)
+    layers = _with_biases(layers, conversion, known_by_module, known=known)
     parameters = [_parameter(layer, f.place, to) for layer, f in zip(layers, modules, strict=True)]
-    asked, whole = demands(parameters, known_places, to, known=known), list[tuple[Place, PlannedLayer]]()
+    asked, whole = demands(parameters, known_by_module, to, known=known), list[tuple[Place, PlannedLayer]]()
     kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
     for layer, parameter in zip(layers, parameters, strict=True):
         low = parameter.place.module in asked.low and is_pair(parameter, to)
@@ -159,12 +159,12 @@ def _with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> lis
 
 
 def _with_biases(
-    layers: Sequence[PlannedLayer], conversion: Conversion, known_places: Own, *, known: bool
+    layers: Sequence[PlannedLayer], conversion: Conversion, known_by_module: Places, *, known: bool
 ) -> list[PlannedLayer]:
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
     to, modules = conversion.to, conversion.modules
     parameters = [_parameter(layer, module.place, to) for layer, module in zip(layers, modules, strict=True)]
-    new = {id(place) for place in new_biases(parameters, known_places, to, known=known)}
+    new = {id(place) for place in new_biases(parameters, known_by_module, to, known=known)}
     factored, whole = {m.place.module for m in parameters if m.rank}, list[PlannedLayer]()
     for layer, module, stored in zip(layers, modules, parameters, strict=True):
         if id(module.place) in new or (BIAS in stored.endings and to.folder):

@@ -114,11 +114,11 @@ def _residuals(claims: Claims, reader: Reader, index: Index, path: Path, begin: 
         def work(layer: tuple[Target, Target]) -> Squares | None:
             part = layer[1]
             own_name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
-            held = _held(modules.get(own_name), written, flat(part.shape[::-1] if part.turned else part.shape))
-            if part.turned and held is not None:
-                whole = held(slice(0, part.shape[1])).T
+            stored = _stored_rows(modules.get(own_name), written, flat(part.shape[::-1] if part.turned else part.shape))
+            if part.turned and stored is not None:
+                whole = stored(slice(0, part.shape[1])).T
                 return squares_of(*layer, again.get(), lambda rows: whole[rows])
-            return squares_of(*layer, again.get(), held)
+            return squares_of(*layer, again.get(), stored)
 
         for (_, target), squares in zip(chosen, side_by_side(chosen, work, size_of, bound), strict=True):
             count(8 * _count(target))
@@ -182,7 +182,7 @@ class Squares(NamedTuple):
 
 
 def _squares_of_method(
-    how: Combining, whole: Target, target: Target, again: Recomputation, stored: Held | None
+    how: Combining, whole: Target, target: Target, again: Recomputation, stored: StoredRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
     if any(u.patch.algorithm not in REFERENCE for u in whole.uses):
@@ -201,7 +201,7 @@ def _squares_of_method(
 
 
 def _squares(
-    job: AdapterJob, whole: Target, target: Target, again: Recomputation, stored_rows: Held | None
+    job: AdapterJob, whole: Target, target: Target, again: Recomputation, stored_rows: StoredRows | None
 ) -> Squares | None:  # fmt: skip
     """Return the comparison of a layer whose changes are added; None where a formula has no second one.
 
@@ -237,11 +237,11 @@ def _squares(
     return Squares(squares, off if stored_rows is not None else nan)
 
 
-Held: TypeAlias = Callable[[slice], Array]
+StoredRows: TypeAlias = Callable[[slice], Array]
 """Function of a range of rows that returns the Δ that a file's tensors mean there."""
 
 
-def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Held | None:
+def _stored_rows(module: Any, reader: Reader, shape: tuple[int, int]) -> StoredRows | None:
     """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None

@@ -74,8 +74,8 @@ class AdapterReport(Shown):
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
         yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
-        for name, one in self.coverage.items():
-            yield "adapter", f"{name}: {plural(one['modules'], 'module')}, {one['strength']:g}×"
+        for name, coverage in self.coverage.items():
+            yield "adapter", f"{name}: {plural(coverage['modules'], 'module')}, {coverage['strength']:g}×"
         yield "layers", f"{len(self.layers)}: {self.summary}"
         if self.verified is not None:
             yield "verified", f"{plural(self.verified['recomputed'], 'layer')} computed again in fp64"
@@ -101,8 +101,8 @@ class AdapterReport(Shown):
             return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
         worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
         least = float(self.layers[worst]["energy"]) if worst else 1.0
-        kept, lowest = _percent(self.energy), _percent(least)
-        return f"{text}, keeps {kept} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != kept else "")
+        share, lowest = _percent(self.energy), _percent(least)
+        return f"{text}, keeps {share} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != share else "")
 
     @property
     def change(self) -> str:
@@ -111,11 +111,11 @@ class AdapterReport(Shown):
         if not every:
             return ""
         share = f", {100 * every['ratio']:.3g}% of ‖W‖" if every.get("ratio") else ""
-        own = [
-            f"{name} {one['change']:.4g}"
-            for name, one in zip(self.coverage, every.get("adapters", ()), strict=False) if one
+        changes = [
+            f"{name} {adapter['change']:.4g}"
+            for name, adapter in zip(self.coverage, every.get("adapters", ()), strict=False) if adapter
         ]  # fmt: skip
-        return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(own)}" if len(own) > 1 else "")
+        return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(changes)}" if len(changes) > 1 else "")
 
 
 def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:
@@ -124,31 +124,31 @@ def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> 
     `denoiser`: what the denoiser of their model is called.
     """
     kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
-    for name, one in layers.items():
+    for name, layer in layers.items():
         for kind, group in (("components", network_of(name, denoiser)), ("blocks", block_name(name))):
-            kinds[kind].setdefault(group, []).append(one)
+            kinds[kind].setdefault(group, []).append(layer)
     return {"all": _together([*layers.values()]), **{
         kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
     }}  # fmt: skip
 
 
 def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    squares = fsum(one["norm"] * one["norm"] for one in layers)
-    lost = fsum(lost * lost for lost in (one["norm"] * one["residual"] for one in layers))
+    squares = fsum(layer["norm"] * layer["norm"] for layer in layers)
+    lost = fsum(lost * lost for lost in (layer["norm"] * layer["residual"] for layer in layers))
     share = lost / squares if squares else 0.0
-    found: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
-    if layers and all("weight" in one for one in layers):
-        size = sqrt(fsum(one["weight"] ** 2 for one in layers))
-        found |= {"weight": size, "ratio": sqrt(squares) / size if size else None}
-    if layers and all("adapters" in one for one in layers):
-        columns = zip(*(one["adapters"] for one in layers), strict=True)
-        found["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
-    return {**found, **together(layers)}
+    facts: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    if layers and all("weight" in layer for layer in layers):
+        size = sqrt(fsum(layer["weight"] ** 2 for layer in layers))
+        facts |= {"weight": size, "ratio": sqrt(squares) / size if size else None}
+    if layers and all("adapters" in layer for layer in layers):
+        columns = zip(*(layer["adapters"] for layer in layers), strict=True)
+        facts["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
+    return {**facts, **together(layers)}
 
 
 def _added(norms: Sequence[float]) -> dict[str, float] | None:
     """Return the norm of the changes of an adapter in several layers; None where it changes none of them."""
-    return {"change": sqrt(fsum(one * one for one in norms))} if norms else None
+    return {"change": sqrt(fsum(norm * norm for norm in norms))} if norms else None
 
 
 def _percent(share: float) -> str:

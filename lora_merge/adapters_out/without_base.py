@@ -40,7 +40,7 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
     wrapped = all(module.name.startswith(PEFT) for module in file.modules)
     if to.folder and wrapped:
         return as_named(job, file)
-    changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+    changes, by_model, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         fitting = candidates(changes)
     except NotTold:
@@ -58,14 +58,14 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
                 why = str(e)
                 continue
             names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
-            found[architecture.title] = names, {*places(names, to.of(architecture))}
-        if not found:
+            by_model[architecture.title] = names, {*places(names, to.of(architecture))}
+        if not by_model:
             raise NotTold(why)
-        if any(there != next(iter(found.values()))[1] for _, there in found.values()):
-            raise NotTold(f"it may be for {' or '.join(found)}")
+        if any(changed != next(iter(by_model.values()))[1] for _, changed in by_model.values()):
+            raise NotTold(f"it may be for {' or '.join(by_model)}")
     except NotTold as e:
         raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
-    return _on_shapes(job, next(iter(found.values()))[0], file)
+    return _on_shapes(job, next(iter(by_model.values()))[0], file)
 
 
 def as_named(job: AdapterJob, file: AdapterFile) -> Sources:
@@ -87,18 +87,18 @@ def _changes(file: AdapterFile) -> list[Change]:
     if file.strange:
         raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                          GIVE_BASE)  # fmt: skip
-    found = []
+    changes = []
     for module in file.modules:
         shape = shape_of(module)
         if shape is None:
             raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
-        found.append(Change(module.name, module.parameter, shape))
-    return found
+        changes.append(Change(module.name, module.parameter, shape))
+    return changes
 
 
 def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
     """Return the sources of a job with other adapters on the base of these inputs."""
     opened = CheckpointCache()
     adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    given = replace(inputs, job=job.inputs, adapters=adapters)
-    return on_base(given, stored=inputs.base.path != NOWHERE, every_setting=False)
+    again = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)

@@ -44,15 +44,15 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
     `noise`: singular values up to this share of the largest one are left out, besides those that are rounding errors.
     """
     left, right = _balanced(left.double(), right.double())
-    one, other = triangle(left), triangle(right.mT)
-    u, s, v = torch.linalg.svd(one.r @ other.r.mT, full_matrices=False)
+    first, other = triangle(left), triangle(right.mT)
+    u, s, v = torch.linalg.svd(first.r @ other.r.mT, full_matrices=False)
     bound = max(left.shape[1], right.shape[2]) * 2.0**-52 * math.sqrt(max(left.shape[2], 1))
-    found = []
+    columns = []
     for i, values in enumerate(s):
-        bases, turns = (one.basis[i], other.basis[i].mT), (one.turn[i] @ u[i], v[i] @ other.turn[i].mT)
+        bases, turns = (first.basis[i], other.basis[i].mT), (first.turn[i] @ u[i], v[i] @ other.turn[i].mT)
         whole = Triples(bases, turns, values, float(values.square().sum()))
-        found.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
-    return found
+        columns.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
+    return columns
 
 
 def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,9 @@ class Extractor:
         if len(differences) > 1 and tiny(differences[0].pair) and self.storage.algorithm == FACTORS and not few:
             return self._tiny(differences)
         triples = [None] * len(differences) if alone else self.together(differences)
-        return [self.made(difference, triples=known) for difference, known in zip(differences, triples, strict=True)]
+        return [
+            self.tensors_of(difference, triples=known) for difference, known in zip(differences, triples, strict=True)
+        ]
 
     def _tiny(self, differences: Sequence[Difference]) -> list[ModuleTensors | None]:
         """Return the factors of tiny matrices of one shape."""
@@ -158,7 +160,7 @@ class Extractor:
         triples = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
         return [None if f is None else next(triples) for f in differences]
 
-    def made(
+    def tensors_of(
         self, difference: Difference, rank: int | None = None, triples: Triples | None = None
     ) -> ModuleTensors | None:
         """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.

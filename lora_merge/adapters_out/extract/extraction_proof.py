@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     """The file that a run has written, the layers that it says are in it, and the checkpoints that it has open."""
 
     part: Path
-    made: Sequence[StoredModule]
+    modules: Sequence[StoredModule]
     cache: CheckpointCache
 
 
@@ -70,7 +70,7 @@ def prove(job: AdapterJob, pairs: Pairs, sides: Sequence[Side], claim: Claim, be
         def work(module: StoredModule) -> float:
             pair = pair_of[id(module.place)]
             evaluator = after.get()
-            off = _off(base.by_rows(pair.place.view), tuned.by_rows(pair.tuned), _held(pair, targets, evaluator))
+            off = _off(base.by_rows(pair.place.view), tuned.by_rows(pair.tuned), _stored_rows(pair, targets, evaluator))
             evaluator.forget()
             return off
 
@@ -101,11 +101,11 @@ def _nbytes(module: StoredModule) -> int:
     return prod(module.place.view.matrix) * 16
 
 
-Held: TypeAlias = Callable[[slice], Tensor]
+StoredRows: TypeAlias = Callable[[slice], Tensor]
 """Function of a range of rows that returns what the file adds to them."""
 
 
-def _off(old: Rows, new: Rows, stored: Held) -> float:
+def _off(old: Rows, new: Rows, stored: StoredRows) -> float:
     """Return ‖Δ − Δ̂‖ / ‖Δ‖ in float64. Rows are taken a few at a time: whole matrices would be new memory from the
     system each time, which takes longer than the arithmetic."""
     size = off = 0.0
@@ -116,7 +116,7 @@ def _off(old: Rows, new: Rows, stored: Held) -> float:
     return sqrt(off) / sqrt(size)
 
 
-def _held(pair: Pair, targets: Mapping[str, Target], after: Evaluator) -> Held:
+def _stored_rows(pair: Pair, targets: Mapping[str, Target], after: Evaluator) -> StoredRows:
     """Return what the file adds to the rows of a parameter."""
     view = whole(pair.head, pair.place.view.shape) if pair.head else pair.place.view
     if len(view.row_slices) == 1 and view.row_slices[0].key in targets and not view.row_slices[0].transposed:

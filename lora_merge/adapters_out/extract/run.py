@@ -259,7 +259,7 @@ def _made(
         some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):
             modules = (
-                [extractor.made(c, ranks.get(c.pair.name)) for c in some]
+                [extractor.tensors_of(c, ranks.get(c.pair.name)) for c in some]
                 if ranks
                 else extractor.all_made(some, alone=len(batch) == 1)
             )

@@ -99,19 +99,19 @@ class Known:
     ) -> dict[str, str]:
         """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped; `digest`
         returns the SHA-256 of the tensors in their order."""
-        told = {i for index in self.inputs for i in index.metadata}
+        names = {i for index in self.inputs for i in index.metadata}
         entries = self._kept()
-        dropped = sorted(told - entries.keys() - {*ANEW, "modelspec.date"})
+        dropped = sorted(names - entries.keys() - {*ANEW, "modelspec.date"})
         read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
         several = self.job.command not in ONE and self.job.command != "average"
-        trained = (several and read) or any(name.startswith("ss_") for name in told) or not self.inputs
+        trained = (several and read) or any(name.startswith("ss_") for name in names) or not self.inputs
         if trained:
             entries |= dict(self._network(entries))
         entries |= dict(self._spec(entries))
         entries[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata(self.tensors)) != "":
             entries[LOADER] = loader
-        if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
+        if bool(names & {*HASHES}) if self.job.command in ONE else trained and read:
             entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}
         return {"format": "pt"} | entries
 
@@ -136,8 +136,8 @@ class Known:
             t.name.endswith((".lora_mid.weight", ".dora_scale")) for t in self.tensors
         )
         before = entries.get("ss_network_module", "")
-        own = before if before.startswith("networks.lora") else self.known.module
-        yield "ss_network_module", own if plain else before if before.startswith("lycoris") else LYCORIS
+        module = before if before.startswith("networks.lora") else self.known.module
+        yield "ss_network_module", module if plain else before if before.startswith("lycoris") else LYCORIS
         arguments = _arguments(entries.get(ARGUMENTS, ""))
         if plain:
             arguments = {name: value for name, value in arguments.items() if name not in ("algo", "preset", "factor")}
@@ -158,7 +158,7 @@ class Known:
 
     def _spec(self, entries: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield the entries of ModelSpec that are written anew."""
-        there = any(name.startswith("modelspec.") for name in entries)
+        has_spec = any(name.startswith("modelspec.") for name in entries)
         if self.job.command in ONE:
             if TITLE in entries:
                 yield TITLE, self.job.inputs.title or self.job.output.stem
@@ -166,8 +166,8 @@ class Known:
         if self.known.architecture and "modelspec.architecture" not in entries:
             yield "modelspec.architecture", f"{self.known.architecture}/lora"
             yield "modelspec.implementation", self.known.implementation
-            there = True
-        if there:
+            has_spec = True
+        if has_spec:
             yield "modelspec.sai_model_spec", entries.get("modelspec.sai_model_spec", SPEC)
             yield TITLE, self.job.inputs.title or self.job.output.stem
         if self.job.command in ("combine", "average"):
@@ -176,8 +176,8 @@ class Known:
 
 def _one(values: Iterator[str]) -> str:
     """Return the value that all have; "Dynamic" where they differ, as sd-scripts writes after resizing."""
-    found = {*values}
-    return found.pop() if len(found) == 1 else "Dynamic"
+    distinct = {*values}
+    return distinct.pop() if len(distinct) == 1 else "Dynamic"
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _arguments(text: str) -> dict[str, Any]:
     if not text or len(text) > LONGEST:
         return {}
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
