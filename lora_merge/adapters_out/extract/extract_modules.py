@@ -1,6 +1,6 @@
 """The difference of one weight → its stored tensors.
 
-Which parameters are decomposed together: on a device those of one shape, on a processor tiny ones of one shape.
+Which parameters are decomposed together: on a device those of one shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..combined_change import Cut, Delta, Storage
 from ..copied_tensors import ModuleTensors, value_made, whole_made
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
-from ..decomposition.tiny import FEW, TOGETHER, factors_of
 from ..dialects import COPIED, Dialect
 from ..form import STACKED, Form, matrix_form, vector_ending
 from ..groups import Place, Target
@@ -48,14 +47,14 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
 
     Parameters:
         pairs: All pairs.
-        room: Bytes of the device's memory that a batch may use; 0: each pair is alone, unless it is tiny.
+        room: Bytes of the device's memory that a batch may use; 0: each pair is alone.
         bound: Bytes of the host's memory that a batch may use.
     """
     open_ones: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
-        count = min(TOGETHER if tiny(pair) else room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        count = min(room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
@@ -64,12 +63,6 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
         if len(batch) == count:
             yield tuple(open_ones.pop(shape))
     yield from map(tuple, open_ones.values())
-
-
-def tiny(pair: Pair) -> bool:
-    """Return whether a parameter is a matrix so small that many are decomposed at once on a processor."""
-    shape = pair.place.view.shape
-    return not pair.place.vector and 0 < prod(shape) <= FEW and not pair.fresh
 
 
 def nbytes(batch: Batch) -> int:
@@ -120,33 +113,10 @@ class Extractor:
 
     def all_made(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
-        few = any(self._few_rows(difference) is not None for difference in differences)
-        if len(differences) > 1 and tiny(differences[0].pair) and self.storage.algorithm == FACTORS and not few:
-            return self._tiny(differences)
         triples = [None] * len(differences) if alone else self.together(differences)
         return [
             self.tensors_of(difference, triples=known) for difference, known in zip(differences, triples, strict=True)
         ]
-
-    def _tiny(self, differences: Sequence[Difference]) -> list[ModuleTensors | None]:
-        """Return the factors of tiny matrices of one shape."""
-        shape = differences[0].pair.place.view.shape
-        _expect_one_matrix(differences[0])
-        alpha = self.alpha
-
-        def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
-            rule = self.rule(differences[number])
-            rank = choose(rule, values, total=squares)
-            return rank, Cut(rule, rank, alpha).alpha_of(rank)
-
-        modules: list[ModuleTensors | None] = []
-        stack = torch.stack([difference.change.dense() for difference in differences])
-        for difference, pair in zip(
-            differences, factors_of(stack, self.storage.noise, chosen, self.storage.dtype), strict=True
-        ):
-            layer = self.storage.pair(shape, 0, (pair.up, pair.down), pair.alpha, (pair.squares, pair.lost))
-            modules.append(self._spelled(difference.pair.place, layer))
-        return modules
 
     def together(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
