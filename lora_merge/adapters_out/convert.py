@@ -96,9 +96,8 @@ def run(
 
 def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
     """Return the modules of a conversion that changes no number; None for another one."""
-    job, to, sources, modules, *_ = conversion
-    whole = not job.ranked and not bundled(sources.adapters[0], to)
-    factors = all_factors(modules, to, job) if whole else []
+    job, to, sources, *_ = conversion
+    factors = [] if bundled(sources.adapters[0], to) else all_factors(conversion)
     if not factors:
         return None
     copies = renamed(factors, to, reader, draft, begin)

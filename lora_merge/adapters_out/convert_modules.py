@@ -126,8 +126,8 @@ class Converter:
             return self._vector(place, shares)
         if form.kind == "copy":
             return self._copy(filled)
-        stays = self.job.keeps_forms and all(is_plain(s.patch) for s in shares)
-        return (self._renamed(place, shares) if stays else None) or self._factored(place, shares, form, rank)
+        as_stored = self._renamed(place, shares[0]) if form.renamed else None
+        return as_stored or self._factored(place, shares, form, rank)
 
     def _copy(self, filled: Filled) -> ModuleTensors:
         """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
@@ -167,18 +167,11 @@ class Converter:
             place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
         )
 
-    def _renamed(self, place: Place, shares: Sequence[Share]) -> ModuleTensors | None:
-        """Return a plain LoRA with the factors that are stored; None where a number of them or α has to change."""
-        (share, *others) = shares
-        patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
-        if others or patch.algorithm != FACTORS or patch.magnitude is not None or not self.to.alpha:
-            return None
-        if share.strength != 1 or self.job.alpha != KEEP or not share.is_all(place) or not scale:
-            return None
+    def _renamed(self, place: Place, share: Share) -> ModuleTensors | None:
+        """Return a plain LoRA with the factors that are stored; None if ‖ΔW‖² is beyond fp64."""
+        patch = share.patch
+        scale, rank = patch.numbers["scale"], patch.shapes["down"][0]
         up, down = (self.evaluator.cache.fetch(patch.module.slots[slot]) for slot in ("up", "down"))
-        rank, dtype = patch.shapes["down"][0], self._dtype(shares)
-        if {up.dtype, down.dtype} != {dtype} or not 0 < rank <= min(place.view.matrix):
-            return None
         left, right = up.reshape(-1, rank).float() * scale, down.reshape(rank, -1).float()
         squares = squares_of(left, right)
         if not SMALL < squares < LARGE:  # beyond fp32

@@ -14,15 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..adapter_options import KEEP
 from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
 from ..job import Adapter
 from ..progress import Counting
+from .conversion import Conversion
 from .dialects import Dialect
-from .form import written_dtype
 from .groups import Filled, Place, Target, is_plain
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, StoredModule, waiting
@@ -54,28 +53,21 @@ class Read(NamedTuple):
     squares: float | None
 
 
-def all_factors(modules: Sequence[Filled], to: Dialect, job: AdapterJob) -> list[Factors]:
-    """Return the factors of all modules; [] unless all of them are written as they are."""
-    plain = job.algorithm == job.alpha == KEEP and to.alpha and not to.folder
-    factors = [_factors(module, to, job) for module in modules] if plain else []
-    return [module for module in factors if module is not None] if None not in factors else []
+def all_factors(conversion: Conversion) -> list[Factors]:
+    """Return the factors of all modules; [] unless all are written as they are, in a file and a dtype of numpy's."""
+    modules, forms, to = conversion.modules, conversion.forms, conversion.to
+    if to.folder or "up_bias" in to.endings or not all(form.renamed for form in forms):
+        return []
+    factors = [_factors(module) for module in modules]
+    return factors if all(pair.up.dtype in WIDEN for pair in factors) else []
 
 
-def _factors(module: Filled, to: Dialect, job: AdapterJob) -> Factors | None:
-    """Return the factors of a module; None where a number of them or α has to change."""
-    place = module.place
-    if module.value is not None or place.vector or len(module.shares) != 1 or "up_bias" in to.endings:
-        return None
+def _factors(module: Filled) -> Factors:
+    """Return the factors of a module."""
     (share,) = module.shares
-    patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
-    if patch.algorithm != FACTORS or not is_plain(patch) or patch.magnitude is not None or not scale:
-        return None
-    if share.strength != 1 or not share.is_all(place):
-        return None
-    up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
-    dtype = written_dtype(job, module.shares)
-    known = {up.dtype, down.dtype} == {dtype} and dtype in WIDEN
-    return Factors(place, up, down, rank, scale) if known and 0 < rank <= min(place.view.matrix) else None
+    patch = share.patch
+    up, down = patch.module.slots["up"], patch.module.slots["down"]
+    return Factors(module.place, up, down, patch.shapes["down"][0], patch.numbers["scale"])
 
 
 def renamed(

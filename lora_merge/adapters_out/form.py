@@ -50,6 +50,8 @@ class Form:
     """The most that the rank can be, which is what the disk has to hold."""
     whole: bool = True
     """Whether a whole parameter is stored: by AUTO, if factors of the highest rank are not smaller."""
+    renamed: bool = False
+    """Whether the stored factors of a plain LoRA are written as they are, with the same scale."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -140,7 +142,21 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         raise FitError(f"{to.name} has no place for whole matrices", place.name,
                        "give --rank, or convert to kohya or comfy")  # fmt: skip
     ranks = [rank_of_change(p) for p in patches]
-    return matrix_form(algorithm_in(algorithm, to), rule, place.view.matrix, ranks, name=place.name, fix=FOR_KOHYA)
+    form = matrix_form(algorithm_in(algorithm, to), rule, place.view.matrix, ranks, name=place.name, fix=FOR_KOHYA)
+    return replace(form, renamed=_is_renamed(job, to, module))
+
+
+def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
+    """Return whether no number of a module and not its α change."""
+    if not job.keeps_forms or job.alpha != KEEP or not to.alpha or len(module.shares) != 1:
+        return False
+    (share,) = module.shares
+    patch = share.patch
+    plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and patch.numbers.get("scale")
+    if not plain or share.strength != 1 or not share.is_all(module.place):
+        return False
+    dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down")}
+    return dtypes == {written_dtype(job, (share,))} and 0 < patch.shapes["down"][0] <= min(module.place.view.matrix)
 
 
 def holds_columns(module: Filled, to: Dialect, tables: Collection[str]) -> bool:
