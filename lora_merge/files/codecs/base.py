@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from ...disk.files import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Self
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 
@@ -96,6 +97,12 @@ class Encoding:
     afresh: ClassVar[bool] = False
     """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
 
+    @classmethod
+    def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
+        """Return the encoding with these settings, always the same object: weights with one are merged together."""
+        encoding: Self = _shared(cls, unit, group, **settings)
+        return encoding
+
     @property
     def measured(self) -> bool:
         """Whether a part of the whole weight depends on its largest number; 0 is written until that number is known."""
@@ -165,6 +172,19 @@ class Encoding:
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the parts of the whole weight that cover numbers of this largest magnitude."""
         raise NotImplementedError
+
+
+@cache
+def _shared(form: type[Any], unit: tuple[int, int], group: int, /, **settings: Any) -> Any:
+    return form(unit, group, **settings)
+
+
+def finite(numbers: Tensor, what: str) -> Tensor:
+    """Return numbers in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
+    floats = numbers.float()
+    if not bool(floats.isfinite().all()):
+        raise InvalidPart(f"{what} is not a finite number")
+    return floats
 
 
 class Packing(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -165,14 +164,14 @@ def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
     units = {"absmax": (size, 1 if doubled else 4), "nested_absmax": (size * nested, 4)}
     parts = {ROLES[last]: Part(info, *units.get(last, (0, 0))) for last, info in tensors.items()}
     label = f"bitsandbytes {told.get('quant_type', '4-bit')}"
-    encoding = _encoding(size * (nested or 1), size=size, nested=nested, offset=offset, label=label)
+    encoding = Bnb4.shared((2, 1), size * (nested or 1), size=size, nested=nested, offset=offset, label=label)
     made = claimed(codes, name, tuple(shape), Packing(encoding, codes, parts, frozenset({state})))
     return made._replace(weight=replace(made.weight, dtype="U8"))  # the codes may be stored as another dtype
 
 
 def fresh_four_bits(size: int) -> Bnb4:
     """Return the encoding of new nf4 weights with a scale for each `size` numbers, without double quantisation."""
-    return _encoding(size, size=size, label="bitsandbytes nf4", fresh=True)
+    return Bnb4.shared((2, 1), size, size=size, label="bitsandbytes nf4", fresh=True)
 
 
 def _count(told: Mapping[str, Any], key: str) -> int:
@@ -193,8 +192,3 @@ def _json(info: StoredTensor) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Bnb4:
-    return Bnb4((2, 1), group, **settings)

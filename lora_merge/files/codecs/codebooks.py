@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from ...dtypes import ITEM_BYTES
-from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
 from .comfy import Layer, layers
 from .fp8_scaled import rotation_of
 from .scaled import SCALE, ZERO
@@ -36,6 +35,7 @@ BOOKS: Final = 1 << 24
 """Numbers of all codebooks of a weight; released models have at most half a million."""
 
 FLOATS: Final = ("F32", "F16", "BF16")
+NUMBERS: Final = "a scale or a number of a table"
 FITTED: Final = "its tables or scales were fitted to the old numbers"
 
 
@@ -58,9 +58,9 @@ class Aqlm(Encoding):
         import torch
 
         codes = parts[CODES].view(torch.int16 if self.wide else torch.int8).view(-1, self.books).long()
-        book = _finite(parts, BOOK).view(self.books, self.entries, self.width)
+        book = finite(parts[BOOK], NUMBERS).view(self.books, self.entries, self.width)
         values = sum(book[n][codes[:, n] % self.entries] for n in range(self.books))
-        found: Tensor = values.view(-1, self.cols) * _finite(parts, SCALE)[:, None]  # type: ignore[union-attr]
+        found: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], NUMBERS)[:, None]  # type: ignore[union-attr]
         return found
 
 
@@ -90,10 +90,10 @@ class Grouped(Encoding):
         if self.bits == 6:
             high = few_bits.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
             codes = codes | high.view(codes.shape).int() << 4
-        levels = _finite(parts, BOOK)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
+        levels = finite(parts[BOOK], NUMBERS)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
         group = parts[SCALE] if self.kind == "F32" else arithmetic.from_bytes(parts[SCALE], "F8_E4M3")
-        whole = levels.view(-1, self.size) * _checked(group).view(-1, 1)
-        values = whole.clamp(-127, 127).round().view(-1, self.cols) * _finite(parts, ROW)[:, None]
+        whole = levels.view(-1, self.size) * finite(group, NUMBERS).view(-1, 1)
+        values = whole.clamp(-127, 127).round().view(-1, self.cols) * finite(parts[ROW], NUMBERS)[:, None]
         return arithmetic.rotated(values.view(-1), self.rotation)
 
 
@@ -112,20 +112,11 @@ class Columns(Encoding):
 
         rows, cols = self.shape
         low, high = first // cols, (first + count) // cols
-        scale, zero = (_finite(parts, role).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO))
+        scale, zero = (
+            finite(parts[role], NUMBERS).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
+        )
         codes = few_bits.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
         return (codes.view(high - low, scale.shape[1], -1) - 8) * scale + zero
-
-
-def _finite(parts: Parts, role: str) -> Tensor:
-    return _checked(parts[role].float())
-
-
-def _checked(numbers: Tensor) -> Tensor:
-    """Return the numbers; InvalidPart if one is not finite."""
-    if not bool(numbers.isfinite().all()):
-        raise InvalidPart("a scale or a number of a table is not finite")
-    return numbers
 
 
 def aqlm(found: Checkpoint) -> Iterator[Claim]:
@@ -147,7 +138,7 @@ def aqlm(found: Checkpoint) -> Iterator[Claim]:
         if not {book.dtype, scale.dtype} <= {*FLOATS}:
             continue
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
-        encoding = _aqlm(cols, unit=(width, size), cols=cols, books=books, entries=entries, width=width,
+        encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,
                          wide=codes.dtype == "I16", numbers=book.dtype, scales=scale.dtype, label="AQLM")  # fmt: skip
         parts = {BOOK: Part(book), SCALE: Part(scale, cols, ITEM_BYTES[scale.dtype])}
         yield claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))
@@ -178,7 +169,7 @@ def _grouped(found: Checkpoint, stem: str, layer: Layer) -> Claim | None:
     if book is not None and ((book.dtype, book.shape) != ("F32", (16,)) or bits == 6):
         return None
     kind = "F32" if group.dtype == "F32" else "F8_E4M3"
-    encoding = _group_encoding(cols, unit=(cols, codes.shape[1]), cols=cols, size=size, bits=bits, rotation=rotation,
+    encoding = Grouped.shared((cols, codes.shape[1]), cols, cols=cols, size=size, bits=bits, rotation=rotation,
                                kind=kind, label=layer.form)  # fmt: skip
     parts = {SCALE: Part(group, size, ITEM_BYTES[group.dtype]), ROW: Part(row, cols, 4)}
     parts |= {BOOK: Part(book)} if book is not None else {}
@@ -196,22 +187,7 @@ def _columns(found: Checkpoint, stem: str, layer: Layer) -> Claim | None:
         return None
     if scale.shape != (cols // size, rows) or (zero.dtype, zero.shape) != (scale.dtype, scale.shape) or not cols:
         return None
-    encoding = _column_encoding(cols, unit=(2, 1), shape=(rows, cols), scales=scale.dtype, label=layer.form)
+    encoding = Columns.shared((2, 1), cols, shape=(rows, cols), scales=scale.dtype, label=layer.form)
     parts = {SCALE: Part(scale), ZERO: Part(zero)}
     return claimed(codes, codes.name, (rows, cols),
                    Packing(encoding, codes, parts, found.present(stem, "comfy_quant", "input_scale")))  # fmt: skip
-
-
-@cache
-def _aqlm(group: int, **settings: Any) -> Aqlm:
-    return Aqlm(group=group, **settings)
-
-
-@cache
-def _group_encoding(group: int, **settings: Any) -> Grouped:
-    return Grouped(group=group, **settings)
-
-
-@cache
-def _column_encoding(group: int, **settings: Any) -> Columns:
-    return Columns(group=group, **settings)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Parts, claimed
@@ -42,9 +41,6 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
     for name, info in found.tensors.items():
         stem = name.rpartition(".")[0]
         if info.dtype in DTYPES and info.nbytes and not found.present(stem, "weight_scale", "scale_weight", "scale"):
-            yield claimed(info, name, info.shape, Packing(_encoding(info.dtype), info))
-
-
-@cache
-def _encoding(dtype: str) -> Fnuz:
-    return Fnuz((1, 1), dtype=dtype, label=DTYPES[dtype])
+            yield claimed(
+                info, name, info.shape, Packing(Fnuz.shared((1, 1), dtype=info.dtype, label=DTYPES[info.dtype]), info)
+            )

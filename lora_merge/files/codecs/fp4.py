@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from .base import (
@@ -272,17 +271,12 @@ def fp4(
     kind = "F8_E4M3" if nv else E8M0
     part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
     together = part.numbers if swizzled else cols if of.pre is not None else size
-    found = _encoding(together, kind=kind, size=size, cols=cols, label=of.label,
+    found = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, fresh=fresh,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
     parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
     parts |= {PRE: Part(of.pre)} if of.pre is not None else {}
     return Packing(found, codes, parts, of.beside)
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Fp4:
-    return Fp4((2, 1), group, **settings)
 
 
 def comfy(found: Checkpoint) -> Iterator[Claim]:
@@ -354,5 +348,5 @@ def gpt_oss(found: Checkpoint) -> Iterator[Claim]:
         if (codes.dtype, scale.dtype, scale.shape) != ("U8", "U8", (experts, rows, across)) or not codes.nbytes:
             continue
         cols = across * 32
-        encoding = _encoding(rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
+        encoding = Fp4.shared((2, 1), rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
         yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: Part(scale, 32, 1)}))

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from .base import Checkpoint, Claim, Packing, Part, claimed
 from .comfy import Layer, layers, rows_of
-from .packed_ints import packed
+from .packed_ints import Packed
 from .scaled import E8M0, SCALE, Stored, scaled
 from .stacked import one_of, stacked
 
@@ -98,7 +98,7 @@ def _rotated_rows(
         return
     if not rows or not cols or not size or cols % size:
         return
-    encoding = packed(
+    encoding = Packed.shared(
         (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size,
         label=FOUR_BITS,
     )  # fmt: skip

@@ -7,7 +7,6 @@ another order, norms plus one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import TABLE
@@ -138,9 +137,8 @@ def shifted(kind: str, offset: float) -> Ggml:
     return _made(kind, 0, 0, offset)
 
 
-@cache
 def _made(kind: str, head: int, cols: int, offset: float, *, fresh: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
     unit = TYPES[kind].unit
     made = Grid if kind in READ_ONLY else Ggml
-    return made(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)
+    return made.shared(unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)

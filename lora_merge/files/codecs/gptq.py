@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
-from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed, finite
 from .packed_ints import ORDER, WORD
 from .scaled import SCALE, ZERO
 
@@ -56,9 +55,7 @@ class Transposed(Encoding):
             levels = few_bits.from_rows(columns, bits, dense=True).t()
             whole = parts[ZERO].view(arithmetic.BYTE).view(-1, rows * bits // 8)
             zero = few_bits.from_rows(whole, bits, dense=True)[:, low:high] + int(self.plus_one)
-        scale = parts[SCALE].view(-1, rows)[:, low:high].float()
-        if not bool(scale.isfinite().all()):
-            raise InvalidPart("a scale is not a finite number")
+        scale = finite(parts[SCALE].view(-1, rows)[:, low:high], "a scale")
         group = parts[ORDER] if ORDER in parts else few_bits.repeated(len(scale), cols)
         if bool((group < 0).any()) or bool((group >= len(scale)).any()):
             raise InvalidPart("its g_idx names a group that is not there")
@@ -102,13 +99,8 @@ def _weight(found: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Claim | No
     stored |= {ORDER: order} if order is not None else {}
     plus_one = not awq and found.config.get("checkpoint_format") != "gptq_v2"
     label = "AWQ" if awq else "GPTQ"
-    encoding = _encoding(
-        cols, bits=bits, shape=(rows, cols), along_rows=awq, scales=scale.dtype, plus_one=plus_one, label=label
+    encoding = Transposed.shared(
+        (1, 0), cols, bits=bits, shape=(rows, cols), along_rows=awq, scales=scale.dtype, plus_one=plus_one, label=label
     )
     parts = {role: Part(info) for role, info in stored.items()}
     return claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Transposed:
-    return Transposed((1, 0), group, **settings)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
 from .scaled import SCALE, ZERO, Stored, scaled
 
 if TYPE_CHECKING:
@@ -59,9 +58,7 @@ class Halves(Encoding):
         part, inside = few_bits.parted(row, codes.numel() // self.cols)
         shift = (8 // self.bits - 1 - part if self.hqq else part) * self.bits
         levels = (codes[inside * self.cols + column] >> shift.to(codes.dtype)).bitwise_and(2**self.bits - 1).float()
-        scale, zero = (parts[role].float() for role in (SCALE, ZERO))
-        if not bool((scale.isfinite() & zero.isfinite()).all()):
-            raise InvalidPart("a scale or a zero point is not a finite number")
+        scale, zero = (finite(parts[role], "a scale or a zero point") for role in (SCALE, ZERO))
         group = column if self.across else row
         return (levels - zero[group]) * scale[group] if self.hqq else levels * scale[group] - zero[group]
 
@@ -130,7 +127,7 @@ def _claim(
     scale, zero = parts
     if scale.dtype not in FLOATS or zero.dtype not in FLOATS:
         return None
-    encoding = _encoding(shape[1], scales=scale.dtype, zeros=zero.dtype, **settings)
+    encoding = Halves.shared((1, 0), shape[1], scales=scale.dtype, zeros=zero.dtype, **settings)
     of = {CODES: Part(codes), SCALE: Part(scale), ZERO: Part(zero)}
     return claimed(codes, name, shape, Packing(encoding, codes, of, beside))
 
@@ -141,8 +138,3 @@ def _numbers(info: StoredTensor | None) -> tuple[int, ...]:
     if info is None or not code or not 0 < info.nbytes <= 64:
         return ()
     return struct.unpack(f"<{prod(info.shape)}{code}", read_bytes(info))
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Halves:
-    return Halves((1, 0), group, **settings)

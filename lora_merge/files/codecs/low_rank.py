@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
-from .base import Claim, Encoding, InvalidPart, Packing, Part, Parts
+from .base import Claim, Encoding, Packing, Part, Parts, finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,11 +61,8 @@ class LowRank(Encoding):
 
     def _product(self, parts: Parts) -> Tensor:
         """Return up · down in fp32; InvalidPart if a factor is not finite."""
-        up, down = parts[UP].float().view(-1, self.rank), parts[DOWN].float().view(self.rank, -1)
-        if not bool(up.isfinite().all() and down.isfinite().all()):
-            raise InvalidPart("a factor is not a finite number")
-        found: Tensor = up @ down
-        return found
+        up, down = (finite(parts[role], "a factor") for role in (UP, DOWN))
+        return up.view(-1, self.rank) @ down.view(self.rank, -1)
 
 
 class Factors(NamedTuple):
@@ -101,14 +97,10 @@ def with_factors(claim: Claim, of: Factors) -> Claim | None:
     (rows, cols), packing = claim.weight.shape, claim.packing
     if not of.fit(rows, cols) or (of.rotation and cols % of.rotation):
         return None
-    encoding = _encoding(packing.encoding, cols, of.rank, of.rotation, of.up.dtype if of.up else "F32")
+    inner = packing.encoding
+    encoding = LowRank.shared(
+        inner.unit, lcm(inner.group, cols), label=inner.label, inner=inner, cols=cols, rank=of.rank,
+        rotation=of.rotation, factors=of.up.dtype if of.up else "F32",
+    )  # fmt: skip
     parts = {**packing.parts, **of.parts(cols)}
     return claim._replace(packing=Packing(encoding, packing.codes, parts, packing.beside))
-
-
-@cache
-def _encoding(inner: Encoding, cols: int, rank: int, rotation: int, factors: str) -> LowRank:
-    return LowRank(
-        inner.unit, lcm(inner.group, cols), inner.label, inner=inner, cols=cols, rank=rank, rotation=rotation,
-        factors=factors,
-    )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -22,13 +21,13 @@ from .base import (
     Checkpoint,
     Claim,
     Encoding,
-    InvalidPart,
     OutOfRange,
     Packing,
     Part,
     Parts,
     beyond,
     claimed,
+    finite,
 )
 from .fp4 import Fp4Tensors, fp4
 from .packed_ints import WORD
@@ -90,9 +89,7 @@ class Affine(Encoding):
 
     def _line(self, parts: Parts) -> tuple[Tensor, Tensor]:
         """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is not finite."""
-        scale, bias = (parts[role].float().view(-1, 1) for role in (SCALE, BIAS))
-        if not bool((scale.isfinite() & bias.isfinite()).all()):
-            raise InvalidPart("a scale or a bias is not a finite number")
+        scale, bias = (finite(parts[role], "a scale or a bias").view(-1, 1) for role in (SCALE, BIAS))
         return scale, bias
 
     def _fitted(self, of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
@@ -180,7 +177,6 @@ def _floats(
     return claimed(codes, codes.name, shape, packing._replace(codes=codes)) if packing else None
 
 
-@cache
 def affine(size: int, *, bits: int, **settings: Any) -> Affine:
     """Return the encoding of weights with a scale and a bias for each `size` columns."""
-    return Affine((size, size * bits // 8), size, bits=bits, **settings)
+    return Affine.shared((size, size * bits // 8), size, bits=bits, **settings)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
@@ -228,7 +227,7 @@ def packed_ints(of: PackedInts, name: str) -> Claim | None:
     parts = {SCALE: Part(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
     parts |= {ZERO: Part(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
     parts |= {ORDER: Part(of.order)} if of.order is not None else {}
-    found = packed(
+    found = Packed.shared(
         (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
         zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
     )  # fmt: skip
@@ -245,9 +244,3 @@ def _shape(info: StoredTensor | None) -> tuple[int, ...]:
     if info is None or info.dtype not in ("I64", "I32") or info.shape != (2,):
         return ()
     return struct.unpack("<2q" if info.dtype == "I64" else "<2i", read_bytes(info))
-
-
-@cache
-def packed(unit: tuple[int, int], group: int, **settings: Any) -> Packed:
-    """Return the encoding of rows of codes that take so many bytes."""
-    return Packed(unit, group, **settings)

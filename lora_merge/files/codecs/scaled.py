@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
@@ -338,7 +337,7 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(_encoding(1, **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
+        return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size that a file tells, is the whole weight
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
@@ -356,7 +355,7 @@ def scaled(of: Stored, **settings: Any) -> Packing | None:
     parts = {SCALE: Part(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = Part(of.zero, numbers, scales)
-    found = _encoding(lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+    found = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(found, of.codes, parts, of.beside)
 
 
@@ -368,8 +367,3 @@ def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]
     if scales == (*lead, rows):
         return 1, cols
     return (rows, cols) if lead and scales in (lead, ()) else (0, 0)
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Scaled:
-    return Scaled((1, 1), group, **settings)

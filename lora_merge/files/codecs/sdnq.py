@@ -20,7 +20,7 @@ from ...safe_regex import Refused, Steps
 from .base import Checkpoint, Claim, Encoding, Packing, Part, claimed
 from .low_rank import Factors, with_factors
 from .mlx import BIAS, DTYPES, affine
-from .packed_ints import packed
+from .packed_ints import Packed
 from .scaled import SCALE, Stored, scaled
 from .sdnq_sums import Tensors, rotation_within, sums
 
@@ -123,7 +123,7 @@ def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
         return None
     if zero is None:
         parts, label = {SCALE: Part(scale, cols, cols // size * each)}, "SDNQ int4"
-        encoding: Encoding = packed(
+        encoding: Encoding = Packed.shared(
             (cols, cols // 2), cols, bits=4, cols=cols, size=size, scales=scale.dtype, label=label
         )
     else:

@@ -8,13 +8,12 @@ https://github.com/Disty0/sdnq src/sdnq/dequantizer.py, quantizer.py, packed_int
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
-from .base import CODES, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, Claim, Encoding, Packing, Part, Parts, claimed, finite
 from .fp8_scaled import SIZES
 from .low_rank import DOWN, FLOATS, UP, Factors
 from .scaled import SCALE, ZERO
@@ -57,28 +56,22 @@ class Sums(Encoding):
 
         from . import arithmetic, few_bits
 
-        rows, (groups, _, places) = count // self.cols, self.shape
+        rows, (groups, _, places), what = count // self.cols, self.shape, "a scale or a factor"
         if self.dtype == "U8":
             levels = parts[CODES].view(arithmetic.BYTE).float()
         elif self.dtype:
             levels = arithmetic.from_bytes(parts[CODES].view(arithmetic.BYTE), self.dtype)
         else:
             levels = few_bits.from_planes(parts[CODES].view(arithmetic.BYTE), self.bits).float() + self.lowest
-        found: Tensor = levels.view(rows, *self.shape) * _finite(parts[SCALE]).view(rows, groups, 1, places)
+        found: Tensor = levels.view(rows, *self.shape) * finite(parts[SCALE], what).view(rows, groups, 1, places)
         if ZERO in parts:
-            found = found + _finite(parts[ZERO]).view(rows, groups, 1, places)
+            found = found + finite(parts[ZERO], what).view(rows, groups, 1, places)
         found = found.view(rows, self.cols)
         if self.rank:
-            found = torch.addmm(found, _finite(parts[UP]).view(rows, -1), _finite(parts[DOWN]).view(self.rank, -1))
+            found = torch.addmm(
+                found, finite(parts[UP], what).view(rows, -1), finite(parts[DOWN], what).view(self.rank, -1)
+            )
         return arithmetic.rotated(found, self.rotation) if self.rotation else found
-
-
-def _finite(numbers: Tensor) -> Tensor:
-    """Return numbers in fp32; InvalidPart if one is not finite."""
-    found = numbers.float()
-    if not bool(found.isfinite().all()):
-        raise InvalidPart("a scale or a factor is not a finite number")
-    return found
 
 
 class Tensors(NamedTuple):
@@ -115,8 +108,8 @@ def sums(of: Tensors) -> Claim | None:
     rotation, rank = rotation_within(of.rotation, channels), of.factors.rank
     if rotation is None or (rotation and kernel) or not of.factors.fit(rows, cols):
         return None
-    encoding = _encoding(
-        lcm(cols, numbers), unit=(numbers, size), dtype=codes.dtype if bits == 8 else "", bits=bits,
+    encoding = Sums.shared(
+        (numbers, size), lcm(cols, numbers), dtype=codes.dtype if bits == 8 else "", bits=bits,
         lowest=-(2 ** (bits - 1)) if signed and bits < 8 else 0, shape=(groups, channels // groups, places), rank=rank,
         rotation=rotation, scales=scale.dtype, label=f"SDNQ {of.kind}",
         factors=of.factors.up.dtype if of.factors.up else "F32",
@@ -162,8 +155,3 @@ def rotation_within(most: int, channels: int) -> int | None:
     while size * 2 <= most and channels % (size * 2) == 0:
         size *= 2
     return 0 if size < SIZES[0] else size if size in SIZES else None
-
-
-@cache
-def _encoding(group: int, **settings: Any) -> Sums:
-    return Sums(group=group, **settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from ...disk.files import StoredTensor
@@ -70,9 +69,6 @@ def stacked(codes: StoredTensor, one: Packing | None, parts: Mapping[str, Stored
     matrices = codes.shape[0]
     numbers = one.encoding.count(codes.nbytes // matrices)
     found = {role: Part(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
-    return Packing(_encoding(one.encoding, numbers), codes, found, one.beside)
-
-
-@cache
-def _encoding(inner: Encoding, numbers: int) -> Stacked:
-    return Stacked(inner.unit, numbers, inner.label, inner=inner)
+    inner = one.encoding
+    encoding = Stacked.shared(inner.unit, numbers, label=inner.label, inner=inner)
+    return Packing(encoding, codes, found, one.beside)
