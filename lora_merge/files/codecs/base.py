@@ -15,6 +15,8 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from ...disk.files import StoredTensor
+from ...disk.reader import read_bytes
+from ...safe_regex import from_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +27,12 @@ Tensors: TypeAlias = Mapping[str, StoredTensor]
 Parts: TypeAlias = "Mapping[str, Tensor]"
 """Role → stored numbers of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
 as bytes."""
+
+FLOATS: Final = ("F32", "F16", "BF16")
+"""Dtypes of scales, zero points, tables and factors."""
+
+ROTATIONS: Final = (4, 16, 64, 256, 1024)
+"""How many columns may be rotated together, by `arithmetic.rotated`."""
 
 CODES: str = "codes"
 """The role of the tensor that the windows carry."""
@@ -252,6 +260,24 @@ class Checkpoint:
         for name in self.tensors:
             found[name.rpartition(".")[2]].append(name)
         return found
+
+
+NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty
+
+
+def read_note(info: StoredTensor) -> Any:
+    """Return the JSON in a tensor of bytes; None for anything else."""
+    if info.dtype != "U8" or info.nbytes > NOTE_LIMIT:
+        return None
+    try:
+        return from_json(read_bytes(info))
+    except ValueError:
+        return None
+
+
+def positive(number: Any) -> bool:
+    """Return whether an entry of a configuration is a whole number above 0."""
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> Claim:

@@ -12,11 +12,22 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...safe_regex import from_json
-from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, beyond, claimed
-from .comfy import NOTE_LIMIT
+from .base import (
+    CODES,
+    DRAW,
+    Checkpoint,
+    Claim,
+    Encoding,
+    InvalidPart,
+    Packing,
+    Part,
+    Parts,
+    beyond,
+    claimed,
+    positive,
+    read_note,
+)
 from .scaled import Stored, scaled
 
 if TYPE_CHECKING:
@@ -144,10 +155,11 @@ def claim(found: Checkpoint) -> Iterator[Claim]:
 
 def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
     """Return the claim of a weight by the JSON that says how it is stored; None where that contradicts the tensors."""
-    codes, told = found.tensors.get(name), _json(found.tensors[state])
+    codes, note = found.tensors.get(name), read_note(found.tensors[state])
+    told = note if isinstance(note, dict) else {}
     size, nested, offset = _count(told, "blocksize"), _count(told, "nested_blocksize"), told.get("nested_offset", 0.0)
     shape, doubled = told.get("shape"), "nested_blocksize" in told
-    if codes is None or not isinstance(shape, list) or not shape or not all(map(_positive, shape)):
+    if codes is None or not isinstance(shape, list) or not shape or not all(map(positive, shape)):
         return None
     if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):
         return None
@@ -169,26 +181,7 @@ def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
     return made._replace(weight=replace(made.weight, dtype="U8"))  # the codes may be stored as another dtype
 
 
-def fresh_four_bits(size: int) -> Bnb4:
-    """Return the encoding of new nf4 weights with a scale for each `size` numbers, without double quantisation."""
-    return Bnb4.shared((2, 1), size, size=size, label="bitsandbytes nf4", fresh=True)
-
-
 def _count(told: Mapping[str, Any], key: str) -> int:
     """Return a positive whole number of the JSON; 0 for anything else."""
     number = told.get(key)
-    return number if isinstance(number, int) and _positive(number) else 0
-
-
-def _positive(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 < number < 2**40
-
-
-def _json(info: StoredTensor) -> Mapping[str, Any]:
-    if info.dtype != "U8" or info.nbytes > NOTE_LIMIT:
-        return {}
-    try:
-        found = from_json(read_bytes(info))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return number if positive(number) else 0

@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from ...dtypes import ITEM_BYTES
-from .base import CODES, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
+from .base import CODES, FLOATS, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
 from .comfy import Layer, layers
 from .fp8_scaled import rotation_of
 from .scaled import SCALE, ZERO
@@ -34,7 +34,6 @@ ROW: Final = "row"
 BOOKS: Final = 1 << 24
 """Numbers of all codebooks of a weight; released models have at most half a million."""
 
-FLOATS: Final = ("F32", "F16", "BF16")
 NUMBERS: Final = "a scale or a number of a table"
 FITTED: Final = "its tables or scales were fitted to the old numbers"
 

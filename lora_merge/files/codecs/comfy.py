@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...disk.reader import read_bytes
 from ...safe_regex import from_json
-from .base import Checkpoint
+from .base import Checkpoint, read_note
 
 ENTRY: Final = "_quantization_metadata"
 PREFIX: Final = "model.diffusion_model."
 """Prefix of layers that some converters omit in the metadata."""
-
-NOTE_LIMIT: Final = 4096  # bytes of the JSON of one layer; writers need about fifty
 
 
 class Layer(NamedTuple):
@@ -40,12 +37,9 @@ def layers(found: Checkpoint) -> Iterator[tuple[str, Layer]]:
     told = entry.get("layers") if isinstance(entry, dict) else None
     notes: dict[str, Any] = dict(told) if isinstance(told, dict) else {}
     for stem in found.stems("comfy_quant"):
-        info = found.tensors[f"{stem}.comfy_quant"]
-        if info.dtype == "U8" and info.nbytes <= NOTE_LIMIT:
-            try:
-                notes[stem] = from_json(read_bytes(info))
-            except ValueError:
-                continue  # not a layer of any codec: `quantised` then refuses it by its mark
+        # What is no JSON names no layer: `quantised` then refuses it by its mark.
+        if (note := read_note(found.tensors[f"{stem}.comfy_quant"])) is not None:
+            notes[stem] = note
     for name, layer in notes.items():
         options = layer if isinstance(layer, dict) else {"format": layer}
         inner = options.get("params")

@@ -7,9 +7,9 @@ https://github.com/NVIDIA/Model-Optimizer modelopt/torch/export.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, Claim, claimed, positive
 from .scaled import Stored, scaled
 
 SCALES: Final = {
@@ -31,7 +31,7 @@ def blocks(found: Checkpoint) -> Iterator[Claim]:
     size, powers = found.config.get("weight_block_size"), found.config.get("scale_fmt") == "ue8m0"
     if found.config.get("quant_method") != "fp8":
         return
-    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_positive, size))):
+    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(positive, size))):
         return
     for name, scale in found.tensors.items():
         endings = {**SCALES, **(POWERS if scale.dtype == "F8_E8M0" else {})}
@@ -44,10 +44,6 @@ def blocks(found: Checkpoint) -> Iterator[Claim]:
         of = Stored(weight, scale, label, beside, block=block, byte_powers=powers)
         if packing := scaled(of, powers=powers):
             yield claimed(weight, weight.name, weight.shape, packing)
-
-
-def _positive(number: Any) -> bool:
-    return isinstance(number, int) and number > 0
 
 
 def fbgemm(found: Checkpoint) -> Iterator[Claim]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
-from .base import Checkpoint, Claim, Packing, Part, claimed
+from .base import ROTATIONS, Checkpoint, Claim, Packing, Part, claimed
 from .comfy import Layer, layers, rows_of
 from .packed_ints import Packed
 from .scaled import E8M0, SCALE, Stored, scaled
@@ -24,7 +24,6 @@ FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_te
 LABELS: Final = {"int8_tensorwise": "int8", "mxfp8": "mxfp8"}
 FP8_SCALED: Final = "fp8_scaled"
 FOUR_BITS: Final = "convrot_w4a4"
-SIZES: Final = (4, 16, 64, 256, 1024)
 ROWS: Final = 32  # of which ComfyUI stores a multiple in mxfp8
 ROTATED: Final = 256
 """Columns that are rotated together, where the JSON does not say it."""
@@ -85,7 +84,7 @@ def _settings(layer: Layer) -> dict[str, Any] | None:
 def rotation_of(layer: Layer) -> int:
     """Return how many columns are rotated together; 0 for what the format does not allow."""
     size = layer.options.get("convrot_groupsize", ROTATED)
-    return size if isinstance(size, int) and size in SIZES else 0
+    return size if isinstance(size, int) and size in ROTATIONS else 0
 
 
 def _rotated_rows(

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from .base import CODES, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
+from .base import CODES, FLOATS, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed, finite
 from .scaled import SCALE, ZERO, Stored, scaled
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FLOATS: Final = ("F32", "F16", "BF16")
-"""Dtypes of scales and zero points."""
 
 SETTINGS: Final = (
     "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -94,7 +91,8 @@ def _quanto_bits(found: Checkpoint, name: str, scale: StoredTensor, beside: froz
     if not bits or not rows or not cols or zero.shape != scale.shape or groups * cols % rows:
         return None
     shape = rows, groups * cols // rows
-    return _claim(codes, name, shape, (scale, zero), beside, bits=bits, cols=cols, label=f"quanto int{bits}")
+    packing = shared_bytes(codes, scale, zero, shape[1], bits=bits, cols=cols, label=f"quanto int{bits}")
+    return claimed(codes, name, shape, packing._replace(beside=beside)) if packing else None
 
 
 def hqq(found: Checkpoint) -> Iterator[Claim]:
@@ -112,24 +110,22 @@ def hqq(found: Checkpoint) -> Iterator[Claim]:
         rows = stored * 8 // bits
         if rows * cols != prod(shape) or zero.shape != scale.shape or prod(scale.shape) != (cols if across else rows):
             continue
-        made = _claim(
-            codes, f"{stem}.weight", shape, (scale, zero), found.present(stem, *SETTINGS), bits=bits, cols=cols,
-            across=across, hqq=True, label=f"HQQ {bits} bit",
-        )  # fmt: skip
-        if made is not None:
-            yield made
+        label = f"HQQ {bits} bit"
+        if packing := shared_bytes(
+            codes, scale, zero, shape[1], bits=bits, cols=cols, across=across, hqq=True, label=label
+        ):
+            packing = packing._replace(beside=found.present(stem, *SETTINGS))
+            yield claimed(codes, f"{stem}.weight", shape, packing)
 
 
-def _claim(
-    codes: StoredTensor, name: str, shape: tuple[int, ...], parts: tuple[StoredTensor, StoredTensor],
-    beside: frozenset[str], **settings: Any,
-) -> Claim | None:  # fmt: skip
-    scale, zero = parts
+def shared_bytes(
+    codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, group: int, **settings: Any
+) -> Packing | None:
+    """Return how a weight of such codes is stored, `group` numbers in a row; None for scales of another dtype."""
     if scale.dtype not in FLOATS or zero.dtype not in FLOATS:
         return None
-    encoding = Halves.shared((1, 0), shape[1], scales=scale.dtype, zeros=zero.dtype, **settings)
-    of = {CODES: Part(codes), SCALE: Part(scale), ZERO: Part(zero)}
-    return claimed(codes, name, shape, Packing(encoding, codes, of, beside))
+    encoding = Halves.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)
+    return Packing(encoding, codes, {CODES: Part(codes), SCALE: Part(scale), ZERO: Part(zero)})
 
 
 def _numbers(info: StoredTensor | None) -> tuple[int, ...]:

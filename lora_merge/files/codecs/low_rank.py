@@ -12,15 +12,14 @@ from math import lcm
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES
-from .base import Claim, Encoding, Packing, Part, Parts, finite
+from ...dtypes import ITEM_BYTES, Shape
+from .base import FLOATS, Encoding, Packing, Part, Parts, finite
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 UP: Final = "up"
 DOWN: Final = "down"
-FLOATS: Final = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +91,9 @@ class Factors(NamedTuple):
         return {UP: Part(self.up, cols, self.rank * ITEM_BYTES[self.up.dtype]), DOWN: Part(self.down)}
 
 
-def with_factors(claim: Claim, of: Factors) -> Claim | None:
-    """Return the claim of a matrix with a low-rank part, or rotated; None where the factors do not fit."""
-    (rows, cols), packing = claim.weight.shape, claim.packing
+def with_factors(packing: Packing, shape: Shape, of: Factors) -> Packing | None:
+    """Return how a matrix is stored with a low-rank part, or rotated; None if the factors do not fit it."""
+    rows, cols = shape
     if not of.fit(rows, cols) or (of.rotation and cols % of.rotation):
         return None
     inner = packing.encoding
@@ -103,4 +102,4 @@ def with_factors(claim: Claim, of: Factors) -> Claim | None:
         rotation=of.rotation, factors=of.up.dtype if of.up else "F32",
     )  # fmt: skip
     parts = {**packing.parts, **of.parts(cols)}
-    return claim._replace(packing=Packing(encoding, packing.codes, parts, packing.beside))
+    return Packing(encoding, packing.codes, parts, packing.beside)

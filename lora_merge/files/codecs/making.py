@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import Memory, StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE, Shape
 from .base import Packing, Part
-from .bitsandbytes import ABSMAX, MAP, fresh_four_bits
+from .bitsandbytes import ABSMAX, MAP, Bnb4
 from .compressed_tensors import METHOD
 from .fp4 import Fp4Tensors, fp4
 from .scaled import TILE, Stored, scaled
@@ -180,7 +180,8 @@ def _nf4(weight: StoredTensor) -> Made | None:
     state = _note(weight, "weight.quant_state.bitsandbytes__nf4", told, (absmax, table))
     parts = {ABSMAX: Part(absmax, FLAT, 4), MAP: Part(table)}
     codes = _codes(weight, "U8", (total // 2, 1))
-    return Made(Packing(fresh_four_bits(FLAT), codes, parts, frozenset({state.name})), (absmax, table, state))
+    encoding = Bnb4.shared((2, 1), FLAT, size=FLAT, label="bitsandbytes nf4", fresh=True)
+    return Made(Packing(encoding, codes, parts, frozenset({state.name})), (absmax, table, state))
 
 
 def _packed_fp4(weight: StoredTensor) -> Made | None:

@@ -18,6 +18,7 @@ from ...dtypes import ITEM_BYTES
 from .base import (
     CODES,
     DRAW,
+    FLOATS,
     Checkpoint,
     Claim,
     Encoding,
@@ -40,8 +41,6 @@ BIAS: Final = "bias"
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)
 SIZES: Final = (16, 32, 64, 128)
 """Columns of a group."""
-DTYPES: Final = ("F32", "F16", "BF16")
-"""Dtypes of scales and biases."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +153,7 @@ def _weight(found: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | 
         return None
     if mode != "affine":
         return _floats(codes, scale, shape, (str(mode), size, bits)) if bias is None else None
-    if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in DTYPES:
+    if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in FLOATS:
         return None
     each = ITEM_BYTES[scale.dtype]
     parts = {role: Part(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}

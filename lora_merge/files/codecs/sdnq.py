@@ -17,9 +17,9 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
 from ...safe_regex import Refused, Steps
-from .base import Checkpoint, Claim, Encoding, Packing, Part, claimed
+from .base import FLOATS, Checkpoint, Claim, Encoding, Packing, Part, claimed
 from .low_rank import Factors, with_factors
-from .mlx import BIAS, DTYPES, affine
+from .mlx import BIAS, affine
 from .packed_ints import Packed
 from .scaled import SCALE, Stored, scaled
 from .sdnq_sums import Tensors, rotation_within, sums
@@ -105,14 +105,15 @@ def _weight(found: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | 
             extra = up is not None or down is not None or bool(rotation)
             if rotation is None or not extra:
                 return made if rotation is not None else None
-            return with_factors(made, factors._replace(rotation=rotation))
+            packing = with_factors(made.packing, made.weight.shape, factors._replace(rotation=rotation))
+            return made._replace(packing=packing) if packing else None
     return sums(Tensors(codes, scale, zero, factors, kind, size if rotated else 0))
 
 
 def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, kind: str) -> Claim | None:
     """Return the claim of a weight of unsigned codes, or of signed ones of 4 bits."""
     bits = 4 if kind == "int4" else BITS.get(kind, 0)
-    if codes.dtype != "U8" or not bits or scale.dtype not in DTYPES or (zero is None) != (kind == "int4"):
+    if codes.dtype != "U8" or not bits or scale.dtype not in FLOATS or (zero is None) != (kind == "int4"):
         return None
     if (len(codes.shape) == 1) != (bits < 8):
         return None

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
-from .base import CODES, Claim, Encoding, Packing, Part, Parts, claimed, finite
-from .fp8_scaled import SIZES
-from .low_rank import DOWN, FLOATS, UP, Factors
+from .base import CODES, FLOATS, ROTATIONS, Claim, Encoding, Packing, Part, Parts, claimed, finite
+from .low_rank import DOWN, UP, Factors
 from .scaled import SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -154,4 +153,4 @@ def rotation_within(most: int, channels: int) -> int | None:
     size = 1
     while size * 2 <= most and channels % (size * 2) == 0:
         size *= 2
-    return 0 if size < SIZES[0] else size if size in SIZES else None
+    return 0 if size < ROTATIONS[0] else size if size in ROTATIONS else None
