@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from torch import Tensor
 
-from ..files.codecs.arithmetic import largest
+from ..files.encodings.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockMerger
 from .recoding import Codes, new_parts, recode, refitted

@@ -17,9 +17,7 @@ from ..errors import InputError
 from ..options import shown
 from ..paths import exists, is_folder, is_index, is_split, of_index
 from ..text import Note, listed, quoted
-from .codecs.base import Packing
-from .codecs.recognise import Quantised, beside, quantised, recognised, together
-from .codecs.told import SIDES, of_cache, smoothed, with_side_file
+from .encodings.base import Packing
 from .file_signatures import missing
 from .folder_layouts import (
     PEFT,
@@ -33,6 +31,9 @@ from .folder_layouts import (
     unnamed,
     weights_in,
 )
+from .formats import beside, recognised
+from .formats.quantization_config import SIDES, of_cache, smoothed, with_side_file
+from .formats.unread import Quantised, quantised, together
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed

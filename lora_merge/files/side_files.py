@@ -18,9 +18,9 @@ from ..paths import real_path
 from ..safe_regex import from_json
 from ..text import listed
 from .checkpoint import Index
-from .codecs.told import SECTIONS
 from .file_uses import NO_WEIGHTS, NOT_LISTED, FileUse, Folder, duplicate, folder_reason, is_weights, lists_only
 from .folder_layouts import entries
+from .formats.quantization_config import SECTIONS
 from .json_files import json_value, read_index
 
 MODULES: Final = "modules.json"

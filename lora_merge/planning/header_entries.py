@@ -8,8 +8,8 @@ from typing import Final
 
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.recognise import METADATA
-from ..files.codecs.torchao import NAMES as TORCHAO_NAMES
+from ..files.formats.torchao import NAMES as TORCHAO_NAMES
+from ..files.formats.unread import METADATA
 from ..files.gguf.view import ARCHITECTURE
 from ..files.headers import with_metadata
 from ..files.seal import SEAL, sealed

@@ -18,11 +18,10 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, Shape, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import CONFIGS, Index
-from ..files.codecs.base import Packing
-from ..files.codecs.making import Made
-from ..files.codecs.plain import plain
-from ..files.codecs.told import measured
+from ..files.encodings.base import Packing, plain
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
+from ..files.formats.base import NewWeight
+from ..files.formats.quantization_config import activation_notes
 from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
     EMBEDDING,
@@ -144,7 +143,7 @@ def make_plan(matched: Matched) -> Plan:
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
-        notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
+        notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
     architecture = matched.inputs.names.architecture
@@ -293,7 +292,7 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
             raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
 
-def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]:
+def _files(matched: Matched, made: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
     job, base = matched.inputs.job, matched.inputs.base
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
@@ -313,7 +312,9 @@ def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]
     return tuple(files)
 
 
-def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -> Iterator[tuple[Path, OutputTensor]]:
+def outputs(
+    matched: Matched, made: Mapping[str, NewWeight] = MappingProxyType({})
+) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
     `made`: weight → its quantised form in the output.
@@ -323,7 +324,7 @@ def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(matched: Matched, made: Mapping[str, NewWeight]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield as `outputs` does, without the way in which changes are combined."""
     job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
     uses: dict[str, list[PatchPart]] = {}

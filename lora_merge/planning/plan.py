@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ..disk.files import StoredTensor
 from ..dtypes import Shape, flat
 from ..files.checkpoint import Index, configuration
-from ..files.codecs.base import Packing
-from ..files.codecs.plain import plain
+from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job
 from ..matching.patch import Match, PatchPart

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, Final
 
 from ..files.checkpoint import Index
-from ..files.codecs.base import Packing
-from ..files.codecs.scaled import SCALE
+from ..files.encodings.base import Packing
+from ..files.encodings.scaled import SCALE
 from ..text import plural
 
 NUMBER: Final = re.compile(r"\d+")

@@ -20,9 +20,9 @@ from torch import Tensor
 from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.engine.tensors import parts_of, view_bytes
 from lora_merge.engine.torch_preload import keep_freed_memory
-from lora_merge.files.codecs import ggml
-from lora_merge.files.codecs.base import CODES, Packing
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.encodings.base import CODES, Packing
+from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.gguf import encoding
 
 Work = Callable[[], Any]
 ROUNDS: Final = 7
@@ -56,7 +56,7 @@ def packings(side: int) -> Iterator[tuple[str, Packing]]:
         assert made is not None
         yield name, made.packing
     for kind in GGUF:
-        yield kind, Packing(ggml.fresh(kind))
+        yield kind, Packing(encoding.fresh(kind))
 
 
 def ours(packing: Packing, weight: Tensor) -> tuple[Work, Work]:
@@ -80,8 +80,8 @@ def by_gguf(name: str, weight: Tensor) -> tuple[Work | None, Work]:
     try:
         codes = quants.quantize(values, kind)
     except NotImplementedError:
-        raw: Any = ggml.fresh(name).encode(
-            weight.reshape(-1), {CODES: torch.zeros(ggml.fresh(name).nbytes(weight.numel()), dtype=torch.uint8)}, 0
+        raw: Any = encoding.fresh(name).encode(
+            weight.reshape(-1), {CODES: torch.zeros(encoding.fresh(name).nbytes(weight.numel()), dtype=torch.uint8)}, 0
         )
         codes = raw[CODES].numpy().reshape(len(weight), -1)
         return None, lambda: quants.dequantize(codes, kind)

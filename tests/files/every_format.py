@@ -19,11 +19,12 @@ from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.disk.reader import read_bytes
 from lora_merge.engine.tensor_moves import TORCH_DTYPES
 from lora_merge.engine.tensors import as_bytes, parts_of
-from lora_merge.files.codecs import CODECS
-from lora_merge.files.codecs.base import CODES, DRAW, Checkpoint, Encoding, Packing
-from lora_merge.files.codecs.ggml import fresh, ggml
-from lora_merge.files.codecs.ggml_kinds import KINDS
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.encodings.base import CODES, DRAW, Encoding, Packing
+from lora_merge.files.formats import FORMATS
+from lora_merge.files.formats.base import Checkpoint
+from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.gguf.blocks import KINDS
+from lora_merge.files.gguf.encoding import fresh, ggml
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
@@ -123,7 +124,7 @@ class Example(NamedTuple):
         return Checkpoint(in_memory(named), self.metadata, self.config)
 
     def weight(self) -> Weight:
-        (claim,) = (claim for codec in CODECS for claim in codec(self.checkpoint()))
+        (claim,) = (claim for codec in FORMATS for claim in codec(self.checkpoint()))
         return weight(claim.weight.shape, claim.packing)
 
 

@@ -19,8 +19,8 @@ from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
 from ...errors import InputError
 from ...text import quoted
-from ..codecs.base import CODES
-from ..codecs.ggml import ggml, permuted
+from ..encodings.base import CODES
+from .encoding import ggml, permuted
 from .names import FAMILIES, ROTATED, Family, renamed
 from .types import READ, READ_ONLY
 

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import Shape
-from ..codecs.base import Packing
-from ..codecs.ggml import fresh
+from ..encodings.base import Packing
 from .container import ARRAY, MAGIC
+from .encoding import fresh
 from .layout import BLOCKS, FILE_TYPE, FILE_TYPES, VERSION, string, unsigned
 from .types import TYPES
 from .view import ARCHITECTURE, ORIGINAL

@@ -10,8 +10,8 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import Shape
 from ...errors import InputError
-from ..codecs.base import Packing
-from ..codecs.ggml import fresh, ggml, permuted, shifted
+from ..encodings.base import Packing
+from .encoding import fresh, ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
 from .types import READ, READ_ONLY, TYPES, UNREAD
 
